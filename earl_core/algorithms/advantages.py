@@ -1,0 +1,193 @@
+"""Advantage estimators: how good an episode (or token) was, compared with a baseline.
+
+An estimator is two pure steps, so that computing it on many ranks gives what one place would give:
+
+1. it says which statistics it needs (:attr:`~AdvantageEstimator.needs_groups`,
+   :attr:`~AdvantageEstimator.needs_batch`, :attr:`~AdvantageEstimator.token_level`); these are
+   moments, which ranks merge (:mod:`earl_core.algorithms.moments`);
+2. it maps returns and merged statistics to advantages, element by element.
+
+:mod:`earl_core.algorithms.advantage_batch` drives both steps. All numbers are float64, in reward
+units before normalisation.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Annotated, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from earl_core.algorithms.moments import Float64Array, MomentArrays, Moments
+from earl_core.algorithms.registry import Registered, Registry
+
+_Statistic = TypeVar("_Statistic", Moments, MomentArrays)
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+class AdvantageEstimator(Registered, ABC):
+    """Interface of every advantage estimator."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether an episode is compared with its group, which then needs two episodes."""
+        return False
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the estimator needs the moments of the whole batch."""
+        return False
+
+    @property
+    def token_level(self) -> bool:
+        """Whether each trained token has a return of its own.
+
+        False: one return per episode (penalties of its tokens summed), batch moments over episodes.
+        True: a token's return is the episode's reward less the penalties from this token on, batch
+        moments over trained tokens.
+        """
+        return False
+
+    @abstractmethod
+    def advantages(
+        self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
+    ) -> Float64Array:
+        """Advantages float64 [N] of ``returns`` float64 [N], element by element.
+
+        Args:
+            returns: One for each episode, or for each trained token if :attr:`token_level`.
+            groups: Moments of each element's group, aligned to ``returns``; given if
+                ``needs_groups``.
+            batch: Moments of the batch; given if ``needs_batch``.
+        """
+
+
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator",
+    AdvantageEstimator,  # type: ignore[type-abstract]
+)
+
+
+def _given(statistic: _Statistic | None, what: str) -> _Statistic:
+    if statistic is None:
+        raise ValueError(f"This advantage estimator needs the {what} moments; pass them.")
+    return statistic
+
+
+@ADVANTAGE_ESTIMATORS.register("reinforce")
+class Reinforce(AdvantageEstimator):
+    """A = R - b (Williams 1992).
+
+    Attributes:
+        baseline: ``none`` (b = 0), or ``batch_mean`` (b = mean return of the batch's episodes).
+    """
+
+    baseline: Literal["none", "batch_mean"] = "none"
+
+    @property
+    def needs_batch(self) -> bool:
+        return self.baseline == "batch_mean"
+
+    def advantages(
+        self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
+    ) -> Float64Array:
+        if self.baseline == "none":
+            return returns.copy()
+        return returns - _given(batch, "batch").mean
+
+
+@ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus")
+class ReinforcePlusPlus(AdvantageEstimator):
+    """REINFORCE++ (arXiv 2501.03262), the variant without a group baseline: global normalisation.
+
+    The paper's token return ``A_t = r - beta * sum_{i>=t} KL_i``, followed by its global
+    advantage normalisation ``(A_t - mean) / std``, mean and std over all trained tokens of the
+    batch. Without penalties all tokens of an episode share ``A = r``, and the moments are those
+    of the rewards, each counted once per trained token of its episode: the same equation.
+
+    The std is the population std (ddof 0) with its variance bounded below by ``epsilon ** 2``, as
+    in the authors' OpenRLHF, where the bound on the variance is 1e-8. Equal returns give exactly
+    0.
+
+    Attributes:
+        epsilon: Least standard deviation that is divided by, in reward units.
+    """
+
+    epsilon: PositiveFloat = 1e-4
+
+    @property
+    def needs_batch(self) -> bool:
+        return True
+
+    @property
+    def token_level(self) -> bool:
+        return True
+
+    def advantages(
+        self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
+    ) -> Float64Array:
+        moments = _given(batch, "batch")
+        return (returns - moments.mean) / max(math.sqrt(moments.variance()), self.epsilon)
+
+
+@ADVANTAGE_ESTIMATORS.register("rloo")
+class LeaveOneOut(AdvantageEstimator):
+    """RLOO (arXiv 2402.14740): A = R - mean of the other returns of the group = n/(n-1) (R - mean).
+
+    An episode alone in its group has no others and gets 0.
+    """
+
+    @property
+    def needs_groups(self) -> bool:
+        return True
+
+    def advantages(
+        self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
+    ) -> Float64Array:
+        group = _given(groups, "group")
+        scale: Float64Array = group.counts / np.maximum(group.counts - 1, 1)
+        return scale * (returns - group.means)
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo")
+class GroupRelative(AdvantageEstimator):
+    """GRPO (arXiv 2402.03300): A = (R - mean) / (std + epsilon) within the group.
+
+    The std is the sample std (ddof 1), as in TRL and verl. ``epsilon`` is verl's 1e-6 by default;
+    TRL uses 1e-4. A group with equal returns gives exactly 0, and so does an episode alone in its
+    group.
+
+    Attributes:
+        epsilon: Added to the standard deviation, in reward units.
+    """
+
+    epsilon: PositiveFloat = 1e-6
+
+    @property
+    def needs_groups(self) -> bool:
+        return True
+
+    def advantages(
+        self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
+    ) -> Float64Array:
+        group = _given(groups, "group")
+        return (returns - group.means) / (group.std(ddof=1) + self.epsilon)
+
+
+@ADVANTAGE_ESTIMATORS.register("dr_grpo")
+class DoctorGroupRelative(AdvantageEstimator):
+    """Dr. GRPO (arXiv 2503.20783): A = R - mean within the group, without dividing by the std.
+
+    The paper pairs it with the ``constant`` aggregation, which is configured separately.
+    """
+
+    @property
+    def needs_groups(self) -> bool:
+        return True
+
+    def advantages(
+        self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
+    ) -> Float64Array:
+        return returns - _given(groups, "group").means

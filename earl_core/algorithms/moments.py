@@ -1,0 +1,258 @@
+"""Count, mean and M2 of sets of numbers, merged exactly instead of gathering the numbers.
+
+These are the only statistics that ranks exchange: a few float64 per group, never everyone's
+rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Float64Array = NDArray[np.float64]
+Int64Array = NDArray[np.int64]
+
+
+def finite_float64(values: ArrayLike, what: str) -> Float64Array:
+    """``values`` as a one-dimensional float64 array.
+
+    Raises:
+        ValueError: Not one-dimensional, or a value is NaN or infinite; names the first such
+            position.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"The {what} must be one-dimensional, not of shape {array.shape}.")
+    bad = np.flatnonzero(~np.isfinite(array))
+    if bad.size:
+        raise ValueError(
+            f"The {what} must be finite, but number {bad[0]} is {array[bad[0]]} "
+            f"({bad.size} of {array.size} are not finite); correct what produces them."
+        )
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """``count`` values with their ``mean`` and ``m2``, the sum of squared deviations from the mean.
+
+    Equal values give an ``m2`` of exactly 0 and a ``mean`` of exactly that value, after any merge
+    too, so that a batch without variance can be told from one with rounding noise.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    @classmethod
+    def from_values(cls, values: ArrayLike, frequencies: ArrayLike | None = None) -> Moments:
+        """Moments of ``values`` [N], each counted ``frequencies`` [N] (non-negative integers)
+        times."""
+        numbers = finite_float64(values, "values")
+        if frequencies is None:
+            times = np.ones(numbers.size, dtype=np.int64)
+        else:
+            times = np.asarray(frequencies, dtype=np.int64)
+            if times.shape != numbers.shape or (times < 0).any():
+                raise ValueError(
+                    "The frequencies must be non-negative integers, one for each value."
+                )
+        count = int(times.sum())
+        if count == 0:
+            return cls()
+        # Shifting by one of the values keeps equal values exact and large offsets harmless.
+        shift = float(numbers[np.flatnonzero(times)[0]])
+        mean = shift + float(((numbers - shift) * times).sum()) / count
+        return cls(count, mean, float(((numbers - mean) ** 2 * times).sum()))
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both sets together (Chan, Golub and LeVeque 1979, pairwise update)."""
+        count = self.count + other.count
+        if other.count == 0:
+            return self
+        if self.count == 0:
+            return other
+        delta = other.mean - self.mean
+        share = other.count / count
+        return Moments(
+            count,
+            self.mean + delta * share,
+            self.m2 + other.m2 + delta * delta * self.count * share,
+        )
+
+    @classmethod
+    def merge_all(cls, parts: Iterable[Moments]) -> Moments:
+        """Merge in the given order; use one order on all ranks so that all get the same bits."""
+        total = cls()
+        for part in parts:
+            total = total.merge(part)
+        return total
+
+    def variance(self, ddof: int = 0) -> float:
+        """``m2 / (count - ddof)``; 0 where that has no meaning (``count <= ddof``)."""
+        return self.m2 / (self.count - ddof) if self.count > ddof else 0.0
+
+    def std(self, ddof: int = 0) -> float:
+        """Square root of :meth:`variance`."""
+        return math.sqrt(self.variance(ddof))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; Python's json keeps every bit of the floats."""
+        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Moments:
+        """Inverse of :meth:`to_json`."""
+        return cls(int(data["count"]), float(data["mean"]), float(data["m2"]))
+
+
+@dataclass(frozen=True, slots=True)
+class MomentArrays:
+    """Moments of N sets as arrays: ``counts`` int64 [N], ``means`` and ``m2s`` float64 [N]."""
+
+    counts: Int64Array
+    means: Float64Array
+    m2s: Float64Array
+
+    def variance(self, ddof: int = 0) -> Float64Array:
+        """float64 [N]; 0 where a set has ``ddof`` values or fewer."""
+        divisor = self.counts - ddof
+        return np.where(divisor > 0, self.m2s / np.maximum(divisor, 1), 0.0).astype(np.float64)
+
+    def std(self, ddof: int = 0) -> Float64Array:
+        """Square root of :meth:`variance`, float64 [N]."""
+        return np.sqrt(self.variance(ddof))
+
+    def take(self, index: Int64Array) -> MomentArrays:
+        """The moments at ``index`` [K], repeated as often as asked for."""
+        return MomentArrays(self.counts[index], self.means[index], self.m2s[index])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMoments:
+    """Moments of each group: ``group_ids`` int64 [G], ascending and unique, and their ``moments``
+    [G].
+
+    A group whose members live on several ranks is simply merged: ``a.merge(b)`` equals the
+    moments of all members in one place, up to float64 rounding.
+    """
+
+    group_ids: Int64Array
+    moments: MomentArrays
+
+    @classmethod
+    def from_values(cls, values: ArrayLike, group_ids: ArrayLike) -> GroupedMoments:
+        """Moments of ``values`` [E] by ``group_ids`` [E] (integers)."""
+        numbers = finite_float64(values, "values")
+        ids = integer_ids(group_ids, numbers.size)
+        unique, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        size = unique.size
+        counts = np.bincount(inverse, minlength=size).astype(np.int64)
+        shift = numbers[first]
+        sums = np.bincount(inverse, weights=numbers - shift[inverse], minlength=size)
+        means = shift + sums / np.maximum(counts, 1)
+        squares = (numbers - means[inverse]) ** 2
+        m2s = np.bincount(inverse, weights=squares, minlength=size).astype(np.float64)
+        return cls(unique, MomentArrays(counts, means, m2s))
+
+    def merge(self, other: GroupedMoments) -> GroupedMoments:
+        """Moments of both together, group by group (same update as :meth:`Moments.merge`)."""
+        ids = np.union1d(self.group_ids, other.group_ids)
+        mine, theirs = self._spread(ids), other._spread(ids)
+        counts = mine.counts + theirs.counts
+        share = theirs.counts / np.maximum(counts, 1)
+        delta = np.where((mine.counts > 0) & (theirs.counts > 0), theirs.means - mine.means, 0.0)
+        means = np.where(mine.counts > 0, mine.means + delta * share, theirs.means)
+        m2s = (mine.m2s + theirs.m2s + delta * delta * mine.counts * share).astype(np.float64)
+        return GroupedMoments(ids, MomentArrays(counts, means, m2s))
+
+    def at(self, group_ids: ArrayLike) -> MomentArrays:
+        """The moments of each episode's group, aligned to ``group_ids`` [E].
+
+        Raises:
+            KeyError: A group that was never counted.
+        """
+        ids = np.asarray(group_ids, dtype=np.int64)
+        place = np.searchsorted(self.group_ids, ids)
+        known = place < self.group_ids.size
+        known[known] = self.group_ids[place[known]] == ids[known]
+        if not known.all():
+            raise KeyError(
+                f"Group {int(ids[~known][0])} has no statistics; merge the statistics of all ranks "
+                "before computing advantages."
+            )
+        return self.moments.take(place)
+
+    def total(self) -> Moments:
+        """Moments of all groups' values together."""
+        arrays = self.moments
+        return Moments.merge_all(
+            Moments(int(count), float(mean), float(m2))
+            for count, mean, m2 in zip(arrays.counts, arrays.means, arrays.m2s, strict=True)
+        )
+
+    def without_variance(self) -> int:
+        """How many groups have two or more values, all equal: no signal for a group-relative
+        estimator."""
+        return int(((self.moments.counts > 1) & (self.moments.m2s == 0.0)).sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object of parallel lists."""
+        arrays = self.moments
+        return {
+            "group_ids": self.group_ids.tolist(),
+            "counts": arrays.counts.tolist(),
+            "means": arrays.means.tolist(),
+            "m2s": arrays.m2s.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> GroupedMoments:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: Lists of unequal length, or ids not ascending.
+        """
+        ids = np.asarray(data["group_ids"], dtype=np.int64)
+        counts = np.asarray(data["counts"], dtype=np.int64)
+        means = np.asarray(data["means"], dtype=np.float64)
+        m2s = np.asarray(data["m2s"], dtype=np.float64)
+        if not ids.size == counts.size == means.size == m2s.size or (np.diff(ids) <= 0).any():
+            raise ValueError(
+                "Grouped moments need lists of equal length with ascending group ids; "
+                "the data is damaged, compute it again."
+            )
+        return cls(ids, MomentArrays(counts, means, m2s))
+
+    def _spread(self, ids: Int64Array) -> MomentArrays:
+        """These moments on the superset ``ids``, empty where a group is not here."""
+        place = np.searchsorted(ids, self.group_ids)
+        spread = MomentArrays(
+            np.zeros(ids.size, dtype=np.int64), np.zeros(ids.size), np.zeros(ids.size)
+        )
+        spread.counts[place] = self.moments.counts
+        spread.means[place] = self.moments.means
+        spread.m2s[place] = self.moments.m2s
+        return spread
+
+
+def integer_ids(group_ids: ArrayLike, count: int) -> Int64Array:
+    """``group_ids`` as int64 [count].
+
+    Raises:
+        ValueError: Not integers, or not one for each episode.
+    """
+    ids = np.asarray(group_ids)
+    if ids.size == 0:
+        ids = ids.astype(np.int64)
+    if ids.shape != (count,) or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"The group ids must be {count} integers, one for each episode, "
+            f"not an array of {ids.dtype} with shape {ids.shape}."
+        )
+    return ids.astype(np.int64)

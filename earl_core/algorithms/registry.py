@@ -1,0 +1,129 @@
+"""A registry of interchangeable algorithms, built from plain configuration.
+
+Every registered thing is a frozen pydantic model whose fields are its parameters, so a name and
+its parameters are checked by the process that reads the configuration, without importing torch.
+Adding an algorithm touches one file: subclass the family's base class, decorate it, done.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class AlgorithmConfigError(ValueError):
+    """A configured algorithm does not exist or its parameters are wrong; the message says what to
+    change."""
+
+
+class Registered(BaseModel):
+    """Base of everything a :class:`Registry` holds: immutable, unknown and non-finite parameters
+    refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+T = TypeVar("T", bound=Registered)
+ClassT = TypeVar("ClassT", bound=type[Registered])
+
+
+class Registry(Generic[T]):
+    """Names for the implementations of one family (advantage estimators, policy losses, ...).
+
+    Args:
+        kind: What one member is called in error messages, e.g. ``"policy loss"``.
+        base: The class every member derives from.
+    """
+
+    def __init__(self, kind: str, base: type[T]) -> None:
+        self.kind = kind
+        self._base = base
+        self._classes: dict[str, type[T]] = {}
+
+    def register(self, name: str) -> Callable[[ClassT], ClassT]:
+        """Class decorator that makes a subclass of the family's base available as ``name``."""
+
+        def add(cls: ClassT) -> ClassT:
+            if name in self._classes:
+                raise ValueError(f"The {self.kind} name {name!r} is taken; choose another name.")
+            self._classes[name] = self._checked(cls, name)
+            return cls
+
+        return add
+
+    def names(self) -> tuple[str, ...]:
+        """The registered names, sorted."""
+        return tuple(sorted(self._classes))
+
+    def build(self, spec: str | Mapping[str, Any]) -> T:
+        """Build a member from ``{"name": name, **parameters}``, or from the bare name for its
+        defaults.
+
+        ``name`` is a registered name or an import path ``package.module:Class``. A class named by
+        path is imported by whoever reads the configuration, so its module should import torch
+        inside functions.
+
+        Raises:
+            AlgorithmConfigError: Unknown name, failing import, unknown or invalid parameter.
+        """
+        parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
+        name = parameters.pop("name", None)
+        if not isinstance(name, str) or not name:
+            raise AlgorithmConfigError(f"A {self.kind} needs a `name`. {self._choices()}")
+        cls = self._resolve(name)
+        try:
+            return cls(**parameters)
+        except (ValidationError, TypeError) as error:
+            raise AlgorithmConfigError(self._explain(name, cls, error)) from error
+
+    def spec(self, item: T) -> dict[str, Any]:
+        """The full specification of ``item``, defaults filled in; ``build(spec(item)) == item``."""
+        for name, cls in self._classes.items():
+            if type(item) is cls:
+                return {"name": name, **item.model_dump()}
+        cls = type(item)
+        return {"name": f"{cls.__module__}:{cls.__qualname__}", **item.model_dump()}
+
+    def _resolve(self, name: str) -> type[T]:
+        if name in self._classes:
+            return self._classes[name]
+        module_name, separator, attributes = name.partition(":")
+        if not (separator and module_name and attributes):
+            raise AlgorithmConfigError(f"There is no {self.kind} named {name!r}. {self._choices()}")
+        try:
+            found: Any = importlib.import_module(module_name)
+            for attribute in attributes.split("."):
+                found = getattr(found, attribute)
+        except Exception as error:  # user code runs at import and may raise anything
+            raise AlgorithmConfigError(
+                f"The {self.kind} {name!r} cannot be imported ({type(error).__name__}: {error}). "
+                "Check the path and that its package is installed."
+            ) from error
+        return self._checked(found, name)
+
+    def _checked(self, found: Any, name: str) -> type[T]:
+        if isinstance(found, type) and issubclass(found, self._base):
+            return found
+        raise AlgorithmConfigError(
+            f"The {self.kind} {name!r} must be a subclass of "
+            f"{self._base.__module__}:{self._base.__qualname__}."
+        )
+
+    def _choices(self) -> str:
+        names = ", ".join(self.names())
+        return f"Choose one of {names}, or give an import path package.module:Class."
+
+    def _explain(self, name: str, cls: type[T], error: Exception) -> str:
+        known = ", ".join(cls.model_fields) or "none"
+        if not isinstance(error, ValidationError):
+            return f"The {self.kind} {name!r} cannot be built: {error}. Its parameters: {known}."
+        problems = "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or name}: {item['msg']} (got {item['input']!r})"
+            for item in error.errors(include_url=False)
+        )
+        return (
+            f"The {self.kind} {name!r} has wrong parameters: {problems}. Its parameters: {known}."
+        )

@@ -1,0 +1,56 @@
+"""Worker groups: the processes that do a stage's heavy work, behind one interface.
+
+`WorkerGroup` is the interface, `LocalWorkerGroup` the backend for processes on this host. Names are
+resolved on first use, because every supervisor and every rank imports this package when it starts
+and needs only a few of its modules.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from earl_core.cluster.base import MemoryUse, WorkerGroup
+    from earl_core.cluster.context import WorkerContext
+    from earl_core.cluster.errors import (
+        DeadlineExceeded,
+        WireError,
+        WorkerCallFailed,
+        WorkerError,
+        WorkerLost,
+        WorkerStalled,
+    )
+    from earl_core.cluster.local import LocalWorkerGroup
+
+_HOMES = {
+    "DeadlineExceeded": "errors",
+    "LocalWorkerGroup": "local",
+    "MemoryUse": "base",
+    "WireError": "errors",
+    "WorkerCallFailed": "errors",
+    "WorkerContext": "context",
+    "WorkerError": "errors",
+    "WorkerGroup": "base",
+    "WorkerLost": "errors",
+    "WorkerStalled": "errors",
+}
+
+__all__ = [
+    "DeadlineExceeded",
+    "LocalWorkerGroup",
+    "MemoryUse",
+    "WireError",
+    "WorkerCallFailed",
+    "WorkerContext",
+    "WorkerError",
+    "WorkerGroup",
+    "WorkerLost",
+    "WorkerStalled",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

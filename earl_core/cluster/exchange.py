@@ -1,0 +1,177 @@
+"""One call to all ranks of a group: send, gather, and what happens when it goes wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+from earl_core.cluster import errors
+from earl_core.cluster.base import Progress
+from earl_core.cluster.monitor import Loss, Monitor
+from earl_core.cluster.rank import RankHandle
+
+STRAGGLER_SECONDS = 5.0
+"""How long the other ranks may still answer after one has failed; they may wait for it for ever."""
+
+CANCEL_SECONDS = 10.0
+"""How long a cancelled call may take to return before it costs the group."""
+
+_DUMP_SECONDS = 1.5
+_POLL_SECONDS = 1.0
+
+
+class Aborted(BaseException):
+    """The caller gave the exchange up."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the ranks; `frames` holds one encoded message each, in rank order."""
+
+    where: errors.Where
+    call_id: int
+    frames: Sequence[bytes]
+    deadline_seconds: float
+    on_progress: Progress | None = None
+    abort: threading.Event = field(default_factory=threading.Event)
+
+
+class Exchange:
+    """Carries out one request; the group sees to it that there is only one at a time."""
+
+    def __init__(self, monitor: Monitor, condition: threading.Condition, request: Request) -> None:
+        self._monitor = monitor
+        self._condition = condition
+        self._request = request
+
+    def run(self) -> list[Any]:
+        """Return the results in rank order, or raise a `WorkerError`.
+
+        Raises `Aborted` as soon as the request's `abort` is set, with the call still under way.
+        """
+        deadline = time.monotonic() + self._request.deadline_seconds
+        monitor = self._monitor
+        with self._condition:
+            monitor.call_id = self._request.call_id
+            monitor.progress.clear()
+            for rank in monitor.ranks:
+                rank.reply = None
+        for rank, frame in zip(monitor.ranks, self._request.frames, strict=True):
+            self._send(rank, frame)
+        while True:
+            with self._condition:
+                progress = list(monitor.progress)
+                monitor.progress.clear()
+                results = None if progress else self._outcome()
+                if results is None and not progress:
+                    if self._request.abort.is_set():
+                        raise Aborted
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        self._expire()
+                    self._condition.wait(min(left, _POLL_SECONDS))
+            if results is not None:
+                return results
+            if self._request.on_progress is not None:
+                for payload in progress:
+                    self._request.on_progress(payload)
+
+    def give_up(self, cancel: bytes) -> None:
+        """After `run` was left early: ask the ranks to return, or end them. Leaves no call open."""
+        monitor = self._monitor
+
+        def settled() -> bool:
+            return monitor.loss is not None or all(rank.reply for rank in monitor.ranks)
+
+        try:
+            for rank in monitor.ranks:
+                self._send(rank, cancel)
+            with self._condition:
+                quiet = self._condition.wait_for(settled, CANCEL_SECONDS)
+        except BaseException:
+            quiet = False
+            raise
+        finally:
+            if not quiet:
+                reason = "the call was cancelled and did not return in time, so it was ended"
+                with self._condition:
+                    monitor.lose(Loss("lost", reason))
+
+    def _send(self, rank: RankHandle, frame: bytes) -> None:
+        if not rank.send(frame):
+            reason = "it did not take a message; the process is stuck or suspended"
+            with self._condition:
+                self._monitor.lose(Loss("stalled", reason, rank.rank), dump=True)
+
+    def _outcome(self) -> list[Any] | None:
+        monitor = self._monitor
+        replies = [rank.reply for rank in monitor.ranks if rank.reply is not None]
+        failed = [rank for rank in monitor.ranks if rank.reply and rank.reply["kind"] == "failed"]
+        complete = len(replies) == len(monitor.ranks)
+        if complete and not failed:
+            return [reply["value"] for reply in replies]
+        # A lost rank is the likelier cause of another's failure (a collective that broke off).
+        if monitor.loss is not None:
+            raise loss_error(monitor, self._condition, self._request.where)
+        if failed:
+            first = min(failed, key=lambda rank: rank.replied_at)
+            if not complete:
+                if time.monotonic() - first.replied_at < STRAGGLER_SECONDS:
+                    return None
+                reason = f"rank {first.rank} failed and the others did not return"
+                monitor.lose(Loss("lost", reason, first.rank), dump=True)
+            self._raise_failed(first)
+        return None
+
+    def _expire(self) -> NoReturn:
+        waiting = [rank.rank for rank in self._monitor.ranks if rank.reply is None]
+        reason = (
+            f"it did not finish within its deadline of {self._request.deadline_seconds:g} s. "
+            "Raise the deadline, or look at the stacks in the log to see where it hangs"
+        )
+        self._monitor.lose(Loss("deadline", reason, waiting[0]), dump=True)
+        raise loss_error(self._monitor, self._condition, self._request.where)
+
+    def _raise_failed(self, rank: RankHandle) -> NoReturn:
+        reply = rank.reply or {}
+        raise errors.WorkerCallFailed(
+            _at(self._request.where, rank),
+            reply["type"],
+            reply["module"],
+            reply["message"],
+            reply["traceback"],
+            reply["payload"],
+            reply["out_of_memory_kills"],
+        )
+
+
+def loss_error(
+    monitor: Monitor, condition: threading.Condition, where: errors.Where
+) -> errors.WorkerError:
+    """Build the error for a group that is lost. Call with the condition held."""
+    loss = monitor.loss
+    assert loss is not None
+    rank = None if loss.rank is None else monitor.ranks[loss.rank]
+    if loss.kind != "lost" and rank is not None:
+        # The rank writes its stacks to the log before it ends; wait, so that the tail shows them.
+        condition.wait_for(lambda: rank.exit_code is not None, _DUMP_SECONDS)
+    where = where if rank is None else _at(where, rank)
+    if loss.kind == "stalled":
+        return errors.WorkerStalled(where, loss.reason)
+    if loss.kind == "deadline":
+        return errors.DeadlineExceeded(where, loss.reason)
+    code = loss.exit_code
+    return errors.WorkerLost(
+        where,
+        loss.reason,
+        code if code is not None and code >= 0 else None,
+        -code if code is not None and code < 0 else None,
+        loss.out_of_memory,
+    )
+
+
+def _at(where: errors.Where, rank: RankHandle) -> errors.Where:
+    return replace(where, rank=rank.rank, log_path=str(rank.log.path), log_tail=rank.log.tail())

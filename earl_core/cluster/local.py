@@ -1,0 +1,393 @@
+"""Worker groups made of processes on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from earl_core.cluster.base import Json, MemoryUse, Progress
+from earl_core.cluster.errors import Where, WorkerError, WorkerLost
+from earl_core.cluster.exchange import Aborted, Exchange, Request, loss_error
+from earl_core.cluster.logs import LogFile
+from earl_core.cluster.monitor import Monitor
+from earl_core.cluster.processes import ENDING_GRACE_SECONDS
+from earl_core.cluster.rank import RankHandle
+from earl_core.cluster.wire import encode
+
+T = TypeVar("T")
+
+_running: set[LocalWorkerGroup] = set()
+
+
+class LocalWorkerGroup:
+    """A `WorkerGroup` of processes on this host, one process a rank.
+
+    `target` is `"package.module:Class"`; the worker sees the controller's import path. The ranks'
+    output goes to `<log_directory>/<role>-<rank>.log`. `environment` is added to this process's own
+    environment; `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` are set as
+    torch.distributed wants them. The calling thread runs `on_progress`, which gets the reported
+    dictionary and `"rank"`; under `acall` the event loop's thread does.
+
+    All processes of the group end when this process ends, in whatever way. Threads may share a
+    group.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        target: str,
+        *,
+        log_directory: Path,
+        environment: Mapping[str, str] | None = None,
+        start_timeout_seconds: float = 180.0,
+        heartbeat_seconds: float = 1.0,
+        heartbeat_timeout_seconds: float = 60.0,
+    ) -> None:
+        if not re.fullmatch(r"[\w.-]+", role):
+            raise ValueError(f"The role '{role}' names a log file; use letters, digits, . _ and -.")
+        if heartbeat_timeout_seconds < 2 * heartbeat_seconds:
+            raise ValueError(
+                f"A heartbeat timeout of {heartbeat_timeout_seconds:g} s is too short for a "
+                f"heartbeat every {heartbeat_seconds:g} s; make it at least twice as long."
+            )
+        self.role = role
+        self._target = target
+        self._log_directory = Path(log_directory)
+        self._environment = dict(environment or {})
+        self._start_timeout = start_timeout_seconds
+        self._heartbeat = heartbeat_seconds
+        self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._condition = threading.Condition()
+        self._lifecycle = threading.RLock()
+        self._starting: threading.Event | None = None
+        self._monitor: Monitor | None = None
+        self._deployment: Json | None = None
+        self._memory: list[MemoryUse] = []
+        self._busy = False
+        self._call_ids = itertools.count(1)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        monitor = self._monitor
+        return (
+            self._deployment is not None
+            and monitor is not None
+            and monitor.loss is None
+            and not monitor.closing
+        )
+
+    @property
+    def deployment(self) -> Json | None:
+        return self._deployment if self.alive else None
+
+    @property
+    def pids(self) -> list[int]:
+        monitor = self._monitor
+        if monitor is None or not self.alive:
+            return []
+        return [rank.pid for rank in monitor.ranks if rank.pid is not None]
+
+    @property
+    def memory(self) -> list[MemoryUse]:
+        monitor = self._monitor
+        return self._memory if monitor is None else [rank.memory for rank in monitor.ranks]
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def start(self, deployment: Json, arguments: Json, world_size: int = 1) -> None:
+        """End what runs, start `world_size` ranks and return once every target is built.
+
+        Raises `WorkerCallFailed` when a target cannot be imported or built, `WorkerLost`,
+        `WorkerStalled` or `DeadlineExceeded` (the start timeout) otherwise; nothing is left then.
+        """
+        self._start(deployment, arguments, world_size, threading.Event())
+
+    async def astart(self, deployment: Json, arguments: Json, world_size: int = 1) -> None:
+        """`start` for asyncio; cancelled, it ends what it started."""
+        await self._in_thread(lambda abort: self._start(deployment, arguments, world_size, abort))
+
+    def _start(
+        self, deployment: Json, arguments: Json, world_size: int, abort: threading.Event
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"A worker group needs at least one rank, not {world_size}.")
+        with self._lifecycle:
+            self._stop(grace_seconds=10.0)
+            request = self._start_request(deployment, arguments, world_size, abort)
+            self._starting = abort
+            try:
+                self._spawn(world_size)
+                assert self._monitor is not None
+                Exchange(self._monitor, self._condition, request).run()
+                self._deployment = deployment
+            except BaseException as error:
+                self._stop(grace_seconds=0.0)
+                if isinstance(error, Aborted):
+                    raise WorkerLost(request.where, "the start was cancelled") from None
+                raise
+            finally:
+                self._starting = None
+
+    def _start_request(
+        self, deployment: Json, arguments: Json, world_size: int, abort: threading.Event
+    ) -> Request:
+        call_id = next(self._call_ids)
+        message = {
+            "kind": "start",
+            "id": call_id,
+            "target": self._target,
+            "deployment": deployment,
+            "arguments": arguments,
+            "role": self.role,
+            "world_size": world_size,
+            "heartbeat_seconds": self._heartbeat,
+            "sys_path": [os.path.abspath(entry) for entry in sys.path],
+        }
+        frames = [
+            encode({**message, "rank": rank, "log_path": str(self._log_path(rank))})
+            for rank in range(world_size)
+        ]
+        where = Where(self.role, None, "start", "", None)
+        return Request(where, call_id, frames, self._start_timeout, None, abort)
+
+    def _spawn(self, world_size: int) -> None:
+        self._log_directory.mkdir(parents=True, exist_ok=True)
+        shared = {
+            **os.environ,
+            **self._environment,
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        ranks: list[RankHandle] = []
+        try:
+            for rank in range(world_size):
+                path = self._log_path(rank)
+                log = LogFile(path, path.stat().st_size if path.exists() else 0)
+                environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(RankHandle(rank, log, environment, self._heartbeat_timeout))
+        except BaseException:
+            for handle in ranks:
+                handle.close()
+            raise
+        self._monitor = Monitor(ranks, self._condition, self._heartbeat_timeout)
+        self._monitor.start()
+        _running.add(self)
+
+    def _log_path(self, rank: int) -> Path:
+        return self._log_directory / f"{self.role}-{rank}.log"
+
+    def stop(self, grace_seconds: float = 10.0) -> None:
+        """Close the targets, then end all processes of the group; harmless when nothing runs.
+
+        The targets have `grace_seconds` to return from `close()`, a call under way included, which
+        is cancelled. Whatever is left then gets SIGTERM, and SIGKILL some seconds later.
+        """
+        starting = self._starting
+        if starting is not None:
+            starting.set()
+        with self._lifecycle:
+            self._stop(grace_seconds)
+
+    async def astop(self, grace_seconds: float = 10.0) -> None:
+        """`stop` for asyncio; a cancelled `astop` still stops."""
+        await self._in_thread(lambda _: self.stop(grace_seconds))
+
+    def _stop(self, grace_seconds: float) -> None:
+        monitor = self._monitor
+        if monitor is None:
+            return
+        with self._condition:
+            monitor.closing = True
+            polite = monitor.loss is None and grace_seconds > 0
+        if polite:
+            frames = [encode({"kind": "cancel", "id": monitor.call_id}), encode({"kind": "close"})]
+            for rank in monitor.ranks:
+                for frame in frames:
+                    rank.send(frame)
+            monitor.finished.wait(grace_seconds)
+        with self._condition:
+            monitor.end()
+        if not monitor.finished.wait(3 * ENDING_GRACE_SECONDS):
+            # A supervisor that is stuck itself: without it the monitor ends its rank by the mark.
+            for rank in monitor.ranks:
+                rank.supervisor.kill()
+            monitor.finished.wait(3 * ENDING_GRACE_SECONDS)
+        monitor.join(1.0)
+        self._forget(monitor)
+
+    def _forget(self, monitor: Monitor) -> None:
+        with self._condition:
+            self._memory = [rank.memory for rank in monitor.ranks]
+            self._monitor = None
+            self._deployment = None
+            self._condition.notify_all()
+        for rank in monitor.ranks:
+            rank.close()
+            with suppress(subprocess.TimeoutExpired):
+                rank.supervisor.wait(1.0)
+        _running.discard(self)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        method: str,
+        *,
+        stage: str,
+        iteration: int,
+        deadline_seconds: float,
+        on_progress: Progress | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Run `method(**arguments)` in every rank and return its JSON results in rank order.
+
+        `stage` and `iteration` reach the target through its context. The deadline counts from when
+        the call is sent, after any call before it. Ctrl-C, or an `on_progress` that raises, cancels
+        the call. Raises the errors of `earl_core.cluster.errors`, and `WireError` for arguments
+        that are not JSON or too large.
+        """
+        where = Where(self.role, None, method, stage, iteration)
+        return self._call(where, arguments, deadline_seconds, on_progress, threading.Event())
+
+    async def acall(
+        self,
+        method: str,
+        *,
+        stage: str,
+        iteration: int,
+        deadline_seconds: float,
+        on_progress: Progress | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """`call` for asyncio. Once a cancelled `acall` has raised, the group is idle or ended."""
+        where = Where(self.role, None, method, stage, iteration)
+        loop = asyncio.get_running_loop()
+
+        def progress(payload: Json) -> None:
+            if on_progress is not None:
+                loop.call_soon_threadsafe(on_progress, payload)
+
+        return await self._in_thread(
+            lambda abort: self._call(where, arguments, deadline_seconds, progress, abort)
+        )
+
+    def _call(
+        self,
+        where: Where,
+        arguments: Json,
+        deadline_seconds: float,
+        on_progress: Progress | None,
+        abort: threading.Event,
+    ) -> list[Any]:
+        call_id = next(self._call_ids)
+        message = {
+            "kind": "call",
+            "id": call_id,
+            "method": where.method,
+            "stage": where.stage,
+            "iteration": where.iteration,
+            "arguments": arguments,
+        }
+        frame = encode(message)
+        monitor = self._take_turn(where, abort)
+        try:
+            frames = [frame] * len(monitor.ranks)
+            request = Request(where, call_id, frames, deadline_seconds, on_progress, abort)
+            exchange = Exchange(monitor, self._condition, request)
+            try:
+                return exchange.run()
+            except WorkerError:
+                raise
+            except BaseException as error:
+                exchange.give_up(encode({"kind": "cancel", "id": call_id}))
+                if isinstance(error, Aborted):
+                    raise WorkerLost(where, "the call was cancelled") from None
+                raise
+        finally:
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+
+    def _take_turn(self, where: Where, abort: threading.Event) -> Monitor:
+        with self._condition:
+            self._condition.wait_for(lambda: abort.is_set() or not self._busy)
+            monitor = self._monitor
+            if monitor is not None and monitor.loss is not None:
+                raise loss_error(monitor, self._condition, where)
+            if monitor is None or not self.alive:
+                raise WorkerLost(where, "the group is not running; call start() first")
+            if abort.is_set():
+                raise WorkerLost(where, "the call was cancelled before it began")
+            self._busy = True
+            return monitor
+
+    async def _in_thread(self, function: Callable[[threading.Event], T]) -> T:
+        # A thread of its own, not the loop's executor: a few long calls would fill that, and its
+        # threads hold up the interpreter's exit.
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        abort = threading.Event()
+
+        def run() -> None:
+            try:
+                value = function(abort)
+            except BaseException as error:
+                outcome = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(future.set_exception, outcome)
+            else:
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(future.set_result, value)
+
+        threading.Thread(target=run, name=f"earl-{self.role}-call", daemon=True).start()
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            abort.set()
+            with self._condition:
+                self._condition.notify_all()
+            while not future.done():
+                # A second cancellation must not let go of a call that is still being wound up.
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({future})
+            future.exception()
+            raise
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _stop_all() -> None:
+    for group in list(_running):
+        group.stop(grace_seconds=5.0)
+
+
+def _forget_after_fork() -> None:
+    # A forked child must neither stop its parent's groups at exit nor keep their connections open.
+    for group in _running:
+        monitor = group._monitor
+        for rank in monitor.ranks if monitor is not None else ():
+            rank.forget_after_fork()
+        group._monitor = None
+    _running.clear()
+
+
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_forget_after_fork)

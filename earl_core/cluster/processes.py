@@ -1,0 +1,222 @@
+"""Processes as Linux shows them in /proc: family trees, their end, their memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+MARK = "EARL_WORKER_MARK"
+"""Environment variable that marks a rank and, by inheritance, all that it starts."""
+
+ENDING_GRACE_SECONDS = 8.0
+"""From the first SIGTERM to SIGKILL; an engine needs up to 6 s to clear its shared memory."""
+
+_KILL_SECONDS = 5.0
+_PR_SET_CHILD_SUBREAPER = 36
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Process(NamedTuple):
+    """A process; the start time tells it from a later one with the same pid.
+
+    `living` is False for a zombie, which only waits to be reaped. A zombie that still has threads
+    is a process in the middle of dying: it holds memory and its children are still its own.
+    """
+
+    pid: int
+    start_ticks: int
+    parent: int
+    living: bool
+
+
+def inspect(pid: int) -> Process | None:
+    """Return the process, or None if it is gone or only a zombie."""
+    process = _read(pid)
+    return process if process is not None and process.living else None
+
+
+def _read(pid: int) -> Process | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The command name, in parentheses, may hold anything; the fields count from its end.
+    fields = stat[stat.rfind(b")") + 2 :].split()
+    if len(fields) < 20:
+        return None
+    living = fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
+    return Process(pid, int(fields[19]), int(fields[1]), living)
+
+
+def _all_processes() -> list[Process]:
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [process for pid in pids if (process := _read(pid)) is not None]
+
+
+def descendants(pid: int) -> list[Process]:
+    """Return the living children of a process, their children, and so on; parents come first."""
+    by_parent: dict[int, list[Process]] = {}
+    for process in _all_processes():
+        by_parent.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    level = by_parent.get(pid, [])
+    while level:
+        found += level
+        level = [child for process in level for child in by_parent.get(process.pid, [])]
+    # Zombies are walked through, but not returned: one that dies may not have let go of its own.
+    return [process for process in found if process.living]
+
+
+def marked(mark: str) -> list[Process]:
+    """Return the processes whose environment carries `mark`, orphans included.
+
+    One that rewrites its title (as vLLM's engine does) may have written over its environment.
+    """
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for process in filter(lambda process: process.living, _all_processes()):
+        with suppress(OSError):
+            if wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
+
+
+def end_processes(
+    find: Callable[[], Iterable[Process]],
+    grace_seconds: float,
+    reap: Callable[[], None] = lambda: None,
+) -> bool:
+    """End every process that `find` returns; True once there are none left.
+
+    SIGTERM goes from the top down: a process gets it when its parent is gone, so that each can end
+    its own children in its own way (an engine that loses its workers first cannot clean up after
+    them). When three quarters of the grace are over everyone gets it, once, and at its end SIGKILL.
+    `find` may return a process again and again; new ones it finds are treated alike. `reap` is
+    called before each look, for a caller that must wait for its children.
+    """
+    begin = time.monotonic()
+    signalled: set[tuple[int, int]] = set()
+    pause = 0.005
+    empty = False
+    while True:
+        reap()
+        living = list(find())
+        if not living:
+            # A look at /proc takes a while, and a process can change parents in the middle of it.
+            if empty:
+                return True
+            empty = True
+            continue
+        empty = False
+        elapsed = time.monotonic() - begin
+        if elapsed > grace_seconds + _KILL_SECONDS:
+            return False
+        if elapsed >= grace_seconds:
+            for process in living:
+                _send(process, signal.SIGKILL)
+        else:
+            pids = {process.pid for process in living}
+            everyone = elapsed >= 0.75 * grace_seconds
+            for process in living:
+                key = (process.pid, process.start_ticks)
+                if key not in signalled and (everyone or process.parent not in pids):
+                    signalled.add(key)
+                    _send(process, signal.SIGTERM)
+                    # A stopped process acts on SIGTERM only after it is continued.
+                    _send(process, signal.SIGCONT)
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+
+
+def _send(process: Process, number: signal.Signals) -> None:
+    now = inspect(process.pid)
+    if now is not None and now.start_ticks == process.start_ticks:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants children of this process, instead of children of init."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER) failed: {os.strerror(number)}")
+
+
+def prefer_as_oom_victim() -> None:
+    """Ask the kernel to kill this process and its children before the controller."""
+    path = Path("/proc/self/oom_score_adj")
+    with suppress(OSError, ValueError):
+        if int(path.read_text()) < 300:
+            path.write_text("300")
+
+
+def out_of_memory_counters() -> dict[str, int]:
+    """Return the kernel's counts of out-of-memory kills, as far as they can be seen from here.
+
+    The keys are files: the host's counter, and those of this process's memory cgroup.
+    """
+    # Inside a container the cgroup's path may not exist; the mount point is then the own cgroup.
+    paths = [
+        Path("/proc/vmstat"),
+        Path("/sys/fs/cgroup/memory.events"),
+        Path("/sys/fs/cgroup/memory/memory.oom_control"),
+    ]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            path = path.lstrip("/")
+            if controllers == "":
+                paths.append(Path("/sys/fs/cgroup", path, "memory.events"))
+            elif "memory" in controllers.split(","):
+                paths.append(Path("/sys/fs/cgroup/memory", path, "memory.oom_control"))
+    return {str(path): _counter(path) for path in paths}
+
+
+def out_of_memory_kills_since(before: dict[str, int]) -> int:
+    """Return how many processes were killed for memory since `before` was read.
+
+    The host's counter may hold kills that are none of ours, so this is a hint, not a proof.
+    """
+    now = out_of_memory_counters()
+    return max(0, *(now[path] - before[path] for path in now.keys() & before.keys()))
+
+
+def _counter(path: Path) -> int:
+    try:
+        match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match.group(1)) if match else 0
+
+
+def resident_bytes(pid: int) -> tuple[int, int]:
+    """Return a process's resident bytes: all, and the private part; (0, 0) if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0, 0
+    resident, shared = int(fields[1]), int(fields[2])
+    return resident * _PAGE_BYTES, (resident - shared) * _PAGE_BYTES
+
+
+def tree_private_bytes(pid: int) -> int:
+    """Return the private resident bytes of a process and its living descendants.
+
+    Walks `/proc/<pid>/task/*/children`, which costs microseconds where a look at every process of
+    the host costs milliseconds.
+    """
+    total = resident_bytes(pid)[1]
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    total += tree_private_bytes(int(child))
+    return total

@@ -1,0 +1,120 @@
+"""The controller's side of one rank: its supervisor, its connections, what came over them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from earl_core.cluster.base import MemoryUse
+from earl_core.cluster.logs import LogFile
+from earl_core.cluster.processes import inspect
+from earl_core.cluster.wire import FrameBuffer
+
+
+class RankHandle:
+    """Spawns a rank and holds its state; the group's monitor thread keeps it up to date.
+
+    `exit_code` is negative for a signal and None while the rank runs. `supervised` turns False when
+    the supervisor is gone: either all is ended (`exit_code` is known), or it was killed and the
+    processes carrying `mark` have to be ended from here.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        log: LogFile,
+        environment: Mapping[str, str],
+        send_timeout_seconds: float,
+    ) -> None:
+        self.rank = rank
+        self.log = log
+        self.mark = uuid.uuid4().hex
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        self.out_of_memory = False
+        self.supervised = True
+        self.last_sign = time.monotonic()
+        self.memory = MemoryUse()
+        self.reply: dict[str, Any] | None = None
+        self.replied_at = 0.0
+        self.frames = FrameBuffer()
+        self.lines = b""
+        self.control, control_child = socket.socketpair()
+        self.channel, channel_child = socket.socketpair()
+        _set_send_timeout(self.channel, send_timeout_seconds)
+        try:
+            self.supervisor = self._spawn(control_child, channel_child, environment)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            control_child.close()
+            channel_child.close()
+
+    def _spawn(
+        self, control: socket.socket, channel: socket.socket, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        # -P keeps the working directory from shadowing modules; -m needs this package on the path.
+        root = str(Path(__file__).resolve().parents[2])
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        path = os.pathsep.join([root, *(entry for entry in paths if entry not in ("", root))])
+        fds = (control.fileno(), channel.fileno())
+        command = [sys.executable, "-P", "-m", "earl_core.cluster.supervisor"]
+        with self.log.path.open("ab") as log:
+            return subprocess.Popen(
+                [*command, str(fds[0]), str(fds[1]), str(os.getpid()), self.mark],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**environment, "PYTHONPATH": path},
+                # A session of its own: Ctrl-C on the terminal reaches the controller only.
+                start_new_session=True,
+            )
+
+    def send(self, frame: bytes) -> bool:
+        """Send a frame to the rank; False if it took nothing for the send timeout.
+
+        A rank that is gone is no error here: its supervisor reports how it went.
+        """
+        try:
+            self.channel.sendall(frame)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def end(self, grace_seconds: float, dump: bool = False) -> None:
+        """Ask the supervisor to end everything; with `dump` the rank first logs its stacks."""
+        with suppress(OSError):
+            self.control.sendall(json.dumps({"stop": grace_seconds, "dump": dump}).encode() + b"\n")
+
+    def running(self) -> bool:
+        return self.pid is not None and inspect(self.pid) is not None
+
+    def close(self) -> None:
+        self.control.close()
+        self.channel.close()
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: drop the connections, so that the controller's death stays visible."""
+        for sock in (self.control, self.channel):
+            with suppress(OSError):
+                os.close(sock.detach())
+
+
+def _set_send_timeout(sock: socket.socket, seconds: float) -> None:
+    whole = int(seconds)
+    value = struct.pack("@ll", whole, int((seconds - whole) * 1e6) or (1 if whole == 0 else 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

@@ -1,0 +1,161 @@
+"""The process between the controller and one rank, which outlives both for long enough to clean up.
+
+It starts the rank, holds one end of a control connection whose other end only the controller holds,
+and waits. When the rank ends, the controller asks for it, or the controller is gone in whatever way
+(the connection closes, even after SIGKILL), it ends every descendant of the rank and then itself.
+As a child subreaper it stays the ancestor of orphans, so nothing can slip away by losing a parent.
+
+It has one thread and imports the standard library only. It is started as
+`python -m earl_core.cluster.supervisor CONTROL_FD CHANNEL_FD CONTROLLER_PID MARK` and speaks JSON
+lines: it sends `{"event": "started", "pid"}` and `{"event": "exited", "code", "out_of_memory"}`,
+and receives `{"stop": grace_seconds, "dump": bool}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from types import FrameType
+
+from earl_core.cluster.processes import (
+    ENDING_GRACE_SECONDS,
+    MARK,
+    become_subreaper,
+    descendants,
+    end_processes,
+    out_of_memory_counters,
+    out_of_memory_kills_since,
+)
+
+_POLL_SECONDS = 0.5
+_DUMP_SECONDS = 0.3
+
+
+class Supervisor:
+    """One rank's keeper."""
+
+    def __init__(self, control: socket.socket, channel_fd: int, controller: int, mark: str) -> None:
+        self._control = control
+        self._controller = controller
+        self._buffer = b""
+        self._grace = ENDING_GRACE_SECONDS
+        self._exit_code: int | None = None
+        self._memory_kills = out_of_memory_counters()
+        self._wake = _wake_on_signals()
+        lifeline_read, self._lifeline = os.pipe()
+        # The rank gets a session of its own: what it sends to its process group stays there.
+        command = [sys.executable, "-P", "-m", "earl_core.cluster.worker"]
+        self._rank = subprocess.Popen(
+            [*command, str(channel_fd), str(lifeline_read), mark],
+            pass_fds=(channel_fd, lifeline_read),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, MARK: mark},
+            start_new_session=True,
+        )
+        os.close(channel_fd)
+        os.close(lifeline_read)
+        self._send({"event": "started", "pid": self._rank.pid})
+
+    def run(self) -> None:
+        """Wait for a reason to end, end everything, and report how the rank ended."""
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            ready = dict(poll.poll(_POLL_SECONDS * 1000))
+            if self._wake in ready:
+                received = os.read(self._wake, 4096)
+                if signal.SIGTERM in received:
+                    break
+            self._reap()
+            if self._exit_code is not None:
+                self._report_exit()
+                break
+            if self._control.fileno() in ready and self._must_stop():
+                break
+            # Should a fork of the controller keep the connection open, this still sees it go.
+            if os.getppid() != self._controller:
+                break
+        reported = self._exit_code is not None
+        end_processes(lambda: descendants(os.getpid()), self._grace, self._reap)
+        if not reported:
+            self._report_exit()
+
+    def _must_stop(self) -> bool:
+        try:
+            data = self._control.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            return True
+        self._buffer += data
+        while b"\n" in self._buffer:
+            line, self._buffer = self._buffer.split(b"\n", 1)
+            message = json.loads(line)
+            if "stop" in message:
+                self._grace = float(message["stop"])
+                if message.get("dump"):
+                    self._dump_stacks()
+                return True
+        return False
+
+    def _dump_stacks(self) -> None:
+        # The rank writes all threads' stacks to its log on SIGUSR1, from C: also when it is stuck.
+        with suppress(ProcessLookupError):
+            os.kill(self._rank.pid, signal.SIGUSR1)
+            os.kill(self._rank.pid, signal.SIGCONT)
+            time.sleep(_DUMP_SECONDS)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self._rank.pid:
+                    self._exit_code = os.waitstatus_to_exitcode(status)
+                    self._rank.returncode = self._exit_code
+
+    def _report_exit(self) -> None:
+        killed = self._exit_code == -signal.SIGKILL
+        starved = killed and out_of_memory_kills_since(self._memory_kills) > 0
+        self._send({"event": "exited", "code": self._exit_code, "out_of_memory": starved})
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        with suppress(OSError):
+            self._control.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _wake_on_signals() -> int:
+    # Handlers, not SIG_IGN: a rank would inherit ignored signals, and with them a deaf engine.
+    def nothing(number: int, frame: FrameType | None) -> None:
+        pass
+
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, nothing)
+    return read
+
+
+def main(arguments: list[str]) -> None:
+    control_fd, channel_fd, controller = (int(text) for text in arguments[:3])
+    become_subreaper()
+    control = socket.socket(fileno=control_fd)
+    os.set_inheritable(control_fd, False)
+    os.set_inheritable(channel_fd, False)
+    Supervisor(control, channel_fd, controller, arguments[3]).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

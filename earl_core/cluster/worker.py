@@ -1,0 +1,301 @@
+"""What runs in each rank: builds the target and answers calls until the controller is done with it.
+
+The main thread runs one call at a time, and one asyncio loop that lives as long as the rank: it
+turns while the rank waits and while an `async def` method runs, so an engine's background tasks go
+on between calls; plain methods run outside it. A reader thread receives, a heartbeat thread says
+that the process lives, a lifeline thread ends everything when the supervisor is gone.
+Started by the supervisor as `python -m earl_core.cluster.worker CHANNEL_FD LIFELINE_FD MARK`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.errors import WireError
+from earl_core.cluster.processes import (
+    ENDING_GRACE_SECONDS,
+    descendants,
+    end_processes,
+    marked,
+    out_of_memory_counters,
+    out_of_memory_kills_since,
+    prefer_as_oom_victim,
+    resident_bytes,
+    tree_private_bytes,
+)
+from earl_core.cluster.wire import Channel
+
+_MEMORY_SECONDS = 0.25
+_TRACEBACK_CHARACTERS = 12_000
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryMeter:
+    """The peak of the tree's private memory since the last `reset`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peak = 0
+
+    def reset(self) -> None:
+        with self._lock:
+            self._peak = 0
+
+    def read(self) -> dict[str, int]:
+        pid = os.getpid()
+        tree = tree_private_bytes(pid)
+        with self._lock:
+            self._peak = max(self._peak, tree)
+            peak = self._peak
+        rss = resident_bytes(pid)[0]
+        return {"rss_bytes": rss, "tree_bytes": tree, "tree_peak_bytes": peak}
+
+
+class Rank:
+    """One rank's end of the wire, its target and its loop."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._inbox: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._lock = threading.Lock()
+        self._call_id: int | None = None
+        self._given_up: set[int] = set()
+        self._memory = MemoryMeter()
+        self._memory_kills = out_of_memory_counters()
+        self._context: WorkerContext | None = None
+        self._target: Any = None
+
+    def run(self) -> bool:
+        """Answer messages; True when told to close, False when the controller is gone."""
+        threading.Thread(target=self._read, name="earl-reader", daemon=True).start()
+        while (message := self._loop.run_until_complete(self._inbox.get())) is not None:
+            if message["kind"] == "start":
+                self._start(message)
+            elif message["kind"] == "call":
+                self._call(message)
+            else:
+                self._close()
+                return True
+        return False
+
+    def _read(self) -> None:
+        try:
+            for message in self._channel.messages():
+                if message["kind"] == "cancel":
+                    self._give_up(int(message["id"]))
+                else:
+                    self._put(message)
+        except WireError:
+            logger.exception("The controller sent nonsense; this rank cannot go on.")
+            os._exit(1)
+        self._put(None)
+
+    def _put(self, message: dict[str, Any] | None) -> None:
+        # The loop is closed once the rank was told to close; nothing that comes later matters.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, message)
+
+    def _give_up(self, call_id: int) -> None:
+        with self._lock:
+            self._given_up.add(call_id)
+            if call_id == self._call_id and self._context is not None:
+                self._context.cancelled.set()
+
+    def _start(self, message: dict[str, Any]) -> None:
+        for entry in message["sys_path"]:
+            if entry not in sys.path:
+                sys.path.append(entry)
+        beat = threading.Thread(
+            target=self._heartbeat,
+            args=(message["heartbeat_seconds"],),
+            name="earl-heartbeat",
+            daemon=True,
+        )
+        beat.start()
+        self._context = context = WorkerContext(
+            rank=message["rank"],
+            world_size=message["world_size"],
+            role=message["role"],
+            log_path=Path(message["log_path"]),
+            _send_progress=self._progress,
+        )
+
+        def build() -> None:
+            target = load_target(message["target"])
+            self._target = target(context, message["deployment"], **message["arguments"])
+
+        self._answer(message["id"], build)
+
+    def _call(self, message: dict[str, Any]) -> None:
+        context = cast(WorkerContext, self._context)
+        call_id = int(message["id"])
+        context.stage, context.iteration = message["stage"], message["iteration"]
+        with self._lock:
+            self._call_id = call_id
+            context.cancelled.clear()
+            if call_id in self._given_up:
+                context.cancelled.set()
+
+        def invoke() -> Any:
+            return self._finish(self._method(message["method"])(**message["arguments"]))
+
+        try:
+            self._answer(call_id, invoke)
+        finally:
+            with self._lock:
+                self._call_id = None
+                self._given_up.clear()
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        method = None if name.startswith("_") else getattr(self._target, name, None)
+        if not callable(method):
+            raise AttributeError(
+                f"{type(self._target).__name__} has no public method '{name}'. "
+                "Check the name passed to call()."
+            )
+        return cast("Callable[..., Any]", method)
+
+    def _finish(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+
+        async def wait() -> Any:
+            return await value
+
+        return self._loop.run_until_complete(wait())
+
+    def _answer(self, call_id: int, function: Callable[[], Any]) -> None:
+        self._memory.reset()
+        try:
+            value = function()
+            reply = {"kind": "result", "id": call_id, "value": value, "memory": self._memory.read()}
+            self._send(reply)
+        except Exception as error:
+            logger.exception("call %s failed", call_id)
+            self._send({"kind": "failed", "id": call_id, **self._describe(error)})
+
+    def _describe(self, error: Exception) -> dict[str, Any]:
+        payload = getattr(error, "payload", None)
+        if not isinstance(payload, dict):
+            payload = None
+        text = "".join(traceback.format_exception(error))
+        described = {
+            "type": type(error).__qualname__,
+            "module": type(error).__module__,
+            "message": str(error)[:_TRACEBACK_CHARACTERS],
+            "traceback": text[-_TRACEBACK_CHARACTERS:],
+            "out_of_memory_kills": out_of_memory_kills_since(self._memory_kills),
+            "memory": self._memory.read(),
+        }
+        return {**described, "payload": _json_or_none(payload)}
+
+    def _progress(self, payload: dict[str, Any]) -> None:
+        call_id = self._call_id
+        if call_id is not None:
+            self._send({"kind": "progress", "id": call_id, "payload": payload})
+
+    def _heartbeat(self, seconds: float) -> None:
+        due = 0.0
+        while True:
+            memory = self._memory.read()
+            if time.monotonic() >= due:
+                due = time.monotonic() + seconds
+                self._send({"kind": "heartbeat", "memory": memory})
+            time.sleep(min(seconds, _MEMORY_SECONDS))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        # The supervisor acts when the controller is gone; a send that fails needs no second voice.
+        with suppress(OSError):
+            self._channel.send(message)
+
+    def _close(self) -> None:
+        close = getattr(self._target, "close", None)
+        if callable(close):
+            self._finish(close())
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+def load_target(target: str) -> Callable[..., Any]:
+    """Import `"package.module:Class"`; raises `ImportError` or `AttributeError`."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ImportError(f"The target '{target}' must be written as 'package.module:Class'.")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return cast("Callable[..., Any]", found)
+
+
+def _json_or_none(payload: dict[str, Any] | None) -> dict[str, Any] | None:
+    from earl_core.cluster.wire import encode
+
+    try:
+        encode({"payload": payload})
+    except WireError as error:
+        return {"error": f"The exception's payload could not be sent: {error}"}
+    return payload
+
+
+def _watch_lifeline(fd: int, mark: str) -> None:
+    """Block until the supervisor is gone, then end this rank and all that it started."""
+    while os.read(fd, 1):
+        pass
+    logger.error("The supervisor of this rank is gone; ending the rank and its children.")
+    own = os.getpid()
+    # Without a supervisor orphans go to init, where only the mark in their environment tells them.
+    end_processes(
+        lambda: {p for p in (*descendants(own), *marked(mark)) if p.pid != own},
+        ENDING_GRACE_SECONDS,
+    )
+    os._exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    channel_fd, lifeline_fd, mark = int(arguments[0]), int(arguments[1]), arguments[2]
+    for fd in (channel_fd, lifeline_fd):
+        os.set_inheritable(fd, False)
+    for stream in (sys.stdout, sys.stderr):
+        cast(Any, stream).reconfigure(line_buffering=True, errors="backslashreplace")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=cast(TextIO, sys.__stderr__), all_threads=True)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    prefer_as_oom_victim()
+    lifeline = threading.Thread(
+        target=_watch_lifeline, args=(lifeline_fd, mark), name="earl-lifeline", daemon=True
+    )
+    lifeline.start()
+    if not Rank(Channel(socket.socket(fileno=channel_fd))).run():
+        # The supervisor is about to end this tree. Should it be gone as well, the lifeline thread
+        # does, which must not be cut short by leaving here.
+        lifeline.join()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,7 @@
+"""Configuration: pydantic models, loading and overrides, the resolved table. Imports no torch."""
+
+from earl_core.config.base import ConfigError, Settings
+from earl_core.config.load import dump_config, load_config, parse_config
+from earl_core.config.run import RunConfig
+
+__all__ = ["ConfigError", "RunConfig", "Settings", "dump_config", "load_config", "parse_config"]

@@ -1,0 +1,44 @@
+"""The algorithm: advantage estimator, policy loss, KL, importance correction, aggregation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from earl_core.config.base import Settings
+
+
+class KLConfig(Settings):
+    """Kullback-Leibler penalty to the frozen initial policy."""
+
+    placement: Literal["none", "loss", "reward"] = "none"
+    estimator: str = Field(default="k3", description="k1, k2, k3, or an import path.")
+    coefficient: float = Field(default=0.0, ge=0)
+
+
+class ImportanceConfig(Settings):
+    """Truncated importance correction between the engine's and the trainer's log-probs."""
+
+    cap: float = Field(default=2.0, gt=0, description="Weights above this are cut to it.")
+    level: Literal["token", "sequence"] = "token"
+
+
+class AlgorithmConfig(Settings):
+    """Names come from the registries in `earl_core.algorithms`; other keys are parameters."""
+
+    advantage: dict[str, Any] = Field(default_factory=lambda: {"name": "grpo"})
+    policy_loss: dict[str, Any] = Field(default_factory=lambda: {"name": "ppo_clip"})
+    aggregation: dict[str, Any] = Field(default_factory=lambda: {"name": "token_mean"})
+    kl: KLConfig = KLConfig()
+    importance_correction: ImportanceConfig | None = None
+    entropy_coefficient: float = Field(default=0.0, description="Added to the loss times -entropy.")
+
+    @field_validator("advantage", "policy_loss", "aggregation", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, dict) and "name" not in value:
+            raise ValueError("give the algorithm's part as a name, or as a mapping with a `name`")
+        return value

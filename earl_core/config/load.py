@@ -1,0 +1,100 @@
+"""From a YAML file and `--set a.b=c` overrides to a `RunConfig`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from earl_core.config.base import ConfigError
+from earl_core.config.run import RunConfig
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML run file and apply `a.b=c` overrides (the value is parsed as YAML).
+
+    Raises `ConfigError` with every problem in one readable block: a missing or malformed file,
+    unknown keys, wrong values, combinations that cannot work.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the configuration {file} cannot be read: {error.strerror}") from error
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the configuration {file} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"the configuration {file} must be a mapping of settings")
+    return parse_config(apply_overrides(raw, overrides), source=str(file))
+
+
+def parse_config(raw: Mapping[str, Any], source: str = "the configuration") -> RunConfig:
+    """Validate a plain mapping; problems become one `ConfigError`."""
+    try:
+        return RunConfig.model_validate(dict(raw))
+    except ValidationError as error:
+        raise ConfigError(explain(error, source)) from error
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `raw` with each `a.b=c` set; intermediate mappings are made when missing."""
+    result = copy.deepcopy(dict(raw))
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        keys = dotted.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(
+                f"the override {override!r} is not of the form a.b=c, for example "
+                "`update.learning_rate=1e-5`"
+            )
+        node = result
+        for key in keys[:-1]:
+            child = node.get(key)
+            if child is None:
+                child = node[key] = {}
+            elif isinstance(child, str) and key in ("advantage", "policy_loss", "aggregation"):
+                child = node[key] = {"name": child}
+            if not isinstance(child, dict):
+                raise ConfigError(f"the override {override!r}: {key!r} is not a section")
+            node = child
+        node[keys[-1]] = _parse_value(text, override)
+    return result
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML; reading it back gives an equal configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def explain(error: ValidationError, source: str) -> str:
+    """All problems of a validation error, a line each, named by their dotted key."""
+    lines = [f"{source} cannot be used:"]
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = "unknown key: remove it or correct its spelling"
+        elif problem["type"] == "missing":
+            message = "missing: give it a value"
+        lines.append(f"  {key}: {message}")
+    return "\n".join(lines)
+
+
+def _parse_value(text: str, override: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of the override {override!r} is not valid YAML") from error
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e-5 as text; people who type it mean the number.
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,119 @@
+"""What is played, and how: the environment, the sizes of a rollout, the engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from earl_core.config.base import Settings
+
+
+class EnvironmentConfig(Settings):
+    """The game or tool environment and how its failures are handled."""
+
+    name: str = Field(
+        description="A registered name (tic_tac_toe, connect_four, prompt, textarena) or an "
+        "import path `package.module:Class`."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the environment; checked before work starts."
+    )
+    hosts: int = Field(default=1, ge=1, description="Processes that run environment code.")
+    step_timeout_seconds: float = Field(
+        default=30.0, gt=0, description="A reset or step that takes longer fails its episode."
+    )
+    max_failed_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="The rollout fails when more than this share of its episodes has failed.",
+    )
+
+
+class VllmConfig(Settings):
+    """Settings of the vLLM engine that have no counterpart in the torch engine."""
+
+    kv_cache_gib: int | None = Field(
+        default=2, ge=1, description="CPU only: KV cache in whole GiB per tensor-parallel rank."
+    )
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1, description="CUDA only.")
+    block_size: int | None = Field(
+        default=32, description="Tokens per KV cache block; 32 caches more across turns than 128."
+    )
+    enforce_eager: bool = True
+
+
+class RolloutConfig(Settings):
+    """Sizes and sampling of a rollout.
+
+    An iteration plays `prompts_per_iteration * group_size` episodes. Nothing is truncated unless
+    a `max_*` field asks for it.
+    """
+
+    engine: Literal["vllm", "torch"] = "vllm"
+    prompts_per_iteration: int = Field(ge=1)
+    group_size: int = Field(ge=1, description="Episodes played from each prompt.")
+    max_turns: int = Field(ge=1, description="An episode ends after this many answers.")
+    max_tokens_per_turn: int | None = Field(
+        default=None, ge=1, description="Budget of one answer; none means up to the context."
+    )
+    max_tokens_per_episode: int | None = Field(
+        default=None, ge=1, description="Budget of all answers of an episode together."
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=8,
+        description="Context the engine is first built for; raised by a rebuild before it is hit. "
+        "None: the model's own position range.",
+    )
+    max_running_requests: int = Field(
+        default=256, ge=1, description="Sequences that an engine decodes at the same time."
+    )
+    temperature: float = Field(default=1.0, gt=0)
+    answer_prefix: str = Field(
+        default="", description="Text that every answer begins with; it is given, not trained."
+    )
+    stop: tuple[str, ...] = Field(
+        default=(), description="Single-token strings that end an answer, besides end-of-turn."
+    )
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    threads: int = Field(default=0, ge=0, description="CPU threads of an engine; 0: all cores.")
+    top_p: float = 1.0
+    top_k: int = 0
+    vllm: VllmConfig = VllmConfig()
+
+    @field_validator("top_p")
+    @classmethod
+    def _no_top_p(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError(
+                "rollout.top_p must stay 1.0: with top-p the recorded log-probs are not those of "
+                "the policy being trained, and importance ratios become biased"
+            )
+        return value
+
+    @field_validator("top_k")
+    @classmethod
+    def _no_top_k(cls, value: int) -> int:
+        if value != 0:
+            raise ValueError(
+                "rollout.top_k must stay 0: with top-k the recorded log-probs are not those of "
+                "the policy being trained, and importance ratios become biased"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _budgets(self) -> RolloutConfig:
+        turn, episode = self.max_tokens_per_turn, self.max_tokens_per_episode
+        if turn is not None and episode is not None and turn > episode:
+            raise ValueError(
+                f"rollout.max_tokens_per_turn ({turn}) exceeds rollout.max_tokens_per_episode "
+                f"({episode}): lower the first or raise the second"
+            )
+        return self
+
+    @property
+    def episodes_per_iteration(self) -> int:
+        """Episodes that one iteration plays."""
+        return self.prompts_per_iteration * self.group_size

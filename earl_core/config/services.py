@@ -1,0 +1,67 @@
+"""Around the stages: shared memory, checkpoints, evaluation, tracking, deadlines."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from earl_core.config.base import Settings
+
+
+class DispatchConfig(Settings):
+    """Where shards live and how they are checked."""
+
+    directory: str = Field(
+        default="/dev/shm/earl", description="A folder in shared memory, shared by all runs."
+    )
+    max_bytes: int = Field(
+        default=8 * 2**30, ge=2**20, description="Shared memory that one run may hold."
+    )
+    verify: Literal["resume", "always"] = Field(
+        default="resume", description="When checksums are verified: on resume, or on every read."
+    )
+    retain_hours: float = Field(
+        default=72.0, ge=0, description="How long a stopped run's shards wait for a resume."
+    )
+
+
+class CheckpointConfig(Settings):
+    """Which iterations end with a checkpoint, and which are kept."""
+
+    every: int = Field(default=1, ge=1)
+    keep_last: int = Field(default=2, ge=1)
+
+
+class EvaluationConfig(Settings):
+    """Held-out evaluation inside `train`; 0 switches it off."""
+
+    every: int = Field(default=0, ge=0, description="Iterations between evaluations; 0: never.")
+    episodes: int = Field(default=256, ge=1)
+    temperature: float | None = Field(
+        default=None, ge=0, description="None: as in the rollout; 0: greedy."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Environment options that differ from training."
+    )
+
+
+class TrackingConfig(Settings):
+    """MLflow. A tracker that is down never stops a run."""
+
+    enabled: bool = True
+    uri: str | None = Field(
+        default=None, description="None: MLFLOW_TRACKING_URI, else a database beside the runs."
+    )
+    experiment: str = "earl"
+    trace_episodes: int = Field(
+        default=2, ge=0, description="Episodes an iteration that are traced turn by turn."
+    )
+
+
+class DeadlineConfig(Settings):
+    """How long to wait, in seconds, before a wait becomes an error."""
+
+    start: float = Field(default=300.0, gt=0, description="Start of a worker group.")
+    stage: float = Field(default=3600.0, gt=0, description="One stage of one iteration.")
+    heartbeat: float = Field(default=120.0, gt=0, description="A worker silent for longer is lost.")

@@ -1,0 +1,44 @@
+"""The resolved sizes of a run as one table, printed at the start."""
+
+from __future__ import annotations
+
+from earl_core.config.run import RunConfig
+
+
+def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Rows of (what, value, where it comes from) for everything derived from the sizes."""
+    rollout, update = config.rollout, config.update
+    episodes = rollout.episodes_per_iteration
+    steps = update.epochs * update.minibatches
+    per_step = rollout.prompts_per_iteration / update.minibatches
+    turn = rollout.max_tokens_per_turn
+    return [
+        ("run directory", f"{config.runs_directory}/{config.name}", "runs_directory, name"),
+        ("model", config.model.path, "model.path"),
+        ("environment", config.environment.name, "environment.name"),
+        ("engine", f"{rollout.engine}, {rollout.dtype}", "rollout.engine, rollout.dtype"),
+        ("iterations", str(config.iterations), "iterations"),
+        (
+            "episodes per iteration",
+            str(episodes),
+            f"{rollout.prompts_per_iteration} prompts x group of {rollout.group_size}",
+        ),
+        ("answers per iteration, at most", str(episodes * rollout.max_turns), "x max_turns"),
+        (
+            "tokens per answer, at most",
+            "the model's context" if turn is None else str(turn),
+            "rollout.max_tokens_per_turn",
+        ),
+        ("optimizer steps per iteration", str(steps), "update.epochs x update.minibatches"),
+        ("prompts per optimizer step", f"{per_step:g}", "prompts_per_iteration / minibatches"),
+        (
+            "tokens per microbatch, at most",
+            str(update.max_tokens_per_microbatch),
+            "update.max_tokens_per_microbatch",
+        ),
+        ("episodes in all", str(episodes * config.iterations), "x iterations"),
+        ("precision of the update", update.precision, "update.precision"),
+        ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
+        ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),
+        ("checkpoint every", f"{config.checkpoint.every} iterations", "checkpoint.every"),
+    ]

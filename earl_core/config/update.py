@@ -1,0 +1,32 @@
+"""The update stage: optimizer, precision, batch splitting."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from earl_core.config.base import Settings
+
+
+class UpdateConfig(Settings):
+    """How the policy is updated from one iteration's episodes."""
+
+    precision: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="bf16: fp32 master weights under bf16 autocast."
+    )
+    learning_rate: float = Field(default=1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_iterations: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1, description="Passes over an iteration's episodes.")
+    minibatches: int = Field(default=1, ge=1, description="Optimizer steps in each epoch.")
+    max_tokens_per_microbatch: int = Field(
+        default=4096, ge=1, description="Tokens packed into one forward pass."
+    )
+    activation_checkpointing: bool = False
+    threads: int = Field(default=0, ge=0, description="CPU threads of the update; 0: all cores.")

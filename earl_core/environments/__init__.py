@@ -1,0 +1,11 @@
+"""Environments: the protocol, built-in games and adapters, and the pool that runs them.
+
+base        the protocol `Environment`, its messages, results and errors
+registry    environments by name or import path
+games       tic-tac-toe and connect four, with random, greedy and searching opponents
+prompt      one question, one answer, a reward function (`rewards` has two)
+textarena   adapter for textarena games
+pool        `EnvironmentPool`: environments in host processes; `host_keeper` replaces lost hosts and
+            rebuilds their episodes, `host_process` is one process seen from the pool, `host`, `lanes`
+            and `calls` are what runs inside it, `wire` what they say to each other
+"""

@@ -1,0 +1,88 @@
+"""The environment protocol and its errors.
+
+An environment is one interactive world: a game, a question with a reward function, a tool loop. It
+speaks chat messages and is played by one agent. It is a *deterministic* function of the prompt index,
+the seed and the agent's texts; the environment pool relies on that to rebuild an episode after its
+host process died.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypedDict, runtime_checkable
+
+
+class Message(TypedDict):
+    """One chat message, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an environment answers to one text of the agent.
+
+    messages: what the agent sees next. When `done` is true nobody answers them any more: they tell
+        people how the episode ended, and need not be tokenized.
+    reward: the reward of this turn, finite.
+    done: whether the episode is over.
+    info: anything JSON can hold. At the end of an episode `info["outcome"]` (str: win, draw, loss,
+        illegal, ...) is counted into the metrics; `info["metrics"]` (dict of floats) is averaged.
+    """
+
+    messages: list[Message]
+    reward: float
+    done: bool
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode's world. An object is reset once and played by one caller at a time.
+
+    A class may set `concurrent = False` to say that two of its objects must not run at the same time
+    in one process (it uses global state, such as the `random` module). The pool then runs the calls
+    of one host one after the other.
+    """
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        """Starts the episode and returns its first messages.
+
+        prompt: index >= 0; fixes the starting state (side, opening move, data set row).
+        seed: fixes all later randomness (the opponent, dice).
+        """
+        ...
+
+    def step(self, text: str) -> StepResult:
+        """Takes the agent's decoded answer, with a configured prefill already in front of it."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the environment holds. Called once, also after a failure."""
+        ...
+
+
+class EnvironmentConfigError(ValueError):
+    """The configured environment cannot work; the message says what to change."""
+
+
+class EnvironmentFailed(RuntimeError):
+    """One episode's environment failed; the other episodes go on.
+
+    episode_id: the episode that is lost.
+    reason: "exception" (the code raised), "timeout" (it did not return in time), "invalid_result"
+        (what it returned breaks the protocol), "host_died" (it took its process down),
+        "not_deterministic" (it answered differently when it was rebuilt).
+    detail: the end of the traceback, or of the host's log.
+    """
+
+    def __init__(self, episode_id: int, reason: str, detail: str = "") -> None:
+        super().__init__(episode_id, reason, detail)
+        self.episode_id = episode_id
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        tail = f"\n{self.detail}" if self.detail else ""
+        return f"The environment of episode {self.episode_id} failed: {self.reason}.{tail}"

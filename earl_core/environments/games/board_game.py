@@ -1,0 +1,244 @@
+"""What all two-player board games share: turns, sides, illegal answers, rewards and messages.
+
+Moves are written as numbers counted from 1; inside they count from 0.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, Generic, Literal
+
+from pydantic import Field, field_validator
+
+from earl_core.environments.base import Message, StepResult
+from earl_core.environments.games.opponents import (
+    OpponentName,
+    Rules,
+    StateT,
+    make_opponent,
+)
+from earl_core.environments.options import Options
+
+MARKS = ("X", "O")
+"""The marks of the player that moves first and of the other."""
+
+DEFAULT_ANSWER_PATTERN = r"\d+"
+
+
+class BoardRewards(Options):
+    """Rewards at the end of a game."""
+
+    win: float = 1.0
+    draw: float = 0.3
+    loss: float = -1.0
+    illegal: float = -1.5
+
+
+class BoardGameOptions(Options):
+    """Options of every board game."""
+
+    opponent: OpponentName = "random"
+    agent_side: Literal["both", "first", "second"] = Field(
+        default="both", description="both: even prompts move first, odd ones second."
+    )
+    rewards: BoardRewards = BoardRewards()
+    illegal_action: Literal["lose", "retry"] = Field(
+        default="lose", description="lose: the episode ends; retry: the model is told and asked again."
+    )
+    max_retries: int = Field(
+        default=2, ge=0, description="Illegal answers forgiven in one episode (illegal_action: retry)."
+    )
+    retry_reward: float = Field(default=-0.1, description="Reward of a turn that was forgiven.")
+    answer_pattern: str = Field(
+        default=DEFAULT_ANSWER_PATTERN,
+        description="Regular expression whose first match, or its group 1, is the move's number.",
+    )
+    style: Literal["chat", "compact"] = Field(
+        default="chat", description="chat: for instructed models; compact: for tiny ones."
+    )
+    rules_role: Literal["system", "user"] = Field(
+        default="system", description="Where the rules stand; user for templates without a system."
+    )
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"it is not a regular expression: {error}; correct it") from error
+        if compiled.groups > 1:
+            raise ValueError("it has several groups; use one, or none, for the move's number")
+        return pattern
+
+
+class BoardGame(ABC, Generic[StateT]):
+    """A game of the agent against a seeded opponent; implements `Environment`.
+
+    The prompt index fixes the agent's side and, when it moves second, the opponent's first move.
+    The seed fixes the opponent's other moves. `info` at the end: `outcome` (win, draw, loss,
+    illegal), `side` (first, second), `metrics` (agent_moves, illegal_answers).
+    """
+
+    name: ClassVar[str]
+    options_model: ClassVar[type[BoardGameOptions]] = BoardGameOptions
+
+    def __init__(self, rules: Rules[StateT], options: BoardGameOptions, depth: int | None) -> None:
+        self.options = options
+        self._rules = rules
+        self._opponent = make_opponent(options.opponent, rules, depth)
+        self._pattern = re.compile(options.answer_pattern)
+        self._state = rules.start()
+        self._side = 0
+        self._random = random.Random()
+        self._agent_moves = 0
+        self._illegal = 0
+        self._done = True
+
+    @abstractmethod
+    def rules_text(self) -> str:
+        """The rules and the form of an answer, for the first message."""
+
+    @abstractmethod
+    def board_text(self, state: StateT) -> str:
+        """The board in chat style, with the moves' numbers on it."""
+
+    @abstractmethod
+    def compact_text(self, state: StateT) -> str:
+        """The board in compact style, of the characters in the game's `COMPACT_ALPHABET`."""
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        side = self.options.agent_side
+        self._side = prompt % 2 if side == "both" else int(side == "second")
+        # String seeds go through SHA-512: equal in every process and Python version.
+        self._random = random.Random(f"{self.name}/opponent/{prompt}/{seed}")
+        self._state = self._rules.start()
+        self._agent_moves = self._illegal = 0
+        self._done = False
+        opening = None
+        if self._side == 1:
+            opening = self._opponent.choose(
+                self._state, random.Random(f"{self.name}/opening/{prompt}")
+            )
+            self._state = self._rules.play(self._state, opening)
+        if self.options.style == "compact":
+            return [_user(self.compact_text(self._state))]
+        turn = self._turn_text(opening)
+        if self.options.rules_role == "user":
+            return [_user(f"{self.rules_text()}\n\n{turn}")]
+        return [{"role": "system", "content": self.rules_text()}, _user(turn)]
+
+    def step(self, text: str) -> StepResult:
+        if self._done:
+            raise RuntimeError("The game is over or was not begun; call reset first.")
+        move = self.read_move(text)
+        if move is None:
+            return self._refuse()
+        self._agent_moves += 1
+        self._state = self._rules.play(self._state, move)
+        if not self._over():
+            move = self._opponent.choose(self._state, self._random)
+            self._state = self._rules.play(self._state, move)
+            if not self._over():
+                text = (
+                    self.compact_text(self._state)
+                    if self.options.style == "compact"
+                    else self._turn_text(move)
+                )
+                return StepResult([_user(text)], 0.0, False)
+        winner = self._rules.winner(self._state)
+        return self._end("draw" if winner is None else "win" if winner == self._side else "loss")
+
+    def close(self) -> None:
+        self._done = True
+
+    def read_move(self, text: str) -> int | None:
+        """The legal move that an answer names, counted from 0; None when it names none."""
+        match = self._pattern.search(text)
+        if match is None:
+            return None
+        digits = match.group(self._pattern.groups) or ""
+        # Longer numbers are no moves, and int() of a very long one raises.
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 3):
+            return None
+        move = int(digits) - 1
+        return move if move in self._rules.moves(self._state) else None
+
+    def legal_answers(self) -> list[str]:
+        """The legal moves as the agent should write them, in the configured style."""
+        form = "{}" if self.options.style == "compact" else "[{}]"
+        return [form.format(move + 1) for move in sorted(self._rules.moves(self._state))]
+
+    def _over(self) -> bool:
+        state = self._state
+        return self._rules.winner(state) is not None or not self._rules.moves(state)
+
+    def _turn_text(self, move: int | None, note: str = "") -> str:
+        mine, theirs = MARKS[self._side], MARKS[1 - self._side]
+        lines = [note] if note else []
+        if move is not None:
+            lines.append(f"{theirs} plays {move + 1}.")
+        lines += [self.board_text(self._state), f"You are {mine}. Your move?"]
+        return "\n".join(lines)
+
+    def _refuse(self) -> StepResult:
+        self._illegal += 1
+        if self.options.illegal_action == "lose" or self._illegal > self.options.max_retries:
+            return self._end("illegal")
+        if self.options.style == "compact":
+            text = "!" + self.compact_text(self._state)
+        else:
+            text = self._turn_text(None, "That is not a legal move.")
+        return StepResult([_user(text)], self.options.retry_reward, False)
+
+    def _end(self, outcome: Literal["win", "draw", "loss", "illegal"]) -> StepResult:
+        self._done = True
+        words = {
+            "win": "You win.",
+            "draw": "It is a draw.",
+            "loss": "You lose.",
+            "illegal": "That is not a legal move. You lose.",
+        }
+        if self.options.style == "compact":
+            text = self.compact_text(self._state)
+        else:
+            text = f"{self.board_text(self._state)}\n{words[outcome]}"
+        info: dict[str, Any] = {
+            "outcome": outcome,
+            "side": ("first", "second")[self._side],
+            "metrics": {
+                "agent_moves": float(self._agent_moves),
+                "illegal_answers": float(self._illegal),
+            },
+        }
+        return StepResult([_user(text)], float(getattr(self.options.rewards, outcome)), True, info)
+
+
+def random_legal_game(
+    environment: BoardGame[Any], prompt: int, seed: int
+) -> list[tuple[list[Message], str]]:
+    """Plays random legal moves through the public methods, as material for a warm start.
+
+    Returns one pair a turn: the messages new in that turn, and a legal answer to them in the
+    configured style ("[5]" in chat, "5" in compact). Seeded by (prompt, seed).
+    """
+    return list(_legal_turns(environment, prompt, seed))
+
+
+def _legal_turns(
+    environment: BoardGame[Any], prompt: int, seed: int
+) -> Iterator[tuple[list[Message], str]]:
+    chooser = random.Random(f"{environment.name}/legal/{prompt}/{seed}")
+    messages, done = environment.reset(prompt, seed), False
+    while not done:
+        answer = chooser.choice(environment.legal_answers())
+        yield messages, answer
+        result = environment.step(answer)
+        messages, done = result.messages, result.done
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}

@@ -1,0 +1,167 @@
+"""Single-turn environment: a data set of prompts and a reward function."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from numbers import Real
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from earl_core.environments.base import EnvironmentConfigError, Message, StepResult
+from earl_core.environments.options import Options, import_object
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class PromptOptions(Options):
+    """Options of the prompt environment."""
+
+    path: str = Field(description="A .jsonl or .parquet file: a path or any fsspec URL.")
+    prompt_column: str = Field(default="prompt", description="A text, or a list of chat messages.")
+    answer_column: str | None = Field(
+        default="answer", description='Given to the reward function as row["answer"].'
+    )
+    system_prompt: str | None = Field(default=None, description="A system message before a text.")
+    reward_function: str = Field(
+        default="earl_core.environments.rewards:exact_match",
+        description="Import path of function(completion, row) -> float or (float, dict).",
+    )
+
+
+class PromptEnvironment:
+    """One question, one answer, one reward. The prompt index modulo the number of rows is the row.
+
+    `info["outcome"]` is what the reward function says, else correct (reward > 0) or incorrect. The
+    numbers in the reward function's dict become `info["metrics"]`.
+    """
+
+    options_model: ClassVar[type[PromptOptions]] = PromptOptions
+
+    def __init__(self, options: PromptOptions) -> None:
+        self.options = options
+        self._reward = import_object(options.reward_function, "The option reward_function")
+        if not callable(self._reward):
+            raise EnvironmentConfigError(
+                f"The option reward_function {options.reward_function!r} is not a function; name one."
+            )
+        self._rows = read_rows(options.path)
+        self._row: dict[str, Any] | None = None
+        self._check_columns()
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        index = prompt % len(self._rows)
+        row = dict(self._rows[index])
+        messages = self._messages(row, index)
+        if self.options.answer_column is not None:
+            row["answer"] = row[self.options.answer_column]
+        self._row = row
+        return messages
+
+    def step(self, text: str) -> StepResult:
+        if self._row is None:
+            raise RuntimeError("The question was answered or not asked yet; call reset first.")
+        row, self._row = self._row, None
+        returned = self._reward(text, row)
+        reward, details = returned if isinstance(returned, tuple) else (returned, {})
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            raise TypeError(
+                f"The reward function {self.options.reward_function!r} returned {returned!r}; it must "
+                f"return a finite number, or a finite number and a dict."
+            )
+        outcome = str(details.get("outcome", "correct" if reward > 0 else "incorrect"))
+        metrics = {
+            key: float(value)
+            for key, value in details.items()
+            if isinstance(value, Real) and math.isfinite(value)
+        }
+        info = {"outcome": outcome, "metrics": metrics}
+        return StepResult([], float(reward), True, info)
+
+    def close(self) -> None:
+        self._row = None
+
+    def _messages(self, row: Mapping[str, Any], index: int) -> list[Message]:
+        prompt = row[self.options.prompt_column]
+        system = self.options.system_prompt
+        messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        if isinstance(prompt, str):
+            return [*messages, {"role": "user", "content": prompt}]
+        if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
+            raise EnvironmentConfigError(
+                f"Row {index} of {self.options.path}: column {self.options.prompt_column!r} is neither "
+                f"a text nor a list of messages with role and content."
+            )
+        return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
+
+    def _check_columns(self) -> None:
+        path, prompt, answer = self.options.path, self.options.prompt_column, self.options.answer_column
+        for index, row in enumerate(self._rows):
+            for option, column in (("prompt_column", prompt), ("answer_column", answer)):
+                if column is not None and column not in row:
+                    raise EnvironmentConfigError(
+                        f"Row {index} of {path} has no column {column!r}; it has "
+                        f"{', '.join(row)}. Correct the option {option}."
+                    )
+            if index == 0:
+                self._messages(row, index)
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and value.get("role") in _ROLES
+        and isinstance(value.get("content"), str)
+    )
+
+
+@lru_cache(maxsize=8)
+def read_rows(path: str) -> tuple[dict[str, Any], ...]:
+    """Reads a .jsonl or .parquet file through fsspec; once per process, every episode shares it.
+
+    Raises EnvironmentConfigError when the file is missing, empty or malformed.
+    """
+    import fsspec
+
+    suffix = path.rsplit(".", 1)[-1].lower()
+    if suffix not in ("jsonl", "parquet"):
+        raise EnvironmentConfigError(
+            f"The option path is {path!r}; name a file that ends in .jsonl or .parquet."
+        )
+    try:
+        with fsspec.open(path, "rb") as stream:
+            rows = _read_parquet(stream) if suffix == "parquet" else _read_jsonl(stream, path)
+    except EnvironmentConfigError:
+        raise
+    except Exception as error:
+        raise EnvironmentConfigError(
+            f"The prompts at {path!r} cannot be read: {type(error).__name__}: {error}. Check the path."
+        ) from error
+    if not rows:
+        raise EnvironmentConfigError(f"The file {path!r} holds no rows; it needs at least one.")
+    return tuple(rows)
+
+
+def _read_parquet(stream: Any) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = pq.read_table(stream).to_pylist()
+    return rows
+
+
+def _read_jsonl(stream: Any, path: str) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(stream, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise EnvironmentConfigError(f"Line {number} of {path} is no JSON: {error}.") from error
+        if not isinstance(row, dict):
+            raise EnvironmentConfigError(f"Line {number} of {path} is no JSON object, like {{...}}.")
+        rows.append(row)
+    return rows

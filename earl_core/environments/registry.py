@@ -1,0 +1,66 @@
+"""Environments by name: the built-in ones, and any class by its import path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from earl_core.environments.base import Environment, EnvironmentConfigError
+from earl_core.environments.options import import_object, parse_options
+
+BUILT_IN: dict[str, str] = {
+    "tic_tac_toe": "earl_core.environments.games.tic_tac_toe:TicTacToe",
+    "connect_four": "earl_core.environments.games.connect_four:ConnectFour",
+    "prompt": "earl_core.environments.prompt:PromptEnvironment",
+    "textarena": "earl_core.environments.textarena:TextArenaEnvironment",
+}
+
+
+def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
+    """Makes one environment.
+
+    name: a key of `BUILT_IN`, or `package.module:Class`; a class of your own is called as
+        `Class(**options)`.
+    Raises EnvironmentConfigError when the name or an option is wrong.
+    """
+    options = dict(options or {})
+    if name in BUILT_IN:
+        factory = import_object(BUILT_IN[name], "The environment")
+        environment: Environment = factory(parse_options(factory.options_model, options, name))
+        return environment
+    factory = environment_class(name)
+    try:
+        created = factory(**options)
+    except EnvironmentConfigError:
+        raise
+    except Exception as error:
+        raise EnvironmentConfigError(
+            f"The environment {name!r} cannot be made with the options {options!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(created, Environment):
+        raise EnvironmentConfigError(
+            f"The environment {name!r} must have the methods reset(prompt, seed), step(text) and "
+            f"close(); see earl_core.environments.base.Environment."
+        )
+    return created
+
+
+def environment_class(name: str) -> Any:
+    """The class behind `name`, without making an environment. Raises EnvironmentConfigError."""
+    if name in BUILT_IN:
+        return import_object(BUILT_IN[name], "The environment")
+    if ":" not in name:
+        raise EnvironmentConfigError(
+            f"There is no environment {name!r}. Use one of {', '.join(BUILT_IN)}, or the import path "
+            f"of a class of your own, like 'package.module:Class'."
+        )
+    return import_object(name, "The environment")
+
+
+def check(name: str, options: Mapping[str, Any] | None = None) -> None:
+    """Makes and closes one environment, so that a mistake shows before work starts.
+
+    Imports the user's code and opens its data. Raises EnvironmentConfigError.
+    """
+    create(name, options).close()

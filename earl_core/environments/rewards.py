@@ -1,0 +1,38 @@
+"""Reward functions for the prompt environment.
+
+A reward function is called as `function(completion, row)` and returns a float, or a float and a
+dict: its numbers become metrics, its `outcome` (str) is counted. `row` is the data set's row as a
+dict; `row["answer"]` is the value of the configured answer column.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_NUMBER = re.compile(r"-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+
+
+def exact_match(completion: str, row: dict[str, Any]) -> float:
+    """1 when the completion equals the answer, apart from case and surrounding space, else 0."""
+    return float(completion.strip().casefold() == str(_answer(row)).strip().casefold())
+
+
+def contained_number(completion: str, row: dict[str, Any]) -> float:
+    """1 when the last number in the completion equals the last number in the answer, else 0.
+
+    Understands signs, decimals and thousands separators ("-1,234.50").
+    """
+    given, wanted = _last_number(completion), _last_number(str(_answer(row)))
+    return float(given is not None and given == wanted)
+
+
+def _answer(row: dict[str, Any]) -> Any:
+    if "answer" not in row:
+        raise KeyError("The row has no answer: set the environment's answer_column.")
+    return row["answer"]
+
+
+def _last_number(text: str) -> float | None:
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

@@ -1,0 +1,258 @@
+"""Adapter for textarena games (the extra `textarena`): one player, or two with an opponent.
+
+textarena's games draw from the global `random` (a few from NumPy's); each episode has a random state
+of its own, put in place around every call, so episodes neither disturb each other nor their caller.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from earl_core.environments.base import EnvironmentConfigError, Message, StepResult
+from earl_core.environments.options import Options, import_object
+from earl_core.environments.textarena_moves import legal_move
+
+_GLOBAL_RANDOM = threading.Lock()
+_MAX_CONSECUTIVE_OPPONENT_MOVES = 1000
+
+
+class TextArenaOptions(Options):
+    """Options of the textarena adapter."""
+
+    game: str = Field(description='A game of textarena by its id, such as "Nim-v0".')
+    game_options: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to textarena.make."
+    )
+    agent_side: Literal["both", "first", "second"] = Field(
+        default="both", description="both: even prompts are player 0, odd ones player 1."
+    )
+    opponent: str = Field(
+        default="random",
+        description="random: a random legal move, where the game tells them; or the import path of "
+        "function(game, observation, random) -> str.",
+    )
+    allowed_errors: int = Field(
+        default=0, ge=0, description="Illegal answers forgiven per turn before the game is lost."
+    )
+    illegal_reward: float | None = Field(
+        default=-1.0, description="Reward of a game lost by an illegal answer; null: the game's own."
+    )
+    add_brackets: bool = Field(
+        default=True, description="Put an answer that has no [brackets] into brackets."
+    )
+
+
+class TextArenaEnvironment:
+    """One game of textarena.
+
+    The prompt index fixes the side and the game's starting state (secret, cards); (prompt, seed) fixes
+    everything drawn later. Observations are sent as they arise, so each turn shows only what is new.
+    `info` at the end: `outcome` (win, draw, loss, illegal), `reason`, `side`.
+
+    An opponent's illegal move would pay the agent; it raises instead.
+    """
+
+    options_model: ClassVar[type[TextArenaOptions]] = TextArenaOptions
+    concurrent: ClassVar[bool] = False
+
+    def __init__(self, options: TextArenaOptions) -> None:
+        self.options = options
+        self._opponent = _opponent(options.opponent)
+        with self._own_random(f"textarena/check/{options.game}"):
+            self._game = _make_game(options)
+            self._players = _count_players(self._game, options.game)
+            if self._players == 2 and options.opponent == "random":
+                _check_opponent(self._game, options)
+        self._agent = 0
+        self._random_state: tuple[Any, Any] | None = None
+        self._moves = random.Random()
+        self._done = True
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        side = self.options.agent_side
+        self._agent = 0
+        if self._players == 2:
+            self._agent = prompt % 2 if side == "both" else int(side == "second")
+        with self._own_random(f"textarena/start/{self.options.game}/{prompt}"):
+            self._game.reset(num_players=self._players, seed=_seed(f"{prompt}"))
+        self._moves = random.Random(f"textarena/moves/{prompt}/{seed}")
+        self._done = False
+        with self._own_random(f"textarena/game/{prompt}/{seed}"):
+            self._let_opponent_move()
+            if self._game.state.done:
+                raise RuntimeError(
+                    f"The game {self.options.game} was over before the agent's first move."
+                )
+            return self._observe()
+
+    def step(self, text: str) -> StepResult:
+        if self._done:
+            raise RuntimeError("The game is over or was not begun; call reset first.")
+        if self.options.add_brackets and ("[" not in text or "]" not in text):
+            text = f"[{text.strip().strip('[]')}]"
+        with self._own_random(None):
+            self._game.state.error_allowance = self.options.allowed_errors
+            self._game.step(text)
+            self._let_opponent_move()
+            state = self._game.state
+            if state.done:
+                return self._end()
+            return StepResult(self._observe(), 0.0, False)
+
+    def close(self) -> None:
+        self._done = True
+
+    def _let_opponent_move(self) -> None:
+        state = self._game.state
+        for _ in range(_MAX_CONSECUTIVE_OPPONENT_MOVES):
+            if state.done or state.current_player_id == self._agent:
+                return
+            other = state.current_player_id
+            observation = _text(state.get_current_player_observation(), other)
+            move = self._opponent(self._game, observation, self._moves)
+            state.error_allowance = 0
+            self._game.step(move)
+            if state.done and state.game_info[other]["invalid_move"]:
+                raise RuntimeError(
+                    f"The opponent's move {move!r} is illegal in {self.options.game}; give an "
+                    f"opponent that plays legal moves by the option opponent."
+                )
+        raise RuntimeError(f"The opponent in {self.options.game} never handed the turn back.")
+
+    def _observe(self) -> list[Message]:
+        state = self._game.state
+        text = _text(state.observations[self._agent], self._agent)
+        state.observations[self._agent] = []
+        return [{"role": "user", "content": text or "Your turn."}]
+
+    def _end(self) -> StepResult:
+        self._done = True
+        rewards, game_info = self._game.close()
+        mine = game_info[self._agent]
+        reward = float(rewards[self._agent])
+        reason = str(mine.get("reason", ""))
+        if mine["invalid_move"]:
+            outcome = "illegal"
+            if self.options.illegal_reward is not None:
+                reward = self.options.illegal_reward
+        elif self._players == 1:
+            outcome = "win" if reward >= 1 else "loss"
+        else:
+            outcome = "win" if reward > 0 else "loss" if reward < 0 else "draw"
+        info = {"outcome": outcome, "reason": reason, "side": ("first", "second")[self._agent]}
+        seen = self._observe()[0]["content"]
+        return StepResult([{"role": "user", "content": f"{seen}\n{reason}"}], reward, True, info)
+
+    @contextmanager
+    def _own_random(self, seed: str | None) -> Iterator[None]:
+        """Runs its block with this episode's global random state, freshly seeded or as left."""
+        with _GLOBAL_RANDOM:
+            numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+            outside = (random.getstate(), numpy_random and numpy_random.get_state())
+            try:
+                if seed is not None:
+                    random.seed(seed)
+                    if numpy_random:
+                        numpy_random.seed(_seed(seed))
+                elif self._random_state is not None:
+                    random.setstate(self._random_state[0])
+                    if numpy_random and self._random_state[1]:
+                        numpy_random.set_state(self._random_state[1])
+                yield
+            finally:
+                self._random_state = (random.getstate(), numpy_random and numpy_random.get_state())
+                random.setstate(outside[0])
+                if numpy_random and outside[1]:
+                    numpy_random.set_state(outside[1])
+
+
+def _seed(text: str) -> int:
+    return random.Random(f"textarena/{text}").getrandbits(32)
+
+
+def _opponent(name: str) -> Callable[[Any, str, random.Random], str]:
+    if name == "random":
+        return legal_move
+    function: Callable[[Any, str, random.Random], str] = import_object(name, "The option opponent")
+    return function
+
+
+def _make_game(options: TextArenaOptions) -> Any:
+    try:
+        import textarena
+    except ImportError as error:
+        raise EnvironmentConfigError(
+            "The environment textarena needs the package textarena: pip install 'earl[textarena]'."
+        ) from error
+    # The variants differ only in wrappers; "-raw" has none, and so sends what is new, unaltered.
+    name = options.game if options.game.endswith("-raw") else f"{options.game}-raw"
+    known = textarena.envs.registration.ENV_REGISTRY
+    if name not in known:
+        base_names = [key for key in known if not key.endswith(("-raw", "-train"))]
+        near = difflib.get_close_matches(options.game, base_names, n=5)
+        hint = f"did you mean {', '.join(near)}?" if near else "see textarena's list of games."
+        raise EnvironmentConfigError(f"textarena has no game {options.game!r}; {hint}")
+    try:
+        return textarena.make(name, **options.game_options)
+    except SyntaxError as error:
+        raise EnvironmentConfigError(
+            f"The game {options.game!r} of textarena needs Python 3.12 or later; use that, or "
+            f"another game."
+        ) from error
+    except Exception as error:
+        raise EnvironmentConfigError(
+            f"The game {options.game!r} of textarena cannot be made with the game_options "
+            f"{options.game_options!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _count_players(game: Any, name: str) -> Literal[1, 2]:
+    import textarena
+
+    kinds: tuple[tuple[Literal[1, 2], type], ...] = (
+        (1, textarena.SinglePlayerState),
+        (2, textarena.TwoPlayerState),
+    )
+    reasons = []
+    for players, kind in kinds:
+        try:
+            game.reset(num_players=players, seed=0)
+        except Exception as error:
+            reasons.append(f"{players}: {type(error).__name__}: {error}")
+            continue
+        if isinstance(game.state, kind):
+            return players
+    raise EnvironmentConfigError(
+        f"The game {name!r} of textarena is neither for one nor for two players, or does not start "
+        f"({'; '.join(reasons)}). Use another game."
+    )
+
+
+def _check_opponent(game: Any, options: TextArenaOptions) -> None:
+    state = game.state
+    observation = _text(state.observations[state.current_player_id], state.current_player_id)
+    try:
+        legal_move(game, observation, random.Random(0))
+    except LookupError as error:
+        raise EnvironmentConfigError(
+            f"The game {options.game!r} does not tell its legal moves, so there is no random opponent "
+            f"for it. Set the option opponent to the import path of a function(game, observation, "
+            f"random) that returns a legal move."
+        ) from error
+
+
+def _text(observations: list[tuple[int, str, Any]], player: int) -> str:
+    """The new observations as one text, without the player's own words, each once."""
+    parts: list[str] = []
+    for sender, message, _ in observations:
+        if sender != player and message.strip() and message.strip() not in parts:
+            parts.append(message.strip())
+    return "\n".join(parts)

@@ -1,0 +1,1 @@
+"""Rewards per episode and advantages per token, on the CPU. Imports no torch."""

@@ -1,0 +1,32 @@
+"""The reward stage: one reward per episode, from the rewards of its turns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from earl_core.dispatch.batch import Batch
+from earl_core.trajectory.samples import Columns
+
+
+def reward_columns(batch: Batch) -> tuple[Columns, dict[str, float]]:
+    """Columns of `REWARD_SCHEMA` and metrics.
+
+    An episode's reward is the sum of its turns' rewards over all its samples, float64 before it
+    is stored as float32; each of the episode's samples carries it.
+    """
+    episodes, inverse = np.unique(batch.scalars("episode_id"), return_inverse=True)
+    per_sample = np.array(
+        [batch.row("turn_rewards", index).sum(dtype=np.float64) for index in range(len(batch))]
+    )
+    totals = np.bincount(inverse, weights=per_sample, minlength=len(episodes))
+    columns: Columns = {
+        "sample_id": batch.rows.copy(),
+        "reward": totals[inverse].astype(np.float32),
+    }
+    metrics = {
+        "mean": float(totals.mean()),
+        "std": float(totals.std()),
+        "min": float(totals.min()),
+        "max": float(totals.max()),
+    }
+    return columns, metrics

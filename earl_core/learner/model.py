@@ -1,0 +1,240 @@
+"""A causal language model over packed microbatches: log-probs of the trained tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from earl_core.config.base import ConfigError
+from earl_core.config.model import ModelConfig
+from earl_core.learner.attention import SampleBoundaries, register_attention
+from earl_core.learner.packing import PackedMicrobatch
+
+# Logits held at a time: 2**25 float32 numbers are 128 MiB. More are computed in chunks.
+LOGITS_PER_CHUNK = 2**25
+
+EntropyMode = Literal["none", "detached", "differentiable"]
+
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """What the model needs of a `PackedMicrobatch`, on the model's device; T and T' as there."""
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    boundaries: SampleBoundaries
+    predictors: torch.Tensor
+    targets: torch.Tensor
+
+    @classmethod
+    def from_microbatch(
+        cls, packed: PackedMicrobatch, device: torch.device | str = "cpu"
+    ) -> PackedTensors:
+        """Move a microbatch to the device; on the CPU nothing is copied."""
+
+        def move(array: object) -> torch.Tensor:
+            return torch.as_tensor(array).to(device, non_blocking=True)
+
+        return cls(
+            tokens=move(packed.tokens),
+            position_ids=move(packed.position_ids),
+            boundaries=SampleBoundaries.from_lengths(packed.lengths, device),
+            predictors=move(packed.predictors),
+            targets=move(packed.targets),
+        )
+
+
+def load_policy(
+    config: ModelConfig, *, directory: Path | None = None, activation_checkpointing: bool = False
+) -> PreTrainedModel:
+    """Load a causal language model for packed training, in float32, dropout off.
+
+    directory: read the weights from here instead of `config.path` (a checkpoint's `policy/`).
+    Raises ConfigError when it is missing or when its architecture cannot be trained packed.
+    """
+    path = Path(config.path) if directory is None else directory
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"There is no model at {path}: set model.path to a directory with config.json, "
+            "weights and tokenizer, or set model.builder."
+        )
+    model = cast(
+        PreTrainedModel,
+        AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation=register_attention(),
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+        ),
+    )
+    prepare_for_packing(model)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def load_tokenizer(config: ModelConfig, directory: Path | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with `config.chat_template` in place of its own when given."""
+    tokenizer = cast(
+        PreTrainedTokenizerBase,
+        AutoTokenizer.from_pretrained(
+            Path(config.path) if directory is None else directory,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+        ),
+    )
+    if config.chat_template is not None:
+        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def prepare_for_packing(model: PreTrainedModel) -> None:
+    """Choose `earl_varlen`, switch dropout and caches off, and prove that packing is exact.
+
+    Training mode stays on, because transformers checkpoints activations only then. Raises
+    ConfigError for an architecture that mixes packed samples or changes logits after its head.
+    """
+    model.set_attn_implementation(register_attention())
+    model.config.use_cache = False
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "resid_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    _check_packing(model)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of the model below the head (`model`, `transformer`, ...)."""
+    decoder = cast(Any, model).get_decoder()
+    return cast(nn.Module, model.base_model if decoder is model else decoder)
+
+
+@torch.no_grad()
+def _check_packing(model: PreTrainedModel) -> None:
+    """Two tiny samples, packed and alone, and the model's own logits must agree."""
+    device = next(model.parameters()).device
+    vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
+    name = type(model).__name__
+
+    def forward(module: nn.Module, tokens: list[int], lengths: list[int]) -> torch.Tensor:
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        output = module(
+            input_ids=torch.tensor([tokens], device=device) % vocabulary,
+            position_ids=positions[None].to(device),
+            use_cache=False,
+            sample_boundaries=SampleBoundaries.from_lengths(lengths, device),
+        )
+        return cast(torch.Tensor, output[0])[0].float()
+
+    first, second = [1, 3, 2, 4, 2], [5, 1, 7]
+    try:
+        packed = forward(decoder_of(model), first + second, [len(first), len(second)])
+        alone = forward(decoder_of(model), second, [len(second)])
+        logits = forward(model, second, [len(second)])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} cannot be trained on packed samples: {error}") from error
+    scale = float(alone.abs().max())
+    if not torch.allclose(packed[len(first) :], alone, atol=1e-3 * scale, rtol=1e-3):
+        raise ConfigError(
+            f"{name} lets packed samples see each other (a recurrent or convolutional layer?): "
+            "choose a model whose layers mix tokens by attention only."
+        )
+    own = _head(model)(alone).float()
+    if not torch.allclose(own, logits, atol=1e-3 * float(logits.abs().max()), rtol=1e-3):
+        raise ConfigError(
+            f"{name} changes its logits after the output layer (scaling or soft caps), which "
+            "training does not reproduce: choose a model without that."
+        )
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    head = cast(Any, model).get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"{type(model).__name__} has no output layer: it is no language model.")
+    return cast(nn.Module, head)
+
+
+def logprobs_of_trained(
+    model: PreTrainedModel,
+    packed: PackedTensors,
+    *,
+    temperature: float,
+    entropy: EntropyMode = "none",
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs (and entropies) of the trained tokens under softmax(logits / temperature).
+
+    Returns float32 [T'] and float32 [T'] or None. The head runs at the trained positions only,
+    in chunks of at most `logits_per_chunk` logits; with more than one chunk each is recomputed
+    in the backward pass, so memory holds one chunk whatever T' is.
+    """
+    decoder = decoder_of(model)
+    output = decoder(
+        input_ids=packed.tokens[None],
+        position_ids=packed.position_ids[None],
+        use_cache=False,
+        sample_boundaries=packed.boundaries,
+    )
+    hidden = output[0][0].index_select(0, packed.predictors)
+    head = _head(model)
+    vocabulary = cast(torch.Tensor, head.weight).shape[0]
+    chunk = max(1, logits_per_chunk // vocabulary)
+    score: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _score_positions
+    if hidden.shape[0] <= chunk:
+        return score(head, hidden, packed.targets, temperature, entropy)
+    parts = [
+        checkpoint(score, head, part, targets, temperature, entropy, use_reentrant=False)
+        for part, targets in zip(
+            torch.split(hidden, chunk), torch.split(packed.targets, chunk), strict=True
+        )
+    ]
+    logprobs = torch.cat([part[0] for part in parts])
+    return logprobs, None if entropy == "none" else torch.cat([part[1] for part in parts])
+
+
+def _score_positions(
+    head: nn.Module,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    entropy: EntropyMode,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits = head(hidden).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    distribution = torch.log_softmax(logits, dim=-1)
+    logprobs = distribution.gather(1, targets[:, None])[:, 0]
+    if entropy == "none":
+        return logprobs, None
+    with torch.set_grad_enabled(entropy == "differentiable" and torch.is_grad_enabled()):
+        return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
+
+
+class PolicyModule(nn.Module):
+    """`logprobs_of_trained` as a module, so that accelerate can wrap its forward."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(
+        self, packed: PackedTensors, temperature: float, entropy: EntropyMode
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `logprobs_of_trained`."""
+        return logprobs_of_trained(self.causal_lm, packed, temperature=temperature, entropy=entropy)

@@ -1,0 +1,44 @@
+"""Makes the initial model when `model.path` does not exist: runs `model.builder` in a worker."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from earl_core.cluster.context import WorkerContext
+from earl_core.config import ConfigError, parse_config
+
+
+class ModelBuilder:
+    """The rank of the short-lived `model` worker group."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        deployment: dict[str, Any],
+        *,
+        config: dict[str, Any],
+        run_directory: str,
+    ) -> None:
+        self._model = parse_config(config).model
+
+    def build(self) -> dict[str, Any]:
+        """Make the model directory; raises `ConfigError` when that cannot work."""
+        path = Path(self._model.path)
+        if self._model.builder is None:
+            raise ConfigError(
+                f"model.path {str(path)!r} is not a model directory (no config.json) and there is "
+                "no model.builder that could make it: correct the path"
+            )
+        module, _, name = self._model.builder.partition(":")
+        try:
+            build = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"model.builder {self._model.builder!r} cannot be imported: {error}"
+            ) from error
+        build(path, **self._model.builder_options)
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model.builder {self._model.builder!r} made no model in {path}")
+        return {"path": str(path)}

@@ -1,0 +1,1 @@
+"""Playing episodes: chat over token ids, the agent loop, the engines, the rollout worker."""

@@ -1,0 +1,249 @@
+"""The agent loop: plays many episodes against one engine and one pool of environments.
+
+Two schedules. Lockstep, for engines that want whole batches: each turn, the requests of all live
+episodes go to the engine at once, then all environments step; equal inputs give equal episodes.
+Continuous, for engines that batch by themselves: a coroutine for each episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from earl_core.environments.base import EnvironmentFailed, Message, StepResult
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.engines.base import Completion, Engine, GenerationRequest
+from earl_core.rollout.episode_player import EpisodePlayer, EpisodeSpec, PlaySettings
+from earl_core.rollout.errors import RolloutFailed
+from earl_core.rollout.load_meter import LoadMeter
+from earl_core.trajectory.samples import Episode
+
+logger = logging.getLogger(__name__)
+
+_NAMED_FAILURES = 3
+
+
+class Environments(Protocol):
+    """What the loop needs of `earl_core.environments.pool.EnvironmentPool`.
+
+    Each method raises `EnvironmentFailed` for an episode whose environment is lost.
+    """
+
+    async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]: ...
+    async def step(self, episode_id: int, text: str) -> StepResult: ...
+    async def close(self, episode_id: int) -> None: ...
+
+
+async def play(
+    engine: Engine,
+    pool: Environments,
+    chat: ChatTokenizer,
+    specs: Sequence[EpisodeSpec],
+    settings: PlaySettings,
+    *,
+    meter: LoadMeter | None = None,
+    on_progress: Callable[[LoadMeter], None] | None = None,
+) -> list[Episode]:
+    """Play every episode of `specs`; returns them in that order, failed ones included.
+
+    `Episode.finish_reason` is one of done, max_turns, max_tokens, model_context, or one of
+    `FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may hold `outcome`,
+    `metrics` and, for the first `settings.transcripts` episodes, `transcript` and `closing`.
+
+    Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed, and
+    what the engine raises. When its task is cancelled, requests and environments are ended too.
+    """
+    loop = _Loop(engine, pool, chat, specs, settings, meter, on_progress)
+    try:
+        if engine.lockstep:
+            await loop.lockstep()
+        else:
+            await loop.continuous()
+        loop.check_failures()
+    finally:
+        await loop.clean_up()
+    return [player.episode for player in loop.players]
+
+
+class _Loop:
+    def __init__(
+        self,
+        engine: Engine,
+        pool: Environments,
+        chat: ChatTokenizer,
+        specs: Sequence[EpisodeSpec],
+        settings: PlaySettings,
+        meter: LoadMeter | None,
+        on_progress: Callable[[LoadMeter], None] | None,
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._settings = settings
+        self._meter = meter or LoadMeter(len(specs))
+        self._on_progress = on_progress or (lambda _: None)
+        self._open: dict[int, EpisodePlayer] = {}
+        self.players = [
+            EpisodePlayer(
+                spec,
+                chat,
+                settings,
+                self._meter,
+                engine.max_model_len,
+                with_transcript=number < settings.transcripts,
+            )
+            for number, spec in enumerate(specs)
+        ]
+
+    async def lockstep(self) -> None:
+        """Waves of at most `max_live_episodes`; in each, all live episodes move turn by turn."""
+        size = self._settings.max_live_episodes or len(self.players) or 1
+        for start in range(0, len(self.players), size):
+            live = self.players[start : start + size]
+            await self._all_environments([self._reset(player) for player in live])
+            while live := await self._lockstep_turn(live):
+                self._on_progress(self._meter)
+
+    async def _lockstep_turn(self, players: list[EpisodePlayer]) -> list[EpisodePlayer]:
+        self.check_failures()
+        requests: list[GenerationRequest] = []
+        asking: list[EpisodePlayer] = []
+        for player in players:
+            if not player.finished and (request := self._request(player)) is not None:
+                requests.append(request)
+                asking.append(player)
+        if requests:
+            completions = await self._generate(requests)
+            texts = [p.answer(c) for p, c in zip(asking, completions, strict=True)]
+            await self._all_environments(
+                [self._step(p, t) for p, t in zip(asking, texts, strict=True) if t is not None]
+            )
+        await self._retire([player for player in players if player.finished])
+        return [player for player in asking if not player.finished]
+
+    async def continuous(self) -> None:
+        """A coroutine for each episode, at most `max_live_episodes` of them in play."""
+        slots = asyncio.Semaphore(self._settings.max_live_episodes or len(self.players) or 1)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for player in self.players:
+                    group.create_task(self._episode(player, slots))
+        except BaseExceptionGroup as errors:
+            # One error is the cause; the others are the same one seen by other episodes.
+            raise errors.exceptions[0] from None
+
+    async def _episode(self, player: EpisodePlayer, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            await self._environment(self._reset(player))
+            while not player.finished:
+                request = self._request(player)
+                if request is None:
+                    break
+                (completion,) = await self._generate([request])
+                text = player.answer(completion)
+                if text is not None:
+                    await self._environment(self._step(player, text))
+        await self._retire([player])
+        self.check_failures()
+        self._on_progress(self._meter)
+
+    def _request(self, player: EpisodePlayer) -> GenerationRequest | None:
+        if player.begins_new_sample:
+            self._engine.finish([player.spec.episode_id])
+        return player.request()
+
+    async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        meter, count = self._meter, len(requests)
+        meter.requests_began(count)
+        started = time.perf_counter()
+        try:
+            return await self._engine.generate(requests)
+        finally:
+            meter.requests_ended(count)
+            meter.generation_wait += count * (time.perf_counter() - started)
+
+    async def _reset(self, player: EpisodePlayer) -> None:
+        spec = player.spec
+        self._open[spec.episode_id] = player
+        try:
+            messages = await self._pool.reset(
+                spec.episode_id, spec.prompt_id, spec.environment_seed
+            )
+        except EnvironmentFailed as failure:
+            _fail(player, failure)
+        else:
+            player.begin(messages)
+
+    async def _step(self, player: EpisodePlayer, text: str) -> None:
+        try:
+            result = await self._pool.step(player.spec.episode_id, text)
+        except EnvironmentFailed as failure:
+            _fail(player, failure)
+        else:
+            player.observe(result)
+
+    async def _environment(self, call: Coroutine[Any, Any, None]) -> None:
+        started = time.perf_counter()
+        await call
+        self._meter.environment_wait += time.perf_counter() - started
+        self._meter.environment_steps += 1
+
+    async def _all_environments(self, calls: list[Coroutine[Any, Any, None]]) -> None:
+        started = time.perf_counter()
+        await asyncio.gather(*calls)
+        self._meter.environment_wait += len(calls) * (time.perf_counter() - started)
+        self._meter.environment_steps += len(calls)
+
+    async def _retire(self, players: list[EpisodePlayer]) -> None:
+        if not players:
+            return
+        ids = [player.spec.episode_id for player in players]
+        self._engine.finish(ids)
+        await asyncio.gather(*(self._close(episode_id) for episode_id in ids))
+
+    async def _close(self, episode_id: int) -> None:
+        if self._open.pop(episode_id, None) is not None:
+            with contextlib.suppress(EnvironmentFailed):
+                await self._pool.close(episode_id)
+
+    def check_failures(self) -> None:
+        """Raise `RolloutFailed` once too many episodes have failed."""
+        failed = self._meter.episodes_failed
+        if failed > self._settings.max_failed_share * len(self.players):
+            raise self._failure(failed)
+
+    def _failure(self, failed: int) -> RolloutFailed:
+        lost = [player.episode for player in self.players if player.failed]
+        reasons = dict(Counter(episode.finish_reason for episode in lost))
+        named = [
+            f"  episode {episode.episode_id} ({episode.finish_reason}): {episode.info['failure']}"
+            for episode in lost[:_NAMED_FAILURES]
+        ]
+        share = self._settings.max_failed_share
+        return RolloutFailed(
+            f"{failed} of {len(self.players)} episodes failed, more than the share of {share:g} "
+            "that environment.max_failed_share allows. Repair the environment, or raise that "
+            "share. The first failures:\n" + "\n".join(named),
+            {"failed": failed, "episodes": len(self.players), "reasons": reasons},
+        )
+
+    async def clean_up(self) -> None:
+        """Free what unfinished episodes hold; does nothing after an undisturbed rollout."""
+        self._meter.end()
+        left = list(self._open)
+        if left:
+            logger.warning("the rollout ended with %d unfinished episodes", len(left))
+            with contextlib.suppress(Exception):
+                await self._engine.cancel(left)
+            self._engine.finish(left)
+            await asyncio.gather(*(self._close(episode_id) for episode_id in left))
+
+
+def _fail(player: EpisodePlayer, failure: EnvironmentFailed) -> None:
+    timeout = failure.reason == "timeout"
+    reason = "environment_timeout" if timeout else "environment_error"
+    player.fail(reason, str(failure))

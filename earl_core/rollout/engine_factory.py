@@ -1,0 +1,105 @@
+"""From configuration and deployment to an engine and a chat tokenizer; imports them when called."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from earl_core.cluster.context import WorkerContext
+from earl_core.config import ConfigError, RunConfig
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.engines.base import Engine
+from earl_core.selector.deployment import StageDeployment
+
+
+def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
+    """The tokenizer of the model's directory with the configured template, prefix and stops.
+
+    Raises `ConfigError` for a directory without a tokenizer or a template file that is not there,
+    `ChatTemplateError` for templates that cannot be used.
+    """
+    from transformers import AutoTokenizer
+
+    directory = model_directory(config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the model directory {directory} has no tokenizer that transformers can load "
+            f"({str(error).splitlines()[0]}): copy the tokenizer's files into it"
+        ) from error
+    return ChatTokenizer(
+        tokenizer,
+        _template(config.model.chat_template),
+        config.rollout.answer_prefix,
+        config.rollout.stop,
+    )
+
+
+def build_engine(
+    config: RunConfig,
+    deployment: StageDeployment,
+    context: WorkerContext,
+) -> Engine:
+    """The configured engine, not started. Raises `ConfigError` when the model is missing.
+
+    Its policy version is undefined until weights are loaded.
+    """
+    rollout, directory = config.rollout, model_directory(config)
+    max_model_len = deployment.max_model_len or rollout.max_model_len
+    running = deployment.max_running_requests or rollout.max_running_requests
+    threads = deployment.threads or rollout.threads
+    if rollout.engine == "torch":
+        from earl_core.rollout.engines.torch_engine import TorchEngine
+
+        return TorchEngine(
+            directory,
+            policy_version=None,
+            dtype=rollout.dtype,
+            max_running_requests=running,
+            max_model_len=max_model_len,
+            threads=threads,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    from earl_core.rollout.engines.vllm_engine import VllmEngine
+
+    # Engines side by side get cores of their own; a single one may use whatever is free.
+    allowed, first = sorted(os.sched_getaffinity(0)), context.rank * threads
+    cores = tuple(allowed[first : first + threads]) if context.world_size > 1 else ()
+    return VllmEngine(
+        directory,
+        policy_version=None,
+        dtype=rollout.dtype,
+        max_running_requests=running,
+        max_model_len=max_model_len,
+        threads=threads,
+        cores=cores,
+        tensor_parallel=deployment.tensor_parallel,
+        settings=rollout.vllm,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def model_directory(config: RunConfig) -> Path:
+    """The initial model's directory. Raises `ConfigError` when there is no model in it."""
+    directory = Path(config.model.path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"there is no model at {directory} (no config.json in it): set model.path to a Hugging "
+            "Face model directory, or model.builder to a function that makes one"
+        )
+    return directory
+
+
+def _template(file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the chat template {file} cannot be read ({error.strerror}): correct "
+            "model.chat_template, or remove it to use the tokenizer's own"
+        ) from error

@@ -1,0 +1,178 @@
+"""The interface of every rollout engine: token ids in, token ids and log-probs out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from earl_core.weights.manifest import WeightsManifest
+
+# vLLM's own limit, kept by all engines so that a configuration runs on each of them.
+MAX_TEMPERATURE = 2.0
+
+EngineFinishReason = Literal["stop", "length", "model_context", "cancelled"]
+
+
+class EngineError(RuntimeError):
+    """Anything an engine cannot do."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine's library is missing or does not load; the message says what to install."""
+
+
+class EngineLost(EngineError):
+    """The engine died, or an update failed half-way: stop it and start a fresh one."""
+
+
+class WeightSyncError(EngineError):
+    """Weights did not arrive as their manifest describes them.
+
+    The engine still runs with its former weights when `engine_lost` is false; otherwise its
+    weights are undefined and every later call raises `EngineLost`.
+    """
+
+    def __init__(self, message: str, *, engine_lost: bool = False) -> None:
+        super().__init__(message)
+        self.engine_lost = engine_lost
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One answer to sample.
+
+    `sequence_id` is an episode's identity in the engine: a later request of the same id usually
+    extends the tokens of the earlier one, whose keys and values are then reused. `tokens` is the
+    whole prompt. `max_tokens` counts sampled tokens; none means up to the model's context.
+    `temperature` lies between 0 (greedy) and 2. The draw of the n-th token depends on `seed` (0 to
+    2**63 - 1), n and the logits only. A sampled token among `stop_token_ids` ends the answer; no
+    other token does.
+    """
+
+    sequence_id: int
+    tokens: Sequence[int]
+    max_tokens: int | None
+    temperature: float
+    seed: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sampled answer.
+
+    `tokens` includes the stop token that ended it. `logprobs` has the same length: natural
+    log-probabilities under the distribution that was sampled from, temperature included (at
+    temperature 0 those of temperature 1); always finite. `model_context` means that the context
+    ended the answer before its own budget did; `tokens` is then empty if the prompt filled it.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: EngineFinishReason
+    policy_version: int
+
+
+class Engine(Protocol):
+    """A language model that answers many requests at once.
+
+    `lockstep` engines want all live sequences in one `generate` call and give results that depend
+    on the batches alone, never on timing. Others batch concurrent `generate` calls themselves, so
+    that each episode may call on its own. All methods run on one event loop; `generate` may be
+    awaited concurrently. The outcome of calls that overlap `load_weights` is defined: each
+    completion is sampled under one policy version, the one it reports.
+    """
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether callers should feed whole batches."""
+
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the weights in use; none before they are defined."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens a sequence can have, prompt and answer together."""
+
+    async def start(self) -> None:
+        """Load the model. Raises `EngineUnavailable` or `EngineError`."""
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Sample all answers; results are in the order of the requests.
+
+        Raises `ValueError` for a request that no engine could serve (no tokens, a sequence id
+        twice, a negative temperature) and `EngineLost`.
+        """
+
+    async def cancel(self, sequence_ids: Collection[int]) -> None:
+        """End running requests of these sequences; their completions say `cancelled`."""
+
+    def finish(self, sequence_ids: Collection[int]) -> None:
+        """Forget these sequences and free what is cached for them; unknown ids are ignored."""
+
+    async def load_weights(self, manifest: WeightsManifest) -> None:
+        """Replace the weights; afterwards `policy_version` is the manifest's.
+
+        Raises `WeightSyncError` unless exactly the model's tensors arrived with the right bytes.
+        """
+
+    async def release_memory(self) -> None:
+        """Give memory back between rollouts; cached sequences are lost."""
+
+    async def restore_memory(self) -> None:
+        """Undo `release_memory`. Where the weights were given up, `policy_version` becomes none
+        and `load_weights` must follow."""
+
+    async def stop(self) -> None:
+        """End the engine and every process it started. May be called twice."""
+
+    def statistics(self) -> dict[str, float]:
+        """Totals since the start.
+
+        `generated_tokens`, `prompt_tokens`, `prefix_hit_tokens` (prompt tokens whose keys and
+        values were reused), `requests`, and `peak_memory_bytes` where it is known.
+        """
+
+    def pids(self) -> list[int]:
+        """Processes this engine started, to be ended by SIGTERM if their parent dies."""
+
+
+def check_requests(requests: Sequence[GenerationRequest], vocabulary: int) -> None:
+    """Raise `ValueError` for requests that cannot be served, naming the first one.
+
+    `vocabulary` is the number of token ids the model has.
+    """
+    seen: set[int] = set()
+    for request in requests:
+        where = f"the request of sequence {request.sequence_id}"
+        if request.sequence_id in seen:
+            raise ValueError(f"{where} comes twice in one batch: send its turns one after another")
+        seen.add(request.sequence_id)
+        if not request.tokens:
+            raise ValueError(f"{where} has no tokens: a prompt needs at least one")
+        if not 0 <= min(request.tokens) <= max(request.tokens) < vocabulary:
+            raise ValueError(
+                f"{where} has token ids from {min(request.tokens)} to {max(request.tokens)}, the "
+                f"model's are 0 to {vocabulary - 1}: use the model's own tokenizer"
+            )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise ValueError(f"{where} has max_tokens={request.max_tokens}: it must be at least 1")
+        if not 0 <= request.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"{where} has temperature {request.temperature}: it must lie between 0 (greedy) "
+                f"and {MAX_TEMPERATURE}"
+            )
+        if not 0 <= request.seed < 2**63:
+            raise ValueError(f"{where} has seed {request.seed}: it must have 63 bits")
+
+
+def answer_budget(
+    request: GenerationRequest, max_model_len: int
+) -> tuple[int, Literal["length", "model_context"]]:
+    """Most tokens that may be sampled, and the finish reason when they run out."""
+    room = max(0, max_model_len - len(request.tokens))
+    if request.max_tokens is None or request.max_tokens > room:
+        return room, "model_context"
+    return request.max_tokens, "length"

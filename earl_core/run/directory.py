@@ -1,0 +1,248 @@
+"""The run directory, the only truth about a run.
+
+runs/<name>/
+  run.json                       uid, finished, tracking ids
+  config.yaml                    the resolved configuration
+  lock                           held by the live controller
+  ledger.jsonl                   what each attempt really executed
+  metrics.jsonl                  one line per finished iteration
+  iterations/000012/rollout.json sealed manifests, one per stage
+  checkpoints/000012/            policy/, optimizer, state; STABLE is written last
+  logs/attempt_1/                worker logs
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from earl_core.config import ConfigError, RunConfig, dump_config, load_config
+from earl_core.dispatch import Manifest, ManifestError, ShardStore, read_manifest
+from earl_core.dispatch.manifest import write_manifest
+from earl_core.files import write_atomic
+from earl_core.run.lock import RunInUse, RunLock
+from earl_core.run.shards import claim, run_store
+
+__all__ = ["RunDirectory", "RunInUse"]
+
+_IDENTITY = ("seed", "model", "environment")
+
+
+class RunDirectory:
+    """An opened run: locked by this process until `close()`."""
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        self.path = path
+        self.config = config
+        self._lock = RunLock(path)
+        try:
+            self._load()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _load(self) -> None:
+        record = self.path / "run.json"
+        if not record.exists():
+            self._write_record(
+                {"format": "earl.run/1", "uid": uuid.uuid4().hex[:12], "attempts": 0}
+            )
+        self.record: dict[str, Any] = json.loads(record.read_text())
+        self.update_record(attempts=self.record["attempts"] + 1, finished=False)
+        write_atomic(self.path / "config.yaml", dump_config(self.config).encode())
+        self.store: ShardStore = run_store(self.path, self.config)
+        claim(self.store, self.path)
+        self._verified: set[str] = set()
+        self.logs = self.path / "logs" / f"attempt_{self.attempt}"
+        self.logs.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def open(cls, config: RunConfig) -> RunDirectory:
+        """Create the run or go on with it.
+
+        Raises `RunInUse` when a live process holds it and `ConfigError` when the directory
+        belongs to a run of another model, environment or seed.
+        """
+        path = Path(config.runs_directory) / config.name
+        path.mkdir(parents=True, exist_ok=True)
+        stored = path / "config.yaml"
+        if stored.exists():
+            _check_same_run(load_config(stored), config, path)
+        return cls(path, config)
+
+    @property
+    def uid(self) -> str:
+        """Identifies the run across machines and names its shards."""
+        return str(self.record["uid"])
+
+    @property
+    def attempt(self) -> int:
+        """How many times the run was started, this time included."""
+        return int(self.record["attempts"])
+
+    def update_record(self, **values: Any) -> None:
+        """Change fields of run.json, atomically."""
+        self.record = {**self.record, **values}
+        self._write_record(self.record)
+
+    def _write_record(self, record: dict[str, Any]) -> None:
+        write_atomic(self.path / "run.json", json.dumps(record, indent=1).encode())
+
+    # Sealed stages
+
+    def stage_path(self, iteration: int, stage: str) -> Path:
+        """Where the sealed manifest of a stage lies."""
+        return self.path / "iterations" / f"{iteration:06d}" / f"{stage}.json"
+
+    def seal(self, manifest: Manifest) -> Manifest:
+        """Write a stage's manifest; from then on the stage is finished."""
+        sealed = write_manifest(self.stage_path(manifest.iteration, manifest.stage), manifest)
+        self._verified.add(sealed.digest)
+        self.note(manifest.iteration, manifest.stage, "sealed")
+        return sealed
+
+    def manifest(self, iteration: int, stage: str) -> Manifest:
+        """Read a sealed manifest of this run; raises `ManifestError`."""
+        manifest = read_manifest(self.stage_path(iteration, stage))
+        if manifest.run != self.uid:
+            raise ManifestError(f"{self.stage_path(iteration, stage)} belongs to another run")
+        return manifest
+
+    def sealed(self, iteration: int, stage: str, key: str) -> Manifest | None:
+        """The stage's manifest if it carries this key and its shards are there and whole.
+
+        Checksums are verified once per attempt for what an earlier attempt wrote.
+        """
+        try:
+            manifest = self.manifest(iteration, stage)
+            if manifest.key != key:
+                return None
+            for entry in manifest.shards:
+                self.store.verify(entry, checksum=manifest.digest not in self._verified)
+        except ManifestError as error:
+            if self.stage_path(iteration, stage).exists():
+                self.note(iteration, stage, f"not usable: {error}")
+            return None
+        self._verified.add(manifest.digest)
+        return manifest
+
+    # Checkpoints
+
+    def checkpoint_path(self, iteration: int) -> Path:
+        """The checkpoint taken at the end of an iteration."""
+        return self.path / "checkpoints" / f"{iteration:06d}"
+
+    def stable_iterations(self) -> list[int]:
+        """Iterations whose checkpoint is whole, ascending."""
+        found = (self.path / "checkpoints").glob("*/STABLE")
+        return sorted(int(path.parent.name) for path in found if path.parent.name.isdigit())
+
+    def last_stable(self) -> int:
+        """The last iteration covered by a STABLE checkpoint; -1 when there is none."""
+        return max(self.stable_iterations(), default=-1)
+
+    def mark_stable(self, iteration: int) -> None:
+        """Declare the checkpoint whole; drop older ones and the shards it covers."""
+        marker = {"iteration": iteration, "policy_version": iteration + 1, "time": time.time()}
+        write_atomic(self.checkpoint_path(iteration) / "STABLE", json.dumps(marker).encode())
+        self.note(iteration, "checkpoint", "stable")
+        self.release_through(iteration)
+
+    def prune_checkpoints(self, keep: set[int]) -> None:
+        """Remove old checkpoints but the last `keep_last`, those in `keep` and unfinished ones."""
+        stable = self.stable_iterations()
+        kept = set(stable[-self.config.checkpoint.keep_last :]) | keep
+        for iteration in stable:
+            if iteration not in kept:
+                path = self.checkpoint_path(iteration)
+                # Without its marker a half-removed checkpoint can never be taken for a whole one.
+                (path / "STABLE").unlink()
+                shutil.rmtree(path, ignore_errors=True)
+
+    def release_through(self, iteration: int) -> None:
+        """Release shards of all iterations up to this one; their checkpoint covers them."""
+        for path in sorted((self.path / "iterations").glob("*/*.json")):
+            if path.parent.name.isdigit() and int(path.parent.name) <= iteration:
+                self._release(path)
+
+    def _release(self, path: Path) -> None:
+        released = path.with_suffix(".released")
+        if released.exists() or path.name == "selection_input.json":
+            return
+        try:
+            manifest = read_manifest(path)
+        except ManifestError:
+            return
+        held = [entry.file for entry in manifest.shards if not self.store.release(entry)]
+        if not held:
+            released.touch()
+
+    # Records
+
+    def note(self, iteration: int, stage: str, event: str) -> None:
+        """Append to the ledger what was really executed."""
+        line = {
+            "time": round(time.time(), 3),
+            "attempt": self.attempt,
+            "iteration": iteration,
+            "stage": stage,
+            "event": event,
+        }
+        self._append("ledger.jsonl", line)
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """All ledger lines, oldest first."""
+        return self._lines("ledger.jsonl")
+
+    def append_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Append one iteration's metrics; the last line of an iteration counts."""
+        self._append("metrics.jsonl", {"iteration": iteration, "time": time.time(), **metrics})
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One mapping per finished iteration, ascending."""
+        latest = {line["iteration"]: line for line in self._lines("metrics.jsonl")}
+        return [latest[iteration] for iteration in sorted(latest)]
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        return read_lines(self.path / name)
+
+    def finish(self) -> None:
+        """The run is done: nothing of it stays in shared memory."""
+        self.update_record(finished=True)
+        self.store.remove()
+
+    def close(self) -> None:
+        """Unlock the run."""
+        self._lock.release()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON lines of a file; a last line cut off by a crash is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def _check_same_run(stored: RunConfig, given: RunConfig, path: Path) -> None:
+    different = [
+        part
+        for part in _IDENTITY
+        if stored.model_dump(mode="json")[part] != given.model_dump(mode="json")[part]
+    ]
+    if different:
+        raise ConfigError(
+            f"the run directory {path} belongs to a run with another {' and '.join(different)}: "
+            "choose another name (--name), or remove the directory"
+        )

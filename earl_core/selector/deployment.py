@@ -1,0 +1,38 @@
+"""How stages are laid out on the hardware: `StageDeployment` and `DeploymentPlan`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from earl_core.config.base import Settings
+
+
+class StageDeployment(Settings):
+    """How one stage is laid out for one iteration. Worker groups are rebuilt when it changes."""
+
+    stage: str
+    replicas: int = Field(default=1, ge=1, description="engines, or data-parallel replicas")
+    tensor_parallel: int = Field(default=1, ge=1)
+    context_parallel: int = Field(default=1, ge=1)
+    shard: int = Field(default=1, ge=1, description="ranks that share one copy of the parameters")
+    threads: int = Field(default=1, ge=1, description="CPU threads of each rank")
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1, description="tokens of one sequence")
+    max_running_requests: int | None = Field(default=None, ge=1)
+    activation_checkpointing: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the stage's worker group."""
+        return self.replicas * self.tensor_parallel * self.context_parallel * self.shard
+
+
+class DeploymentPlan(Settings):
+    """One `StageDeployment` per stage, each with its reason in a sentence."""
+
+    iteration: int = Field(ge=0)
+    stages: dict[str, StageDeployment]
+    reasons: dict[str, str]
+
+    def __getitem__(self, stage: str) -> StageDeployment:
+        return self.stages[stage]

@@ -1,0 +1,1 @@
+"""Episodes, turns and samples, and their Arrow schema."""

@@ -1,0 +1,76 @@
+"""The Arrow schema of training samples: one row per sample (one token stream).
+
+Token columns and turn columns are `large_list<T not null>`, each with its own offsets; within a
+row all token columns have the same length, and so have all turn columns.
+
+A worked example, prompt, answer, observation, answer (ids invented):
+
+    text          <user>free: 1 2<end> <model>[2 <end> <user>free: 1<end> <model>[1 <end>
+    tokens        5 40 41 42 6         7 20  6         5 40 41 6         7 19  6
+    loss_mask     0  0  0  0 0         0  1  1         0  0  0 0         0  1  1
+    rollout_logp  0  0  0  0 0         0 -.7 -.1       0  0  0 0         0 -.2 -.1
+    turn_starts   0 (the first observation)            8 (the second observation)
+    turn_rewards  0.0                                  1.0
+    turns = 2, finish_reason = "done"
+
+Token columns written by the rollout: `tokens` int32; `loss_mask` uint8, 1 on tokens that the
+policy sampled, 0 on prompt, environment and given tokens; `rollout_logprobs` float32, natural
+logarithms under the distribution really sampled from (temperature included), 0 where the mask
+is 0, never NaN. Turn columns: `turn_starts` int32, the index of the turn's first token;
+`policy_version_first`, `policy_version_last` int32, the policy versions that produced the turn's
+first and last sampled token; `turn_rewards` float32. Scalars: `sample_id`, `episode_id`,
+`group_id`, `prompt_id` int64; `turns` int32; `finish_reason` string. Rows are sorted by
+`sample_id`. Later stages add columns for the same rows and never copy them.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+SAMPLE_BITS = 16
+"""An episode may have 2**16 samples: sample_id = episode_id << 16 | number of the sample."""
+
+
+def token_list(value_type: pa.DataType) -> pa.DataType:
+    """`large_list<T not null>`, the type of every token and turn column."""
+    return pa.large_list(pa.field("item", value_type, nullable=False))
+
+
+def _schema(fields: list[tuple[str, pa.DataType]]) -> pa.Schema:
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
+
+
+ROLLOUT_SCHEMA = _schema(
+    [
+        ("sample_id", pa.int64()),
+        ("episode_id", pa.int64()),
+        ("group_id", pa.int64()),
+        ("prompt_id", pa.int64()),
+        ("turns", pa.int32()),
+        ("finish_reason", pa.large_string()),
+        ("tokens", token_list(pa.int32())),
+        ("loss_mask", token_list(pa.uint8())),
+        ("rollout_logprobs", token_list(pa.float32())),
+        ("turn_starts", token_list(pa.int32())),
+        ("policy_version_first", token_list(pa.int32())),
+        ("policy_version_last", token_list(pa.int32())),
+        ("turn_rewards", token_list(pa.float32())),
+    ]
+)
+"""What the rollout stage writes."""
+
+REFERENCE_SCHEMA = _schema(
+    [("sample_id", pa.int64()), ("reference_logprobs", token_list(pa.float32()))]
+)
+"""Log-probs of the same tokens under the frozen initial policy."""
+
+REWARD_SCHEMA = _schema([("sample_id", pa.int64()), ("reward", pa.float32())])
+"""The episode's reward, repeated on each of its samples."""
+
+ADVANTAGE_SCHEMA = _schema([("sample_id", pa.int64()), ("advantages", token_list(pa.float32()))])
+"""Advantages per token; 0 where the loss mask is 0."""
+
+OLD_LOGPROBS_SCHEMA = _schema(
+    [("sample_id", pa.int64()), ("old_logprobs", token_list(pa.float32()))]
+)
+"""The trainer's log-probs before its first optimizer step."""

@@ -1,0 +1,135 @@
+"""Open published weights, or a model directory, as mapped tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from earl_core.weights.manifest import (
+    TensorEntry,
+    WeightFile,
+    WeightsError,
+    WeightsManifest,
+    config_digest,
+)
+from earl_core.weights.match import names_problem
+from earl_core.weights.publish import digest_of
+from earl_core.weights.safetensors_layout import DTYPE_CODES, map_file, read_layout, view
+
+
+def open_weights(
+    manifest: WeightsManifest, *, verify_digest: bool = False
+) -> Mapping[str, torch.Tensor]:
+    """Map every tensor of the manifest, without copying; tied names are included.
+
+    Sizes, names, dtypes and shapes are always checked against the files, the bytes only with
+    `verify_digest`. Raises `WeightsError` with what differs. The tensors keep the mapping alive
+    and may be written to without changing the file (copy-on-write).
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for index, file in enumerate(manifest.files):
+        expected = {name: entry for name, entry in manifest.tensors.items() if entry.file == index}
+        tensors.update(_open_file(file, expected))
+    if verify_digest:
+        digest = digest_of(tensors)
+        if digest != manifest.digest:
+            raise WeightsError(
+                f"the bytes of policy version {manifest.policy_version} have digest {digest}, "
+                f"the manifest says {manifest.digest}: publish the weights again"
+            )
+    tensors.update({name: tensors[kept] for name, kept in manifest.tied.items()})
+    return MappingProxyType(tensors)
+
+
+def manifest_from_directory(directory: Path, policy_version: int) -> WeightsManifest:
+    """Describe a Hugging Face model directory, so that it loads by the path of `publish`.
+
+    Reads `model.safetensors` or the files of `model.safetensors.index.json`.
+    """
+    files = _model_files(directory)
+    entries: dict[str, TensorEntry] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    described: list[WeightFile] = []
+    for index, path in enumerate(files):
+        mapping = map_file(path)
+        places, _ = read_layout(mapping, path)
+        described.append(WeightFile(path=str(path.absolute()), bytes=len(mapping)))
+        for name, place in places.items():
+            code = DTYPE_CODES[place.dtype]
+            entries[name] = TensorEntry(dtype=code, shape=place.shape, file=index)
+            tensors[name] = view(mapping, place)
+    return WeightsManifest(
+        policy_version=policy_version,
+        files=tuple(described),
+        tensors=entries,
+        tied=_tied_names(directory, frozenset(entries)),
+        digest=digest_of(tensors),
+        config_digest=config_digest(directory),
+    )
+
+
+def _open_file(file: WeightFile, expected: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    path = Path(file.path)
+    try:
+        mapping = map_file(path)
+    except OSError as error:
+        raise WeightsError(
+            f"the weights file {path} cannot be opened ({error.strerror}): publish the weights "
+            "again, or load them from a checkpoint"
+        ) from error
+    if len(mapping) != file.bytes:
+        raise WeightsError(
+            f"{path} has {len(mapping)} bytes, the manifest says {file.bytes}: it is not the file "
+            "that was published"
+        )
+    places, _ = read_layout(mapping, path)
+    problem = names_problem(places, expected)
+    if problem is not None:
+        raise WeightsError(f"{path} is not the file that was published: {problem}")
+    for name, place in places.items():
+        entry = expected[name]
+        if (DTYPE_CODES[place.dtype], place.shape) != (entry.dtype, entry.shape):
+            raise WeightsError(
+                f"{name} in {path} is {DTYPE_CODES[place.dtype]} {list(place.shape)}, the manifest "
+                f"says {entry.dtype} {list(entry.shape)}"
+            )
+    return {name: view(mapping, place) for name, place in places.items()}
+
+
+def _model_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise WeightsError(f"{index} names files outside of its directory")
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    raise WeightsError(
+        f"{directory} holds no model.safetensors (or index): point model.path at a Hugging Face "
+        "model directory with safetensors weights, or give a model.builder"
+    )
+
+
+def _tied_names(directory: Path, present: frozenset[str]) -> dict[str, str]:
+    """Names that the model has but the files leave out because they share another's memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    by_tensor: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), []).append(name)
+    tied: dict[str, str] = {}
+    for names in by_tensor.values():
+        kept = next((name for name in names if name in present), None)
+        if kept is not None:
+            tied.update({name: kept for name in names if name not in present})
+    return tied

@@ -1,0 +1,119 @@
+"""What a set of published policy weights consists of.
+
+A `WeightsManifest` describes safetensors files by name, size, dtype and shape. Engines, learners
+and checkpoints exchange manifests only; the bytes stay where they were written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_VOLATILE_CONFIG_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+class WeightsError(ValueError):
+    """Published weights that are missing, damaged or of another model."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WeightFile(_Frozen):
+    """One safetensors file: an absolute path and its size in bytes."""
+
+    path: str
+    bytes: int = Field(ge=8)
+
+
+class TensorEntry(_Frozen):
+    """One tensor: safetensors dtype code (`F32`, `BF16`, …), shape, index into `files`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: int = Field(ge=0)
+
+
+class WeightsManifest(_Frozen):
+    """A sealed set of weights under Hugging Face state-dict names.
+
+    `tied` maps a name that was left out (as `save_pretrained` leaves out a tied `lm_head.weight`)
+    to the name whose bytes it shares. `digest` is xxh3_128 over names, dtypes, shapes and bytes in
+    the order of names, so equal weights have equal digests however they are split into files.
+    `config_digest` is empty when the publisher gave no model configuration.
+    """
+
+    schema_version: int = 1
+    policy_version: int = Field(ge=0)
+    files: tuple[WeightFile, ...] = Field(min_length=1)
+    tensors: dict[str, TensorEntry] = Field(min_length=1)
+    tied: dict[str, str] = Field(default_factory=dict)
+    digest: str
+    config_digest: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WeightsManifest:
+        if self.schema_version != 1:
+            raise ValueError(
+                f"this weights manifest has schema version {self.schema_version}, this program "
+                "reads version 1: use the program version that wrote it"
+            )
+        for name, entry in self.tensors.items():
+            if entry.file >= len(self.files):
+                raise ValueError(f"tensor {name} points at file {entry.file}, which is not listed")
+        for name, kept in self.tied.items():
+            if kept not in self.tensors or name in self.tensors:
+                raise ValueError(f"tied weight {name} -> {kept} does not match the tensors listed")
+        return self
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every state-dict name, tied ones included."""
+        return frozenset(self.tensors) | frozenset(self.tied)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.bytes for file in self.files)
+
+
+def config_digest(config: Mapping[str, Any] | Path) -> str:
+    """Digest of what a model configuration says about the network, as 32 hex digits.
+
+    `config` is a dictionary made by `PretrainedConfig.to_dict()` or a model directory, which is
+    read with `AutoConfig` so that defaults count. Fields that change without changing the network
+    (precision, library version, attention kernel) are left out.
+    """
+    fields: Mapping[str, Any]
+    if isinstance(config, Path):
+        from transformers import AutoConfig
+
+        fields = AutoConfig.from_pretrained(config).to_dict()
+    else:
+        fields = config
+    kept = {key: value for key, value in fields.items() if key not in _VOLATILE_CONFIG_KEYS}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -1,0 +1,61 @@
+"""A learning curve in characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HEIGHT = 10
+WIDTH = 60
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points (x, y) drawn with one mark; later series are drawn over earlier ones."""
+
+    name: str
+    mark: str
+    points: tuple[tuple[float, float], ...]
+
+
+def draw(
+    series: Sequence[Series],
+    *,
+    y_format: str = "{:.2f}",
+    y_range: tuple[float, float] | None = None,
+    x_name: str = "iteration",
+    width: int = WIDTH,
+    height: int = HEIGHT,
+) -> str:
+    """The series in one chart; empty text when there are no points at all.
+
+    y_range: at least this much of the y axis is shown; the points widen it.
+    """
+    shown = [one for one in series if one.points]
+    if not shown:
+        return ""
+    xs = [x for one in shown for x, _ in one.points]
+    ys = [y for one in shown for _, y in one.points] + list(y_range or ())
+    low, high = min(ys), max(ys)
+    if high == low:
+        low, high = low - 0.5, high + 0.5
+    first, last = min(xs), max(xs)
+    grid = [[" "] * width for _ in range(height)]
+    for one in shown:
+        for x, y in one.points:
+            column = round((x - first) / (last - first or 1) * (width - 1))
+            row = round((high - y) / (high - low) * (height - 1))
+            grid[row][column] = one.mark
+    labels = {0: high, height // 2: high - (high - low) * (height // 2) / (height - 1)}
+    labels[height - 1] = low
+    texts = {row: y_format.format(value) for row, value in labels.items()}
+    margin = max(map(len, texts.values()))
+    lines = [
+        f"{texts.get(row, ''):>{margin}} {'┤' if row in texts else '│'}{''.join(cells).rstrip()}"
+        for row, cells in enumerate(grid)
+    ]
+    lines.append(f"{'':>{margin}} └{'─' * width}")
+    left, right = f"{x_name} {first:g}", f"{last:g}"
+    lines.append(f"{'':>{margin}}  {left}{right:>{max(1, width - len(left))}}")
+    lines.append(f"{'':>{margin}}  {'   '.join(f'{one.mark} {one.name}' for one in shown)}")
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""What people see when something goes wrong: one readable block, and a traceback if they ask."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+WRONG_INPUT = frozenset({"ConfigError", "EnvironmentConfigError", "AlgorithmConfigError"})
+"""Errors in what was asked for; the command exits with 2."""
+
+EXPECTED = WRONG_INPUT | {
+    "ChatTemplateError",
+    "CheckpointError",
+    "EngineUnavailable",
+    "ManifestError",
+    "ModelBuildError",
+    "NonFiniteGradientError",
+    "RolloutFailed",
+    "RunInUse",
+    "ServerUnavailable",
+    "SessionInterrupted",
+    "StateLost",
+    "StoreFull",
+    "WeightsError",
+}
+"""Errors whose message says all that is needed. Named, for most live in modules that import torch
+and reach this process by name only."""
+
+_TAIL_LINES = 12
+
+
+class UsageProblem(ValueError):
+    """The arguments of a command cannot be used; the message says what to change."""
+
+
+@contextmanager
+def reported(debug: bool, log_directory: Path | None = None) -> Iterator[None]:
+    """Turn an exception into a block on stderr and an exit code: 2 for wrong input, else 1."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except Exception as error:
+        print_error(error, debug, log_directory)
+        raise typer.Exit(exit_code(error)) from None
+
+
+def print_error(error: BaseException, debug: bool, log_directory: Path | None = None) -> None:
+    """Write the block to stderr."""
+    if debug:
+        traceback.print_exception(error)
+        remote = getattr(error, "remote_traceback", "")
+        if remote:
+            print(f"In the worker:\n{remote}", file=sys.stderr)
+    print(describe(error, log_directory), file=sys.stderr)
+
+
+def exit_code(error: BaseException) -> int:
+    """2 when the input was wrong, 1 otherwise."""
+    wrong = isinstance(error, UsageProblem) or bool(_names(error) & WRONG_INPUT)
+    return 2 if wrong else 1
+
+
+def describe(error: BaseException, log_directory: Path | None = None) -> str:
+    """The block: what happened and what to do, without a traceback."""
+    names = _names(error)
+    if isinstance(error, UsageProblem) or (names & EXPECTED and "WorkerError" not in names):
+        return f"error: {_sentence(error)}"
+    if "WorkerCallFailed" in names:
+        return _worker_call(error)
+    if "WorkerError" in names:
+        return f"error: {_shorten(str(error))}"
+    lines = [f"error: {type(error).__name__}: {_sentence(error)}"]
+    if isinstance(error, OSError) and error.filename:
+        lines = [f"error: {error.strerror}: {error.filename}"]
+    if log_directory is not None:
+        lines.append(f"The logs are in {log_directory}.")
+    lines.append("Run the command again with --debug for the traceback.")
+    return "\n".join(lines)
+
+
+def _worker_call(error: BaseException) -> str:
+    kind, message = getattr(error, "error_type", ""), getattr(error, "message", "")
+    if kind in EXPECTED:
+        return f"error: {message}"
+    where = getattr(error, "where", None)
+    reason = getattr(error, "reason", str(error))
+    place = where.sentence() if where is not None else "a worker"
+    lines = [f"error: {reason}", f"It happened in {place}."]
+    if where is not None and where.log_path:
+        lines.append(f"The worker's log is {where.log_path}.")
+    lines.append("Run the command again with --debug for the traceback.")
+    return "\n".join(lines)
+
+
+def _names(error: BaseException) -> set[str]:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    remote = getattr(error, "error_type", None)
+    return names | {remote} if isinstance(remote, str) else names
+
+
+def _sentence(error: BaseException) -> str:
+    # The text of an OSError made of (number, sentence) begins with the number.
+    if isinstance(error, OSError) and error.strerror and not error.filename:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def _shorten(text: str) -> str:
+    lines = text.splitlines()
+    head = [line for line in lines if not line.startswith("  | ")]
+    tail = [line for line in lines if line.startswith("  | ")]
+    return "\n".join([*head, *tail[-_TAIL_LINES:]])

@@ -1,0 +1,52 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+
+from earl_core.config import RunConfig, load_config
+from flows.evaluation import evaluate_if_due
+from flows.iteration import iteration
+from flows.reaper import reap
+from flows.running import opened
+
+
+@flow(
+    name="train",
+    flow_run_name="train {config}",
+    task_runner=ThreadPoolTaskRunner(max_workers=2),
+)
+async def train(
+    config: Annotated[str, Field(description="A run file, for example configs/demo.yaml")],
+    name: Annotated[str | None, Field(description="Name of the run; empty: the file's")] = None,
+    iterations: Annotated[int | None, Field(ge=1)] = None,
+    seed: int | None = None,
+    prompts_per_iteration: Annotated[int | None, Field(ge=1)] = None,
+    group_size: Annotated[int | None, Field(ge=1)] = None,
+    learning_rate: Annotated[float | None, Field(gt=0)] = None,
+    overrides: Annotated[list[str], Field(description="Further settings, each as a.b=c")] = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
+) -> dict[str, Any]:
+    """Train until `iterations` are done; a run that exists is continued."""
+    common = {
+        "name": name,
+        "iterations": iterations,
+        "seed": seed,
+        "rollout.prompts_per_iteration": prompts_per_iteration,
+        "rollout.group_size": group_size,
+        "update.learning_rate": learning_rate,
+    }
+    given = [f"{key}={value}" for key, value in common.items() if value is not None]
+    settings: RunConfig = load_config(config, [*given, *overrides])
+    await reap(settings.runs_directory)
+    async with opened(settings) as session:
+        run = str(session.run.path)
+        while (number := session.next_iteration()) < settings.iterations:
+            await evaluate_if_due(session, number)
+            await iteration(run, number)
+        await evaluate_if_due(session, settings.iterations)
+        session.run.finish()
+        return {"run": run, "iterations": settings.iterations}

@@ -1,0 +1,56 @@
+"""Held-out evaluation of one policy version, as a step of `train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+
+from tasks.publish import input_weights
+from tasks.select import plan_of
+from tasks.session import get_session
+from tasks.stage import StageRef, run_stage
+
+
+@task(name="evaluation")
+def evaluation(run: str, version: int, plan: StageRef) -> StageRef:
+    """Play prompts and seeds that training never uses with policy version `version`."""
+    session = get_session(run)
+    chosen = plan_of(session, plan)
+    weights = input_weights(session, chosen["update"], version)
+    settings = session.config.evaluation
+
+    def body() -> dict[str, Any]:
+        deployment = chosen["rollout"]
+        session.call(
+            deployment,
+            "rollout",
+            "ensure",
+            version,
+            stage="evaluation",
+            weights=weights.outputs["weights"],
+        )
+        result = session.call(
+            deployment,
+            "rollout",
+            "evaluate",
+            version,
+            stage="evaluation",
+            episodes=settings.episodes,
+            temperature=settings.temperature,
+            options=settings.options,
+        )
+        return {
+            "outputs": {"examples": result["examples"], "outcomes": result["outcomes"]},
+            "metrics": {**result["metrics"], **_flat(result["outcomes"])},
+        }
+
+    return run_stage(session, version, "evaluation", [weights.data_digest()], body)
+
+
+def _flat(outcomes: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {
+        f"outcome/{name}/{part}": float(value)
+        for name, parts in outcomes.items()
+        for part, value in parts.items()
+    }

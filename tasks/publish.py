@@ -1,0 +1,76 @@
+"""The publish step: the learner's weights into shared memory, described by a sealed manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+
+from earl_core.dispatch import Manifest, ManifestError
+from earl_core.selector import StageDeployment
+from earl_core.weights.manifest import WeightsManifest
+from tasks.learner import publish_weights
+from tasks.select import plan_of
+from tasks.session import Session, get_session
+from tasks.stage import StageRef, key_of, resolve, run_stage, weights_exist
+
+
+@task(name="publish")
+def publish(run: str, iteration: int, plan: StageRef, update: StageRef) -> StageRef:
+    """Publish policy version `iteration + 1`, the one that the next iteration's rollout loads."""
+    session = get_session(run)
+    deployment = plan_of(session, plan)["update"]
+
+    def body() -> dict[str, Any]:
+        weights = publish_weights(session, deployment, iteration, iteration + 1)
+        return _outputs(weights)
+
+    inputs = [resolve(session, update).data_digest()]
+    reference = run_stage(session, iteration, "publish", inputs, body)
+    _drop_older(session, resolve(session, reference))
+    return reference
+
+
+def input_weights(session: Session, deployment: StageDeployment, iteration: int) -> Manifest:
+    """The sealed weights that this iteration's rollout plays with, published again if lost.
+
+    They are the previous iteration's publish step's, or the initial model's, published by the
+    same path under the stage name `initial` of iteration 0.
+    """
+    producer, stage = (iteration - 1, "publish") if iteration > 0 else (0, "initial")
+    try:
+        known = session.run.manifest(producer, stage)
+    except ManifestError:
+        known = None
+    if known is not None and weights_exist(known):
+        return known
+    weights = publish_weights(session, deployment, iteration, iteration)
+    # The same key and the same bytes make the same data digest: what was rolled out with the
+    # lost copy of these weights stays finished.
+    key = known.key if known else key_of(session, producer, "publish", [weights.digest])
+    manifest = Manifest(
+        run=session.run.uid,
+        iteration=producer,
+        stage=stage,
+        key=key,
+        policy_version=iteration,
+        outputs=_outputs(weights)["outputs"],
+    )
+    return session.run.seal(manifest)
+
+
+def _outputs(weights: WeightsManifest) -> dict[str, Any]:
+    return {
+        "outputs": {"weights": weights.model_dump(mode="json"), "digest": weights.digest},
+        "metrics": {"bytes": float(weights.bytes)},
+    }
+
+
+def _drop_older(session: Session, manifest: Manifest) -> None:
+    """Weights of older versions are needed by nobody once a newer one is sealed."""
+    weights = WeightsManifest.model_validate(manifest.outputs["weights"])
+    current = {Path(file.path).name for file in weights.files}
+    for path in session.run.store.directory.glob("*.safetensors"):
+        if path.name not in current:
+            session.run.store.release_file(path)

@@ -1,0 +1,109 @@
+"""What a finished iteration leaves for people: metrics, artifacts in Prefect, the tracker."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+
+from earl_core.dispatch import Manifest
+from earl_core.run.keys import STAGES
+from earl_core.selector import DeploymentPlan
+from tasks.session import Session
+
+
+def collect_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[str, float]:
+    """All stages' metrics under `stage/name`, and what moved between the stages."""
+    metrics: dict[str, float] = {}
+    for stage in STAGES:
+        if stage in manifests:
+            found = manifests[stage].metrics.items()
+            metrics.update({f"{stage}/{name}": value for name, value in found})
+    moved = [len(json.dumps(m.model_dump(mode="json"))) for m in manifests.values()]
+    metrics["dispatch/manifest_bytes"] = float(sum(moved))
+    metrics["dispatch/tensor_bytes"] = float(sum(m.tensor_bytes for m in manifests.values()))
+    metrics["dispatch/shared_memory_bytes"] = float(session.run.store.used_bytes())
+    return metrics
+
+
+def finish_iteration(session: Session, iteration: int, manifests: dict[str, Manifest]) -> None:
+    """Write the iteration's metrics, declare its checkpoint STABLE, feed the tracker."""
+    metrics = collect_metrics(session, manifests)
+    run = session.run
+    run.append_metrics(iteration, metrics)
+    whole = (run.checkpoint_path(iteration) / "state.json").is_file()
+    if whole:
+        run.mark_stable(iteration)
+        run.prune_checkpoints(keep=best_checkpoint(session))
+    session.finish_iteration(iteration)
+    session.tracker.iteration_finished(
+        iteration,
+        metrics,
+        plan=manifests["select"].outputs["plan"],
+        examples=manifests["rollout"].outputs.get("examples", []),
+        checkpoint=run.checkpoint_path(iteration) if whole else None,
+    )
+    session.listener("iteration", iteration, {"finished": True, "metrics": metrics})
+
+
+def best_checkpoint(session: Session) -> set[int]:
+    """The iteration whose checkpoint was evaluated best, so that pruning keeps it."""
+    scored = []
+    for version, metrics in evaluations(session):
+        if version > 0 and (session.run.checkpoint_path(version - 1) / "STABLE").exists():
+            scored.append((metrics.get("return/mean", float("-inf")), version - 1))
+    return {max(scored)[1]} if scored else set()
+
+
+def evaluations(session: Session) -> list[tuple[int, dict[str, float]]]:
+    """Every sealed evaluation of the run: (policy version, metrics), ascending."""
+    found = []
+    for path in sorted((session.run.path / "iterations").glob("*/evaluation.json")):
+        version = int(path.parent.name)
+        found.append((version, session.run.manifest(version, "evaluation").metrics))
+    return found
+
+
+async def publish_artifacts(
+    session: Session, iteration: int, manifests: dict[str, Manifest]
+) -> None:
+    """The plan as a table, the curve and a sample episode, in Prefect's UI."""
+    plan = DeploymentPlan.model_validate(manifests["select"].outputs["plan"])
+    name = session.config.name.lower().replace("_", "-").replace(".", "-")
+    rows = [
+        {"stage": stage, **_layout(plan, stage), "reason": plan.reasons[stage]}
+        for stage in plan.stages
+    ]
+    await acreate_table_artifact(rows, key=f"{name}-plan", description=f"Plan of {iteration}")
+    await acreate_markdown_artifact(_curve(session), key=f"{name}-curve")
+    examples = manifests["rollout"].outputs.get("examples", [])
+    if examples:
+        await acreate_markdown_artifact(_transcript(examples[0]), key=f"{name}-episode")
+
+
+def _layout(plan: DeploymentPlan, stage: str) -> dict[str, Any]:
+    dumped = plan[stage].model_dump(mode="json", exclude={"stage"})
+    return {name: value for name, value in dumped.items() if value is not None}
+
+
+def _curve(session: Session) -> str:
+    lines = ["| iteration | return | episodes | tokens/s | seconds |", "|--:|--:|--:|--:|--:|"]
+    for row in session.run.metrics()[-50:]:
+        seconds = sum(value for name, value in row.items() if name.endswith("/stage_seconds"))
+        lines.append(
+            f"| {row['iteration']} | {row.get('reward/mean', float('nan')):.3f} "
+            f"| {row.get('rollout/episodes', 0):.0f} "
+            f"| {row.get('rollout/tokens_per_second', 0):.0f} | {seconds:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _transcript(example: dict[str, Any]) -> str:
+    parts = [f"Episode {example.get('episode_id')}: {example.get('outcome', '')}"]
+    for turn in example.get("turns", []):
+        parts.append(f"**environment**\n\n```\n{turn.get('observation', '')}\n```")
+        parts.append(
+            f"**agent** (reward {turn.get('reward')})\n\n```\n{turn.get('answer', '')}\n```"
+        )
+    return "\n\n".join(parts)

@@ -1,0 +1,27 @@
+"""The reward stage: one reward per episode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+
+from tasks.select import plan_of
+from tasks.session import get_session
+from tasks.stage import StageRef, resolve, run_stage
+
+
+@task(name="reward")
+def reward(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> StageRef:
+    """Add up the rewards of each episode's turns."""
+    session = get_session(run)
+    deployment = plan_of(session, plan)["experience"]
+    played = resolve(session, rollout)
+
+    def body() -> dict[str, Any]:
+        manifests = [played.model_dump(mode="json")]
+        return session.call(
+            deployment, "experience", "reward", iteration, stage="reward", manifests=manifests
+        )
+
+    return run_stage(session, iteration, "reward", [played.data_digest()], body)

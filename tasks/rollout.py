@@ -1,0 +1,42 @@
+"""The rollout stage: episodes played by the engines, sealed as shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+
+from tasks.publish import input_weights
+from tasks.select import plan_of
+from tasks.session import get_session
+from tasks.stage import StageRef, run_stage
+
+
+@task(name="rollout")
+def rollout(run: str, iteration: int, plan: StageRef) -> StageRef:
+    """Play this iteration's episodes with policy version `iteration`."""
+    session = get_session(run)
+    chosen = plan_of(session, plan)
+    weights = input_weights(session, chosen["update"], iteration)
+
+    def body() -> dict[str, Any]:
+        deployment = chosen["rollout"]
+        session.call(deployment, "rollout", "ensure", iteration, weights=weights.outputs["weights"])
+        sizes = session.config.rollout
+        result = session.call(
+            deployment,
+            "rollout",
+            "rollout",
+            iteration,
+            first_prompt=iteration * sizes.prompts_per_iteration,
+            prompts=sizes.prompts_per_iteration,
+        )
+        metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("rollout")}
+        metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
+        return {
+            "shards": result["shards"],
+            "outputs": {"examples": result["examples"]},
+            "metrics": metrics,
+        }
+
+    return run_stage(session, iteration, "rollout", [weights.data_digest()], body)

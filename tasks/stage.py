@@ -1,0 +1,125 @@
+"""What every stage's task has in common: key, verdict, execution, seal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect.cache_policies import CacheKeyFnPolicy
+
+from earl_core import faults
+from earl_core.dispatch import Manifest
+from earl_core.dispatch.manifest import ShardEntry
+from earl_core.run import stage_key
+from tasks.session import Session
+
+StageRef = dict[str, Any]
+"""What one task hands to the next: {"run", "iteration", "stage", "digest"}; never data."""
+
+Body = Callable[[], dict[str, Any]]
+"""Runs a stage; returns {"shards", "outputs", "metrics"}, each optional."""
+
+
+def reference_to(session: Session, manifest: Manifest) -> StageRef:
+    """The reference to a sealed manifest."""
+    return {
+        "run": str(session.run.path),
+        "iteration": manifest.iteration,
+        "stage": manifest.stage,
+        "digest": manifest.digest,
+    }
+
+
+def resolve(session: Session, reference: StageRef) -> Manifest:
+    """The sealed manifest that a reference names."""
+    return session.run.manifest(reference["iteration"], reference["stage"])
+
+
+def key_of(session: Session, iteration: int, stage: str, inputs: Sequence[str]) -> str:
+    """The key that this stage's sealed manifest must carry to count as finished."""
+    return stage_key(session.config, session.run.uid, iteration, stage, inputs)
+
+
+def finished(session: Session, iteration: int, stage: str, key: str) -> Manifest | None:
+    """The stage's manifest if the run directory says that it need not run again."""
+    manifest = session.run.sealed(iteration, stage, key)
+    if manifest is None:
+        return None
+    if stage == "update" and not _state_exists(session, manifest):
+        return None
+    if stage == "publish" and not weights_exist(manifest):
+        return None
+    return manifest
+
+
+def _state_exists(session: Session, manifest: Manifest) -> bool:
+    checkpoint = session.run.checkpoint_path(manifest.iteration) / "state.json"
+    return checkpoint.is_file() or session.live_version == manifest.iteration + 1
+
+
+def weights_exist(manifest: Manifest) -> bool:
+    """Whether the published files that a publish manifest names are there, at full size."""
+    files = manifest.outputs["weights"]["files"]
+    return all(
+        Path(file["path"]).is_file() and Path(file["path"]).stat().st_size == file["bytes"]
+        for file in files
+    )
+
+
+def run_stage(
+    session: Session,
+    iteration: int,
+    stage: str,
+    inputs: Sequence[str],
+    body: Body,
+) -> StageRef:
+    """Run a stage unless its result is already sealed; seal it; return its reference."""
+    key = key_of(session, iteration, stage, inputs)
+    known = finished(session, iteration, stage, key)
+    if known is not None:
+        session.run.note(iteration, stage, "reused")
+        return reference_to(session, known)
+    faults.point(f"{stage}.before", iteration)
+    session.run.note(iteration, stage, "started")
+    session.listener(stage, iteration, {"stage_started": True})
+    started = time.perf_counter()
+    result = body()
+    metrics = {**result.get("metrics", {}), "stage_seconds": time.perf_counter() - started}
+    manifest = Manifest(
+        run=session.run.uid,
+        iteration=iteration,
+        stage=stage,
+        key=key,
+        policy_version=iteration,
+        shards=tuple(ShardEntry.model_validate(entry) for entry in result.get("shards", ())),
+        outputs=result.get("outputs", {}),
+        metrics={name: float(value) for name, value in metrics.items() if _finite(value)},
+    )
+    faults.point(f"{stage}.seal", iteration)
+    sealed = session.run.seal(manifest)
+    session.listener(stage, iteration, {"metrics": sealed.metrics})
+    faults.point(f"{stage}.after", iteration)
+    return reference_to(session, sealed)
+
+
+def caching(session: Session, iteration: int, stage: str, inputs: Sequence[str]) -> dict[str, Any]:
+    """Options for `task.with_options`, so that Prefect shows finished stages as cached.
+
+    The run directory decides; Prefect's own store is only told the verdict.
+    """
+    key = key_of(session, iteration, stage, inputs)
+    known = finished(session, iteration, stage, key)
+    return {
+        "cache_policy": CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: key),
+        "refresh_cache": known is None,
+        "persist_result": True,
+        "result_storage": session.run.path.resolve() / "prefect_results",
+        "result_serializer": "json",
+        "task_run_name": f"{stage} {iteration}",
+    }
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and value == value and abs(value) != float("inf")

@@ -1,0 +1,59 @@
+"""The update stage: optimizer steps on the iteration's episodes, and a checkpoint when due."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+
+from tasks.learner import ensure_learner
+from tasks.select import plan_of
+from tasks.session import Session, get_session
+from tasks.stage import StageRef, resolve, run_stage
+
+
+@task(name="update")
+def update(
+    run: str,
+    iteration: int,
+    plan: StageRef,
+    rollout: StageRef,
+    advantage: StageRef,
+    reference: StageRef | None = None,
+) -> StageRef:
+    """Make policy version `iteration + 1` out of version `iteration`, once."""
+    session = get_session(run)
+    deployment = plan_of(session, plan)["update"]
+    given = [rollout, *([reference] if reference else []), advantage]
+    inputs = [resolve(session, stage) for stage in given]
+
+    def body() -> dict[str, Any]:
+        ensure_learner(session, deployment, iteration)
+        checkpoint = session.run.checkpoint_path(iteration) if due(session, iteration) else None
+        result = session.call(
+            deployment,
+            "update",
+            "update",
+            iteration,
+            manifests=[manifest.model_dump(mode="json") for manifest in inputs],
+            checkpoint=str(checkpoint.resolve()) if checkpoint else None,
+            record={"run": session.run.uid, "tracking": session.run.record.get("tracking")},
+        )
+        session.live_version = int(result["policy_version"])
+        session.run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
+        metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("update")}
+        return {
+            "shards": result["shards"],
+            "outputs": {"digest": result["digest"]},
+            "metrics": metrics,
+        }
+
+    digests = [manifest.data_digest() for manifest in inputs]
+    return run_stage(session, iteration, "update", digests, body)
+
+
+def due(session: Session, iteration: int) -> bool:
+    """Whether the iteration ends with a checkpoint."""
+    config = session.config
+    last = iteration + 1 >= config.iterations
+    return last or session.single_iteration or (iteration + 1) % config.checkpoint.every == 0

@@ -1,0 +1,73 @@
+"""Plain, slow implementations with scalars and autograd, written from the papers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+Episode = dict[str, torch.Tensor]
+
+
+def _clip(value: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    if value.item() < low:
+        return value * 0.0 + low
+    if value.item() > high:
+        return value * 0.0 + high
+    return value
+
+
+def _smaller(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return first if first.item() <= second.item() else second
+
+
+def _larger(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return first if first.item() >= second.item() else second
+
+
+def policy_terms(spec: dict[str, Any], episode: Episode) -> list[torch.Tensor]:
+    """Loss of each token of one episode."""
+    name, terms = spec["name"], []
+    now, old = episode["logprobs"], episode["old_logprobs"]
+    sequence_ratio = torch.exp((now - old).mean()) if len(now) else None
+    for t in range(len(now)):
+        advantage = episode["advantages"][t]
+        if name == "policy_gradient":
+            term = -advantage * now[t]
+        elif name == "gspo":
+            assert sequence_ratio is not None
+            low, high = 1 - spec["clip_low"], 1 + spec["clip_high"]
+            clipped = _clip(sequence_ratio, low, high)
+            term = -_smaller(sequence_ratio * advantage, clipped * advantage)
+        else:
+            ratio = torch.exp(now[t] - old[t])
+            clipped = _clip(ratio, 1 - spec["clip_low"], 1 + spec["clip_high"])
+            objective = _smaller(ratio * advantage, clipped * advantage)
+            if spec.get("dual_clip") and advantage.item() < 0:
+                objective = _larger(objective, ratio * 0.0 + spec["dual_clip"] * advantage)
+            term = -objective
+        terms.append(term * episode["importance_weights"][t])
+    return terms
+
+
+def aggregate(spec: dict[str, Any], terms: list[list[torch.Tensor]]) -> torch.Tensor:
+    """One number from the losses of the tokens of each episode."""
+    present = [episode for episode in terms if episode]
+    sums = [torch.stack(episode).sum() for episode in present]
+    if spec["name"] == "token_mean":
+        return torch.stack(sums).sum() / sum(map(len, present))
+    if spec["name"] == "sequence_mean_token_mean":
+        means = [total / len(episode) for total, episode in zip(sums, present, strict=True)]
+        return torch.stack(means).mean()
+    if spec["name"] == "sequence_mean_token_sum":
+        return torch.stack(sums).mean()
+    return torch.stack(sums).mean() / int(spec["length"])
+
+
+def kl_term(name: str, now: float, reference: float) -> float:
+    """The value of one token's KL estimate."""
+    ratio = math.exp(reference - now)
+    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2}.get(
+        name, ratio - 1 - math.log(ratio)
+    )

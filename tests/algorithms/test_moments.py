@@ -1,0 +1,115 @@
+"""Moments merged from parts equal moments of the whole."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from earl_core.algorithms import GroupedMoments, Moments
+
+numbers = st.floats(-1e6, 1e6, allow_nan=False, width=64)
+
+
+def close(first: Moments, second: Moments) -> None:
+    assert first.count == second.count
+    assert first.mean == pytest.approx(second.mean, rel=1e-9, abs=1e-6)
+    assert first.m2 == pytest.approx(second.m2, rel=1e-7, abs=1e-3)
+
+
+@given(st.lists(numbers, min_size=2, max_size=30))
+def test_against_the_standard_library(values: list[float]) -> None:
+    moments = Moments.from_values(values)
+    assert moments.mean == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-6)
+    assert moments.std() == pytest.approx(statistics.pstdev(values), rel=1e-7, abs=1e-5)
+    assert moments.std(ddof=1) == pytest.approx(statistics.stdev(values), rel=1e-7, abs=1e-5)
+
+
+@given(st.lists(st.lists(numbers, max_size=8), max_size=6))
+def test_merging_parts_gives_the_whole(parts: list[list[float]]) -> None:
+    whole = Moments.from_values([value for part in parts for value in part])
+    close(Moments.merge_all(Moments.from_values(part) for part in parts), whole)
+    close(Moments.merge_all(Moments.from_values(part) for part in reversed(parts)), whole)
+
+
+@given(st.lists(st.tuples(numbers, st.integers(0, 5)), max_size=12))
+def test_frequencies_repeat_values(pairs: list[tuple[float, int]]) -> None:
+    repeated = [value for value, times in pairs for _ in range(times)]
+    weighted = Moments.from_values([v for v, _ in pairs], frequencies=[n for _, n in pairs])
+    close(weighted, Moments.from_values(repeated))
+
+
+@given(numbers, st.lists(st.integers(0, 7), min_size=1, max_size=6))
+def test_equal_values_have_exactly_no_variance(value: float, sizes: list[int]) -> None:
+    merged = Moments.merge_all(Moments.from_values([value] * size) for size in sizes)
+    assert merged.m2 == 0.0
+    assert merged.count == 0 or merged.mean == value
+
+
+def test_a_large_offset_keeps_the_variance() -> None:
+    values = 1e9 + np.arange(5.0)
+    assert Moments.from_values(values).variance() == pytest.approx(2.0, rel=1e-12)
+    merged = Moments.from_values(values[:2]).merge(Moments.from_values(values[2:]))
+    assert merged.variance() == pytest.approx(2.0, rel=1e-9)
+
+
+def test_empty_and_single_sets_have_variance_zero() -> None:
+    assert Moments().variance() == Moments().std(ddof=1) == 0.0
+    assert Moments.from_values([4.0]).variance(ddof=1) == 0.0
+    assert Moments.from_values([4.0]).merge(Moments()) == Moments(1, 4.0, 0.0)
+
+
+@given(st.lists(st.tuples(numbers, st.integers(-3, 3), st.integers(0, 3)), max_size=30))
+def test_groups_spread_over_ranks(rows: list[tuple[float, int, int]]) -> None:
+    merged = GroupedMoments.from_values([], [])
+    for rank in range(4):
+        mine = [(value, group) for value, group, place in rows if place == rank]
+        part = GroupedMoments.from_values([v for v, _ in mine], [g for _, g in mine])
+        merged = merged.merge(GroupedMoments.from_json(json.loads(json.dumps(part.to_json()))))
+    assert merged.group_ids.tolist() == sorted({group for _, group, _ in rows})
+    for group in merged.group_ids:
+        arrays = merged.at([group])
+        expected = Moments.from_values([v for v, g, _ in rows if g == group])
+        close(Moments(int(arrays.counts[0]), arrays.means[0], arrays.m2s[0]), expected)
+        assert arrays.std(ddof=1)[0] == pytest.approx(expected.std(ddof=1), rel=1e-7, abs=1e-3)
+    close(merged.total(), Moments.from_values([v for v, _, _ in rows]))
+
+
+@given(st.lists(st.tuples(numbers, st.integers(0, 4)), min_size=1, max_size=20))
+def test_json_keeps_every_bit(rows: list[tuple[float, int]]) -> None:
+    groups = GroupedMoments.from_values([v for v, _ in rows], [g for _, g in rows])
+    again = GroupedMoments.from_json(json.loads(json.dumps(groups.to_json())))
+    assert again.to_json() == groups.to_json()
+    total = groups.total()
+    assert Moments.from_json(json.loads(json.dumps(total.to_json()))) == total
+
+
+def test_groups_without_variance_are_counted() -> None:
+    groups = GroupedMoments.from_values([0.1, 0.1, 0.1, 1.0, 2.0, 5.0], [0, 0, 0, 1, 1, 2])
+    assert groups.without_variance() == 1
+
+
+def test_an_uncounted_group_is_an_error() -> None:
+    groups = GroupedMoments.from_values([1.0, 2.0], [3, 5])
+    for missing in (0, 4, 9):
+        with pytest.raises(KeyError, match=f"Group {missing} has no statistics"):
+            groups.at([3, missing])
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="number 1 is nan"):
+        Moments.from_values([0.0, float("nan")])
+    with pytest.raises(ValueError, match="one-dimensional"):
+        Moments.from_values([[0.0]])
+    with pytest.raises(ValueError, match="non-negative integers"):
+        Moments.from_values([1.0, 2.0], frequencies=[1])
+    with pytest.raises(ValueError, match="must be 2 integers"):
+        GroupedMoments.from_values([1.0, 2.0], [0.0, 1.0])
+    damaged = GroupedMoments.from_values([1.0, 2.0], [0, 1]).to_json()
+    for change in ({"group_ids": [1, 0]}, {"means": [1.0]}):
+        with pytest.raises(ValueError, match="damaged"):
+            GroupedMoments.from_json({**damaged, **change})

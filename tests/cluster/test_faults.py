@@ -1,0 +1,334 @@
+"""What happens when processes of a group, or the controller, are killed, stopped or starved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from earl_core.cluster import WorkerCallFailed, WorkerLost, WorkerStalled
+from earl_core.cluster.processes import inspect
+from tests.cluster.conftest import MakeGroup, gone_within
+
+Site = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("child", "orphan", "fork", "stubborn")
+
+
+@pytest.fixture
+def controllers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def start_controller(
+    started: list[subprocess.Popen[bytes]], path: Path, mode: str
+) -> tuple[subprocess.Popen[bytes], dict[str, list[int]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.controller_script", str(path), mode],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    started.append(process)
+    assert process.stdout is not None
+    told = json.loads(process.stdout.readline())
+    assert len(told["pids"]) == 8
+    assert all(inspect(pid) is not None for pid in told["pids"] + told["supervisors"])
+    return process, told
+
+
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [
+        ("call", signal.SIGKILL),
+        ("wait", signal.SIGKILL),
+        ("wait", signal.SIGTERM),
+        ("call", signal.SIGINT),
+    ],
+)
+def test_a_killed_controller_takes_everything_along(
+    mode: str, number: int, tmp_path: Path, controllers: list[subprocess.Popen[bytes]]
+) -> None:
+    process, told = start_controller(controllers, tmp_path, mode)
+    process.send_signal(number)
+    if number == signal.SIGINT:
+        # The call cannot be cancelled, and costs the group; a second Ctrl-C does not wait for that.
+        time.sleep(0.3)
+        process.send_signal(number)
+    assert gone_within(told["pids"] + told["supervisors"], 10)
+
+
+def test_a_fork_of_the_controller_does_not_keep_workers(
+    tmp_path: Path, controllers: list[subprocess.Popen[bytes]]
+) -> None:
+    process, told = start_controller(controllers, tmp_path, "fork")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (fork,) = {int(pid) for pid in children} - set(told["supervisors"])
+    process.kill()
+    try:
+        assert gone_within(told["pids"] + told["supervisors"], 10)
+        assert inspect(fork) is not None
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_a_controller_that_fails_leaves_nothing(
+    tmp_path: Path, controllers: list[subprocess.Popen[bytes]]
+) -> None:
+    process, told = start_controller(controllers, tmp_path, "raise")
+    process.wait(15)
+    assert gone_within(told["pids"] + told["supervisors"], 0.1)
+
+
+@pytest.mark.parametrize("mode", ["call", "wait"])
+def test_controller_and_supervisors_killed_together(
+    mode: str, tmp_path: Path, controllers: list[subprocess.Popen[bytes]]
+) -> None:
+    process, told = start_controller(controllers, tmp_path, mode)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGSTOP)
+    for pid in told["supervisors"]:
+        os.kill(pid, signal.SIGKILL)
+    process.kill()
+    assert gone_within(told["pids"], 10)
+
+
+def test_a_killed_supervisor_is_a_lost_worker(make_local: MakeGroup, site: Site) -> None:
+    group = make_local()
+    group.start({}, {})
+    pids = group.pids + [group.call("spawn", kind=kind, **site)[0] for kind in KINDS[:3]]
+    supervisor = group._monitor.ranks[0].supervisor.pid
+    threading.Timer(0.2, os.kill, (supervisor, signal.SIGKILL)).start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerLost, match="supervisor process was killed by signal 9"):
+        group.call("sleep", seconds=600, **site)
+    assert time.monotonic() - begin < 2
+    assert gone_within(pids, 10)
+    group.start({}, {})
+    assert group.call("echo", value=1, **site) == [1]
+
+
+def test_a_killed_rank_is_named_with_its_log_and_its_children_go(
+    make_local: MakeGroup, site: Site
+) -> None:
+    group = make_local()
+    group.start({}, {})
+    pids = group.pids + [group.call("spawn", kind=kind, **site)[0] for kind in KINDS]
+    begin = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"signal 9 \(SIGKILL\)") as caught:
+        group.call("kill_self", number=signal.SIGKILL, **site)
+    assert time.monotonic() - begin < 2
+    error = caught.value
+    assert error.signal == 9
+    assert error.exit_code is None
+    assert not error.out_of_memory
+    assert "about to be killed" in error.log_tail
+    assert "stage 'rollout' of iteration 7" in str(error)
+    assert not group.alive
+    assert gone_within(pids, 10)
+
+
+def test_a_loss_between_calls_is_seen_without_a_call(make_local: MakeGroup, site: Site) -> None:
+    group = make_local()
+    group.start({}, {}, world_size=2)
+    pids = group.pids
+    os.kill(pids[1], signal.SIGTERM)
+    limit = time.monotonic() + 5
+    while group.alive and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not group.alive
+    with pytest.raises(WorkerLost, match="SIGTERM") as caught:
+        group.call("echo", value=1, **site)
+    assert caught.value.rank == 1
+    assert gone_within(pids, 10)
+
+
+@pytest.mark.parametrize("method", ["leave", "quit"])
+def test_an_exit_is_named_by_its_code(method: str, make_local: MakeGroup, site: Site) -> None:
+    group = make_local()
+    group.start({}, {})
+    with pytest.raises(WorkerLost, match="exited with code 3") as caught:
+        group.call(method, code=3, **site)
+    assert caught.value.exit_code == 3
+    assert caught.value.signal is None
+
+
+def test_a_crash_in_c_shows_the_stack(make_local: MakeGroup, site: Site) -> None:
+    group = make_local()
+    group.start({}, {})
+    with pytest.raises(WorkerLost, match=r"(?s)SIGSEGV.*Current thread.*in kill_self"):
+        group.call("kill_self", number=signal.SIGSEGV, **site)
+
+
+def test_a_stopped_rank_is_stalled(make_local: MakeGroup, site: Site) -> None:
+    group = make_local(heartbeat_timeout_seconds=1.0)
+    group.start({}, {})
+    pids = group.pids
+    pids += group.call("spawn", kind="child", **site)
+    begin = time.monotonic()
+    with pytest.raises(WorkerStalled, match=r"(?s)no heartbeat.*stop_heartbeat"):
+        group.call("stop_heartbeat", **site)
+    assert time.monotonic() - begin < 4
+    assert gone_within(pids, 10)
+
+
+def test_a_stopped_rank_does_not_block_a_large_message(make_local: MakeGroup, site: Site) -> None:
+    group = make_local(heartbeat_timeout_seconds=1.0)
+    group.start({}, {})
+    os.kill(group.pids[0], signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(WorkerStalled):
+        group.call("echo", value="x" * (32 << 20), **site)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_busy_rank_is_not_stalled(make_local: MakeGroup, site: Site) -> None:
+    group = make_local(heartbeat_timeout_seconds=0.8)
+    group.start({}, {})
+    group.call("sleep", seconds=1.5, **site)
+    time.sleep(1.2)
+    assert group.alive
+
+
+def test_one_rank_fails_while_the_other_hangs(
+    make_local: MakeGroup, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("earl_core.cluster.exchange.STRAGGLER_SECONDS", 0.5)
+    group = make_local()
+    group.start({}, {}, world_size=2)
+    pids = group.pids
+    with pytest.raises(WorkerCallFailed, match="rank 1 cannot go on") as caught:
+        group.call("fail_on", rank=1, others_seconds=0.2, **site)
+    assert caught.value.rank == 1
+    assert group.alive
+    with pytest.raises(WorkerCallFailed, match="rank 0 cannot go on") as caught:
+        group.call("fail_on", rank=0, others_seconds=600, **site)
+    assert caught.value.rank == 0
+    assert not group.alive
+    assert gone_within(pids, 10)
+
+
+def test_a_lost_rank_is_blamed_rather_than_the_one_it_upset(
+    make_local: MakeGroup, site: Site
+) -> None:
+    group = make_local()
+    group.start({}, {}, world_size=2)
+    victim = group.pids[1]
+    threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+    # Rank 0 fails first, as it would when a collective breaks off.
+    with pytest.raises(WorkerLost, match="SIGKILL") as caught:
+        group.call("fail_on", rank=0, others_seconds=600, **site)
+    assert caught.value.rank == 1
+
+
+def test_stop_from_another_thread_ends_a_call(make_local: MakeGroup, site: Site) -> None:
+    group = make_local()
+    group.start({}, {})
+    threading.Timer(0.3, group.stop, (0.3,)).start()
+    with pytest.raises(WorkerLost):
+        group.call("sleep", seconds=600, **site)
+    group.stop()
+    assert not group.alive
+
+
+def test_stop_from_another_thread_ends_a_start(make_local: MakeGroup) -> None:
+    group = make_local()
+    threading.Timer(0.5, group.stop).start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerLost, match="the start was cancelled"):
+        group.start({}, {"hang_seconds": 600})
+    assert time.monotonic() - begin < 5
+    assert not group.alive
+
+
+def test_an_out_of_memory_kill_is_named(make_local: MakeGroup, site: Site) -> None:
+    cgroup = Path(f"/sys/fs/cgroup/memory/earl_test_{os.getpid()}")
+    try:
+        cgroup.mkdir()
+        (cgroup / "memory.limit_in_bytes").write_text(str(64 << 20))
+    except OSError:
+        pytest.skip("needs a writable memory cgroup, version 1")
+    try:
+        group = make_local()
+        group.start({}, {})
+        with pytest.raises(WorkerLost, match="out-of-memory killer") as caught:
+            group.call("allocate_in_cgroup", cgroup=str(cgroup), megabytes=256, **site)
+        assert caught.value.out_of_memory
+        group.stop()
+    finally:
+        for _ in range(50):
+            try:
+                cgroup.rmdir()
+                break
+            except OSError:
+                time.sleep(0.1)
+
+
+def test_peak_memory_is_of_the_last_call(make_local: MakeGroup, site: Site) -> None:
+    group = make_local()
+    group.start({}, {})
+    group.call("allocate", megabytes=200, seconds=0.6, **site)
+    assert 200 << 20 <= group.memory[0].tree_peak_bytes < 260 << 20
+    group.call("echo", value=1, **site)
+    assert group.memory[0].tree_peak_bytes < 60 << 20
+
+
+def test_ctrl_c_on_the_terminal_does_not_reach_workers(make_local: MakeGroup) -> None:
+    group = make_local()
+    group.start({}, {})
+    supervisor = group._monitor.ranks[0].supervisor.pid
+    sessions = {os.getsid(0), os.getsid(supervisor), os.getsid(group.pids[0])}
+    assert len(sessions) == 3
+
+
+def test_the_log_tail_is_of_this_start_and_the_file_keeps_all(
+    make_local: MakeGroup, site: Site, tmp_path: Path
+) -> None:
+    group = make_local()
+    group.start({}, {})
+    group.call("log_and_print", lines=3, **site)
+    group.start({}, {})
+    with pytest.raises(WorkerLost) as caught:
+        group.call("leave", code=1, **site)
+    assert "leaving now" in caught.value.log_tail
+    assert "printed line" not in caught.value.log_tail
+    text = (tmp_path / "logs" / "w-0.log").read_text()
+    assert "printed line 2" in text
+    assert "leaving now" in text
+
+
+def test_fifty_starts_leave_no_descriptor_thread_or_process(
+    make_local: MakeGroup, site: Site
+) -> None:
+    group = make_local()
+
+    def round_trip() -> None:
+        group.start({}, {})
+        assert group.call("echo", value=1, **site) == [1]
+        group.stop()
+
+    round_trip()
+    before = sorted(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    for _ in range(50):
+        round_trip()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert children == []

@@ -1,0 +1,137 @@
+"""Configuration files, overrides and the messages of bad ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from earl_core.config import ConfigError, dump_config, load_config, parse_config
+from earl_core.config.table import resolved_rows
+
+MINIMAL = {
+    "name": "a",
+    "iterations": 2,
+    "model": {"path": "models/x"},
+    "environment": {"name": "tic_tac_toe"},
+    "rollout": {"prompts_per_iteration": 4, "group_size": 2, "max_turns": 5},
+}
+
+
+def with_(**changes: object) -> dict[str, object]:
+    merged = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in MINIMAL.items()
+    }
+    for dotted, value in changes.items():
+        section, _, key = dotted.partition("__")
+        if key:
+            merged.setdefault(section, {})[key] = value  # type: ignore[index]
+        else:
+            merged[section] = value
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (with_(model__pth="x"), "model.pth: unknown key"),
+        (with_(iteratons=3), "iteratons: unknown key"),
+        ({"name": "a"}, "model: missing"),
+        (with_(rollout__group_size=1), "group_size must be at least 2, not 1"),
+        (with_(rollout__top_p=0.9), "top_p must stay 1.0"),
+        (with_(rollout__top_k=5), "top_k must stay 0"),
+        (with_(rollout__temperature=0), "rollout.temperature"),
+        (with_(name="../x"), "cannot be a directory"),
+        (with_(algorithm={"kl": {"placement": "loss"}}), "contradict each other"),
+        (with_(algorithm={"policy_loss": "ppo"}), "no policy loss named 'ppo'"),
+        (with_(algorithm={"policy_loss": {"name": "ppo_clip", "clip": 1}}), "clip"),
+        (with_(algorithm={"advantage": {"nam": "grpo"}}), "algorithm.advantage"),
+        (
+            with_(rollout__max_tokens_per_turn=9, rollout__max_tokens_per_episode=5),
+            "exceeds rollout.max_tokens_per_episode",
+        ),
+        (
+            with_(rollout__max_tokens_per_turn=900, update={"max_tokens_per_microbatch": 100}),
+            "raise the first",
+        ),
+        (with_(update={"minibatches": 5}), "exceeds rollout.prompts_per_iteration"),
+        (with_(model__builder="no_colon"), "package.module:function"),
+    ],
+)
+def test_bad_configurations_say_what_to_change(raw: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        parse_config(raw)
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(with_(model__pth="x", rollout__top_k=5))
+    assert "model.pth" in str(caught.value)
+    assert "top_k" in str(caught.value)
+
+
+def test_overrides_files_and_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    config = load_config(
+        path,
+        [
+            "update.learning_rate=1e-5",
+            "algorithm.policy_loss.name=gspo",
+            "environment.options.opponent=greedy",
+            "rollout.stop=['.']",
+        ],
+    )
+    assert config.update.learning_rate == 1e-5
+    assert config.algorithm.policy_loss == {"name": "gspo"}
+    assert config.environment.options == {"opponent": "greedy"}
+    assert config.rollout.stop == (".",)
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("override", ["a", "a..b=1", "name.x=1", "=1", "a=[1"])
+def test_bad_overrides(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError):
+        load_config(path, [override])
+
+
+def test_missing_and_malformed_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "nothing.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("[1]")
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        load_config(tmp_path / "list.yaml")
+
+
+def test_resolved_table_multiplies_the_sizes() -> None:
+    rows = {what: value for what, value, _ in resolved_rows(parse_config(MINIMAL))}
+    assert rows["episodes per iteration"] == "8"
+    assert rows["episodes in all"] == "16"
+
+
+def test_shipped_configurations_are_valid() -> None:
+    configs = sorted(Path("configs").glob("*.yaml"))
+    assert configs
+    for path in configs:
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "modules", ["earl_core.config", "earl_core.selector", "flows.train", "flows.cli"]
+)
+def test_the_flow_process_imports_no_torch(modules: str) -> None:
+    script = (
+        f"import sys, {modules}\n"
+        "found = {'torch', 'transformers', 'vllm', 'accelerate'} & set(sys.modules)\n"
+        "sys.exit(f'imported {found}' if found else 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -1,0 +1,54 @@
+"""Runs an engine on an event loop of its own, so that tests stay plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from earl_core.rollout.engines.base import Completion, Engine, GenerationRequest
+
+_T = TypeVar("_T")
+
+
+class Driver:
+    """An engine, its loop and the model it was made from."""
+
+    def __init__(self, engine: Engine, directory: Path) -> None:
+        self.engine = engine
+        self.directory = directory
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """The coroutine's result."""
+        return self._loop.run_until_complete(coroutine)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Answers, after which the sequences are kept."""
+        return self.run(self.engine.generate(requests))
+
+    def answer(self, prompt: Sequence[int], **options: Any) -> Completion:
+        """One answer to one prompt; the sequence is forgotten afterwards."""
+        item = request(0, prompt, **options)
+        try:
+            return self.generate([item])[0]
+        finally:
+            self.engine.finish([item.sequence_id])
+
+    def close(self) -> None:
+        """Stop the engine and end the loop."""
+        self.run(self.engine.stop())
+        self._loop.close()
+
+
+def request(sequence_id: int, prompt: Sequence[int], **options: Any) -> GenerationRequest:
+    """A request with the tests' usual settings."""
+    settings: dict[str, Any] = {
+        "max_tokens": 12,
+        "temperature": 0.7,
+        "seed": 1000 + sequence_id,
+        "stop_token_ids": (),
+    }
+    settings.update(options)
+    return GenerationRequest(sequence_id=sequence_id, tokens=list(prompt), **settings)

@@ -1,0 +1,33 @@
+"""How the tests start each engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from earl_core.config.rollout import VllmConfig
+from earl_core.rollout.engines.torch_engine import TorchEngine
+from tests.engines.driver import Driver
+
+_VLLM_MISSING = importlib.util.find_spec("vllm") is None
+ENGINES = [
+    "torch",
+    pytest.param("vllm", marks=pytest.mark.skipif(_VLLM_MISSING, reason="vllm is not installed")),
+]
+
+
+def start(kind: str, directory: Path, scratch: Path, dtype: str = "float32") -> Driver:
+    """A running engine of this kind."""
+    engine: TorchEngine | VllmEngine
+    if kind == "torch":
+        engine = TorchEngine(directory, dtype=dtype)
+    else:
+        from earl_core.rollout.engines.vllm_engine import VllmEngine
+
+        settings = VllmConfig(kv_cache_gib=1)
+        engine = VllmEngine(directory, dtype=dtype, scratch=scratch, settings=settings)
+    driver = Driver(engine, directory)
+    driver.run(driver.engine.start())
+    return driver

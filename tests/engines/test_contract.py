@@ -1,0 +1,276 @@
+"""What every engine promises, run against each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from earl_core.rollout.engines.base import Completion, WeightSyncError
+from earl_core.weights.load import manifest_from_directory
+from earl_core.weights.publish import publish
+from tests.engines.driver import Driver, request
+from tests.engines.models import (
+    POSITIONS,
+    VOCABULARY,
+    make,
+    model_logprobs,
+    prompt_of,
+    reference_logprobs,
+)
+from tests.engines.starting import ENGINES, start
+
+PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((5, 17, 40, 9, 33, 64, 21, 3))]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def driver(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Driver]:
+    directory = tmp_path_factory.mktemp("tied")
+    make("llama_tied", directory)
+    driver = start(request.param, directory, tmp_path_factory.mktemp("rpc"))
+    yield driver
+    driver.close()
+
+
+def _batch(driver: Driver, **options: object) -> list[Completion]:
+    requests = [request(index, prompt, **options) for index, prompt in enumerate(PROMPTS)]
+    answers = driver.generate(requests)
+    driver.engine.finish(range(len(PROMPTS)))
+    return answers
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.9, 0.0])
+def test_logprobs_are_those_of_the_sampled_distribution(driver: Driver, temperature: float) -> None:
+    for prompt, answer in zip(PROMPTS, _batch(driver, temperature=temperature), strict=True):
+        expected = reference_logprobs(driver.directory, prompt, answer.tokens, temperature)
+        assert len(answer.tokens) == 12
+        np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
+
+
+def test_greedy_takes_the_most_likely_tokens(driver: Driver) -> None:
+    one, other = (driver.answer(PROMPTS[2], temperature=0.0, seed=seed) for seed in (1, 2))
+    assert one.tokens == other.tokens
+    everything = [
+        reference_logprobs(driver.directory, PROMPTS[2], [token], 1.0)[0] for token in range(256)
+    ]
+    assert one.tokens[0] == int(np.argmax(everything))
+
+
+def test_tokens_follow_the_distribution(driver: Driver) -> None:
+    """1,500 first tokens against their probabilities: a chi-square far in the tail would fail."""
+    prompt, draws = PROMPTS[0], 1500
+    requests = [
+        request(index, prompt, max_tokens=1, seed=7919 * index + 1) for index in range(draws)
+    ]
+    found = np.bincount([answer.tokens[0] for answer in driver.generate(requests)], minlength=256)
+    driver.engine.finish(range(draws))
+    logprobs = [
+        reference_logprobs(driver.directory, prompt, [token], 0.7)[0] for token in range(256)
+    ]
+    expected = np.exp(logprobs) * draws
+    common = expected >= 5
+    found = np.append(found[common], found[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    statistic = float(((found - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
+    freedom = len(found) - 1
+    assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_the_draw_depends_on_the_seed_alone(driver: Driver) -> None:
+    batch = _batch(driver)
+    alone = driver.answer(PROMPTS[3], seed=1003)
+    assert alone.tokens == batch[3].tokens
+    assert driver.answer(PROMPTS[3], seed=1003).tokens == alone.tokens
+    assert driver.answer(PROMPTS[3], seed=2**63 - 1).tokens != alone.tokens
+
+
+def test_a_stop_token_ends_the_answer_and_belongs_to_it(driver: Driver) -> None:
+    free = driver.answer(PROMPTS[1], max_tokens=20)
+    stop = free.tokens[7]
+    first = free.tokens.index(stop)
+    stopped = driver.answer(PROMPTS[1], max_tokens=20, stop_token_ids=(stop, 255))
+    assert stopped.tokens == free.tokens[: first + 1]
+    assert stopped.finish_reason == "stop"
+    np.testing.assert_allclose(stopped.logprobs, free.logprobs[: first + 1], atol=1e-4)
+    assert free.finish_reason == "length"
+
+
+def test_only_given_tokens_stop(driver: Driver) -> None:
+    """The model's own end-of-sequence token (2) is a token like any other unless it is given."""
+    answers = [
+        driver.answer(PROMPTS[0], max_tokens=200, seed=seed, temperature=2.0) for seed in range(6)
+    ]
+    assert any(2 in answer.tokens[:-1] for answer in answers)
+    assert {len(answer.tokens) for answer in answers} == {200}
+
+
+def test_budgets_and_the_context(driver: Driver) -> None:
+    assert driver.engine.max_model_len == POSITIONS
+    prompt = prompt_of(1, POSITIONS - 6)
+    assert driver.answer(prompt, max_tokens=4).finish_reason == "length"
+    assert driver.answer(prompt, max_tokens=6).finish_reason == "length"
+    for budget in (7, None):
+        answer = driver.answer(prompt, max_tokens=budget)
+        assert len(answer.tokens) == 6
+        assert answer.finish_reason == "model_context"
+        expected = reference_logprobs(driver.directory, prompt, answer.tokens, 0.7)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
+    full = driver.answer(prompt_of(1, POSITIONS), max_tokens=5)
+    assert full.tokens == full.logprobs == []
+    assert full.finish_reason == "model_context"
+
+
+def test_bad_requests_are_refused(driver: Driver) -> None:
+    for bad in (
+        [request(1, [])],
+        [request(1, [5]), request(1, [6])],
+        [request(1, [5], temperature=-1.0)],
+        [request(1, [5], temperature=2.5)],
+        [request(1, [5], max_tokens=0)],
+        [request(1, [5, VOCABULARY])],
+        [request(1, [-1])],
+        [request(1, [5], seed=2**63)],
+    ):
+        with pytest.raises(ValueError, match="sequence 1"):
+            driver.generate(bad)
+    assert len(driver.answer(PROMPTS[0]).tokens) == 12
+
+
+def test_turns_reuse_keys_and_values_and_change_nothing(driver: Driver) -> None:
+    before = driver.engine.statistics()
+    contexts = [list(prompt) for prompt in PROMPTS]
+    for turn in range(4):
+        requests = [
+            request(index, context, max_tokens=3 + turn, seed=100 * turn + index)
+            for index, context in enumerate(contexts)
+        ]
+        answers = driver.generate(requests)
+        for index, (context, answer) in enumerate(zip(contexts, answers, strict=True)):
+            expected = reference_logprobs(driver.directory, context, answer.tokens, 0.7)
+            np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
+            context += answer.tokens + prompt_of(turn * 31 + index, 4 + index)
+        if turn == 1:  # some episodes end, one starts anew with other tokens under an old id
+            driver.engine.finish([1, 4])
+            contexts[1] = prompt_of(77, 11)
+            contexts[6] = contexts[6][:10] + prompt_of(78, 5)
+    driver.engine.finish(range(len(PROMPTS)))
+    after = driver.engine.statistics()
+    hits = after["prefix_hit_tokens"] - before["prefix_hit_tokens"]
+    assert 0 < hits < after["prompt_tokens"] - before["prompt_tokens"]
+    assert after["requests"] - before["requests"] == 32
+
+
+def test_calls_may_overlap(driver: Driver) -> None:
+    async def one(index: int) -> Completion:
+        return (await driver.engine.generate([request(index, PROMPTS[index])]))[0]
+
+    async def overlap() -> list[Completion]:
+        return await asyncio.gather(*(one(index) for index in range(len(PROMPTS))))
+
+    overlapped = driver.run(overlap())
+    driver.engine.finish(range(len(PROMPTS)))
+    assert [a.tokens for a in overlapped] == [a.tokens for a in _batch(driver)]
+
+
+def test_cancel_ends_running_answers_only(driver: Driver) -> None:
+    async def cancelled() -> list[Completion]:
+        requests = [request(index, PROMPTS[index], max_tokens=180) for index in range(3)]
+        running = asyncio.create_task(driver.engine.generate(requests))
+        await asyncio.sleep(0.05)
+        await driver.engine.cancel([0, 2, 99])
+        return await running
+
+    first, second, third = driver.run(cancelled())
+    driver.engine.finish(range(3))
+    assert first.finish_reason == third.finish_reason == "cancelled"
+    assert len(first.tokens) == len(first.logprobs) < 180
+    assert second.finish_reason == "length"
+    assert len(second.tokens) == 180
+    if first.tokens:
+        expected = reference_logprobs(driver.directory, PROMPTS[0], first.tokens, 0.7)
+        np.testing.assert_allclose(first.logprobs, expected, atol=2e-4)
+    driver.run(driver.engine.cancel([0]))
+    assert driver.answer(PROMPTS[0]).finish_reason == "length"
+
+
+def test_a_cancelled_caller_leaves_the_engine_usable(driver: Driver) -> None:
+    async def abandon() -> None:
+        task = asyncio.create_task(driver.engine.generate([request(0, PROMPTS[0], max_tokens=150)]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    driver.run(abandon())
+    assert driver.answer(PROMPTS[0]).finish_reason == "length"
+
+
+def test_memory_is_released_and_restored(driver: Driver) -> None:
+    before = _batch(driver)
+    driver.run(driver.engine.release_memory())
+    driver.run(driver.engine.restore_memory())
+    if driver.engine.policy_version is None:
+        driver.run(driver.engine.load_weights(manifest_from_directory(driver.directory, 0)))
+    assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]
+
+
+def test_updated_weights_are_the_ones_that_answer_there_and_back(
+    driver: Driver, tmp_path: Path
+) -> None:
+    """Turn by turn on kept sequences: nothing of the old weights may survive in a cache."""
+    old = manifest_from_directory(driver.directory, driver.engine.policy_version or 0)
+    model = make("llama_tied", tmp_path / "new", seed=9)
+    new = publish(model.state_dict(), tmp_path / "published", 41, "float32")
+    long = [request(index, PROMPTS[index] * 2) for index in range(3)]
+    driver.generate(long)
+    driver.run(driver.engine.load_weights(new))
+    assert driver.engine.policy_version == 41
+    for item, answer in zip(long, driver.generate(long), strict=True):
+        expected = model_logprobs(model, item.tokens, answer.tokens, 0.7)
+        former = reference_logprobs(driver.directory, item.tokens, answer.tokens, 0.7)
+        assert answer.policy_version == 41
+        np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
+        assert np.abs(np.subtract(former, expected)).mean() > 0.1
+    driver.run(driver.engine.load_weights(old))
+    for item, answer in zip(long, driver.generate(long), strict=True):
+        expected = reference_logprobs(driver.directory, item.tokens, answer.tokens, 0.7)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
+    driver.engine.finish(range(3))
+
+
+@pytest.mark.parametrize(
+    "damage", ["bytes", "missing name", "unknown name", "shape", "gone", "other"]
+)
+def test_weights_that_are_not_the_models_are_refused(
+    driver: Driver, damage: str, tmp_path: Path
+) -> None:
+    before, version = _batch(driver), driver.engine.policy_version
+    state = dict(make("llama_tied", tmp_path / "new", seed=9).state_dict())
+    digest = ""
+    if damage == "missing name":
+        del state["model.layers.1.mlp.up_proj.weight"]
+    elif damage == "unknown name":
+        state["model.layers.7.mlp.up_proj.weight"] = torch.zeros(3)
+    elif damage == "shape":
+        state["model.norm.weight"] = torch.ones(64)
+    elif damage == "other":
+        digest = "0" * 32
+    manifest = publish(state, tmp_path / "published", 50, "float32", config_digest=digest)
+    path = Path(manifest.files[0].path)
+    if damage == "bytes":
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 0x40
+        path.write_bytes(data)
+    elif damage == "gone":
+        path.unlink()
+    with pytest.raises(WeightSyncError) as caught:
+        driver.run(driver.engine.load_weights(manifest))
+    assert not caught.value.engine_lost
+    assert driver.engine.policy_version == version
+    assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]

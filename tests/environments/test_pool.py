@@ -1,0 +1,320 @@
+"""The environment pool: real host processes, real faults."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from earl_core.environments.base import EnvironmentConfigError, EnvironmentFailed, StepResult
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.registry import create
+
+USER = "tests.environments.user_environments"
+COUNTING = f"{USER}:Counting"
+
+
+@asynccontextmanager
+async def running(name: str, options: Any = None, **settings: Any) -> AsyncIterator[EnvironmentPool]:
+    pool = EnvironmentPool(name, options, **settings)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        pids = pool.host_pids
+        await pool.stop()
+        for pid in pids:
+            assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def until(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def expected(prompt: int, seed: int, texts: list[str], turns: int = 5) -> list[Any]:
+    """What an undisturbed environment answers."""
+    environment = create(COUNTING, {"turns": turns})
+    return [environment.reset(prompt, seed), *(environment.step(text) for text in texts)]
+
+
+async def play(pool: EnvironmentPool, episode: int, texts: list[str]) -> list[Any] | str:
+    """The replies of a whole episode, or the reason of its failure."""
+    try:
+        seen: list[Any] = [await pool.reset(episode, episode, 7)]
+        for text in texts:
+            seen.append(await pool.step(episode, text))
+        return seen
+    except EnvironmentFailed as error:
+        assert error.episode_id == episode
+        return error.reason
+    finally:
+        await pool.close(episode)
+
+
+async def play_many(
+    pool: EnvironmentPool, episodes: int, odd_texts: dict[int, list[str]]
+) -> dict[int, Any]:
+    plain = ["a", "b", "c", "d", "e"]
+    jobs = [play(pool, index, odd_texts.get(index, plain)) for index in range(episodes)]
+    played = dict(enumerate(await asyncio.gather(*jobs)))
+    for index in set(played) - set(odd_texts):
+        assert played[index] == expected(index, 7, plain), f"episode {index} differs"
+    return {index: played[index] for index in odd_texts}
+
+
+async def test_games_in_lockstep() -> None:
+    async with running("tic_tac_toe", {"style": "compact"}, hosts=2) as pool:
+        first = await asyncio.gather(*(pool.reset(index, index, 1) for index in range(64)))
+        plain = [create("tic_tac_toe", {"style": "compact"}) for _ in range(64)]
+        assert list(first) == [game.reset(index, 1) for index, game in enumerate(plain)]
+        live = list(range(64))
+        for turn in range(9):
+            steps = await asyncio.gather(*(pool.step(index, str(turn + 1)) for index in live))
+            assert list(steps) == [plain[index].step(str(turn + 1)) for index in live]
+            live = [index for index, step in zip(live, steps, strict=True) if not step.done]
+        assert not live and pool.open_episodes == 64
+        await asyncio.gather(*(pool.close(index) for index in range(64)))
+        assert pool.open_episodes == 0
+
+
+async def test_faults_cost_their_own_episode_only() -> None:
+    """Two hundred games at once; some raise, return nonsense, hang in three ways."""
+    async with running(COUNTING, hosts=2, step_timeout_seconds=1.0) as pool:
+        odd = await play_many(
+            pool,
+            200,
+            {
+                3: ["a", "raise now"],
+                20: ["exit"],
+                50: ["a", "sleep 1000"],
+                51: ["spin"],
+                80: ["a", "nan"],
+                81: ["array"],
+                82: ["nothing"],
+                90: ["sleep 0.3", "b"],
+            },
+        )
+        assert odd[3] == odd[20] == "exception"
+        assert odd[50] == odd[51] == "timeout"
+        assert odd[80] == odd[81] == odd[82] == "invalid_result"
+        assert odd[90] == expected(90, 7, ["sleep 0", "b"])[:1] + odd[90][1:]
+        assert pool.host_restarts == 0
+
+
+async def test_a_held_interpreter_lock_costs_one_episode() -> None:
+    async with running(COUNTING, hosts=1, step_timeout_seconds=0.8) as pool:
+        odd = await play_many(pool, 200, {77: ["a", "b", "hold"]})
+        assert odd[77] == "timeout"
+        assert pool.host_restarts >= 1
+
+
+async def test_a_crash_costs_one_episode() -> None:
+    async with running(COUNTING, hosts=2) as pool:
+        odd = await play_many(pool, 60, {11: ["a", "die"], 12: ["a", "raise x"]})
+        assert odd == {11: "host_died", 12: "exception"}
+
+
+async def test_a_thread_that_cannot_be_ended_costs_its_host_only() -> None:
+    async with running(COUNTING, step_timeout_seconds=0.5) as pool:
+        await pool.reset(1, 1, 7)
+        await pool.step(1, "a")
+        await pool.reset(2, 2, 7)
+        with pytest.raises(EnvironmentFailed, match="timeout"):
+            await pool.step(2, "stubborn")
+        (old,) = pool.host_pids
+        for _ in range(200):
+            if pool.host_restarts:
+                break
+            await asyncio.sleep(0.05)
+        assert pool.host_restarts == 1 and not alive(old)
+        assert await pool.step(1, "b") == expected(1, 7, ["a", "b"])[-1]
+
+
+async def test_a_killed_host_is_not_noticed() -> None:
+    """SIGKILL between the calls and under them; every episode goes on as if nothing had been."""
+    async with running(COUNTING, {"turns": 9}, hosts=2) as pool:
+        texts = [f"t{turn}" for turn in range(9)]
+        episodes = range(100)
+        seen = {i: [await pool.reset(i, i, 7)] for i in episodes}
+        for turn, text in enumerate(texts):
+            if turn == 2:
+                os.kill(pool.host_pids[0], signal.SIGKILL)
+            steps = asyncio.gather(*(pool.step(i, text) for i in episodes))
+            if turn == 5:
+                await asyncio.sleep(0)
+                os.kill(pool.host_pids[1], signal.SIGKILL)
+            for i, step in zip(episodes, await steps, strict=True):
+                seen[i].append(step)
+        assert pool.host_restarts == 2
+        for i in episodes:
+            assert seen[i] == expected(i, 7, texts, turns=9)
+
+
+async def test_a_stopped_host_is_replaced() -> None:
+    """SIGSTOP: not even its own timer runs, only the missing signs of life tell."""
+    async with running(COUNTING, step_timeout_seconds=0.4) as pool:
+        await pool.reset(1, 1, 7)
+        os.kill(pool.host_pids[0], signal.SIGSTOP)
+        assert await pool.step(1, "a") == expected(1, 7, ["a"])[-1]
+        assert pool.host_restarts == 1
+
+
+async def test_a_host_that_dies_by_chance_fails_nobody(tmp_path: Path) -> None:
+    async with running(COUNTING, hosts=1) as pool:
+        await pool.reset(1, 1, 7)
+        await pool.reset(2, 2, 7)
+        text = f"die_once {tmp_path / 'dead'}"
+        one, two = await asyncio.gather(pool.step(1, text), pool.step(2, "x"))
+        (plain,) = expected(1, 7, ["x"])[-1].messages
+        assert one.messages[0]["content"] == plain["content"].removesuffix("x") + text
+        assert two == expected(2, 7, ["x"])[-1]
+
+
+async def test_an_environment_that_cannot_be_rebuilt_says_so() -> None:
+    async with running(f"{USER}:Unseeded") as pool:
+        await pool.reset(1, 1, 7)
+        await pool.step(1, "a")
+        await pool.reset(2, 2, 7)
+        os.kill(pool.host_pids[0], signal.SIGKILL)
+        with pytest.raises(EnvironmentFailed, match="randomness come from the prompt") as raised:
+            await pool.step(1, "b")
+        assert raised.value.reason == "not_deterministic"
+        assert isinstance(await pool.step(2, "a"), StepResult)
+
+
+async def test_slow_calls_run_side_by_side() -> None:
+    async with running(COUNTING) as pool:
+        await asyncio.gather(*(pool.reset(i, i, 7) for i in range(40)))
+        began = time.monotonic()
+        steps = [asyncio.create_task(pool.step(i, "sleep 0.4")) for i in range(30)]
+        fast = await asyncio.gather(*(pool.step(i, "x") for i in range(30, 40)))
+        assert len(fast) == 10 and time.monotonic() - began < 0.3
+        await asyncio.gather(*steps)
+        assert time.monotonic() - began < 2.5
+
+
+async def test_environments_that_must_not_run_side_by_side() -> None:
+    async with running(f"{USER}:Serial", step_timeout_seconds=0.5) as pool:
+        await asyncio.gather(*(pool.reset(i, i, 7) for i in range(40)))
+        await asyncio.gather(*(pool.step(i, "sleep 0.02") for i in range(40)))
+        others = asyncio.gather(*(pool.step(i, "x") for i in range(1, 40)))
+        with pytest.raises(EnvironmentFailed, match="timeout"):
+            await pool.step(0, "sleep 1000")
+        assert all(step.messages[0]["content"].startswith("2 ") for step in await others)
+
+
+async def test_closing_and_cancelling(tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    async with running(COUNTING, options) as pool:
+        await pool.reset(1, 1, 7)
+        await pool.reset(2, 2, 7)
+        step = asyncio.create_task(pool.step(1, "sleep 0.2"))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ValueError, match="call under way"):
+            await pool.step(1, "x")
+        await pool.close(1)
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        await pool.close(1)  # once more does nothing
+        with pytest.raises(ValueError, match="not open"):
+            await pool.step(1, "x")
+        await pool.reset(1, 1, 7)  # its number may be used again
+        with pytest.raises(ValueError, match="is open"):
+            await pool.reset(1, 1, 7)
+        assert await pool.step(1, "x") == expected(1, 7, ["x"])[-1]
+    # Closed: the one made by the check at the start, the cancelled one, and two by the stop.
+    assert (tmp_path / "reset").read_text() == "xxx"
+    assert (tmp_path / "close").read_text() == "xxxx"
+
+
+async def test_mistakes_show_at_the_start(tmp_path: Path) -> None:
+    for name, options, match in (
+        (f"{USER}:Refusing", {}, "no sandbox here"),
+        ("tic_tac_toe", {"oponent": 1}, "unknown option 'oponent'"),
+        ("nowhere", {}, "no environment 'nowhere'"),
+    ):
+        pool = EnvironmentPool(name, options, hosts=2, log_path=tmp_path / "hosts.log")
+        with pytest.raises(EnvironmentConfigError, match=match):
+            await pool.start()
+    with pytest.raises(EnvironmentConfigError, match="numbers, texts, lists and maps"):
+        EnvironmentPool("prompt", {"path": Path("x")})
+    with pytest.raises(EnvironmentConfigError, match="at least one host"):
+        EnvironmentPool("tic_tac_toe", hosts=0)
+    with pytest.raises(RuntimeError, match="await start"):
+        await EnvironmentPool("tic_tac_toe").reset(0, 0, 0)
+
+
+async def test_the_log_holds_what_hosts_say(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "hosts.log"
+    async with running(COUNTING, step_timeout_seconds=0.5, log_path=log) as pool:
+        await pool.reset(1, 1, 7)
+        with pytest.raises(EnvironmentFailed) as raised:
+            await pool.step(1, "hold")
+    assert "_obey" in raised.value.detail and "user_environments.py" in raised.value.detail
+    assert "Timeout (" in log.read_text()
+
+
+async def test_episodes_failed_by_timeout_show_where() -> None:
+    async with running(COUNTING, step_timeout_seconds=0.3) as pool:
+        await pool.reset(1, 1, 7)
+        with pytest.raises(EnvironmentFailed, match=r"over 0\.3 s, at:[\s\S]*time\.sleep"):
+            await pool.step(1, "sleep 100")
+
+
+@pytest.mark.parametrize("text", ["x", "hold"])
+@pytest.mark.parametrize("run", ["main()", "asyncio.to_thread(asyncio.run, main())"])
+def test_hosts_die_with_a_killed_parent(text: str, run: str) -> None:
+    """SIGKILL of the process that holds the pool, with a free and with a hung host; with the pool
+    in its main thread and in another."""
+    code = f"""
+import asyncio
+from earl_core.environments.pool import EnvironmentPool
+async def main():
+    pool = EnvironmentPool({COUNTING!r}, hosts=2, step_timeout_seconds=2.0)
+    await pool.start()
+    await pool.reset(1, 1, 7)
+    step = asyncio.create_task(pool.step(1, {text!r}))
+    await asyncio.sleep(0.3)
+    print(*pool.host_pids, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run({run})
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+    finally:
+        parent.kill()
+        parent.communicate()
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+async def test_a_thousand_steps_a_second() -> None:
+    """The floor is a tenth of what two quiet cores give."""
+    async with running("tic_tac_toe", {"illegal_action": "retry", "max_retries": 100}) as pool:
+        await asyncio.gather(*(pool.reset(i, i, 1) for i in range(256)))
+        began = time.monotonic()
+        for _ in range(5):
+            await asyncio.gather(*(pool.step(i, "?") for i in range(256)))
+        assert 5 * 256 / (time.monotonic() - began) > 1000

@@ -1,0 +1,139 @@
+"""Environments as a user might write them, good and bad. Imported by name in host processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from earl_core.environments.base import Message, StepResult
+
+
+class Counting:
+    """Echoes the turn and a seeded number; ends after `turns`. Misbehaves when told to by the text."""
+
+    def __init__(self, turns: int = 5, directory: str = "") -> None:
+        self.turns = turns
+        self.directory = Path(directory) if directory else None
+        self.count = 0
+        self.random = random.Random()
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self.count = 0
+        self.random = random.Random(f"{prompt}/{seed}")
+        self._mark("reset")
+        return [{"role": "user", "content": f"prompt {prompt}"}]
+
+    def step(self, text: str) -> StepResult:
+        self.count += 1
+        command, _, argument = text.partition(" ")
+        self._mark(command)
+        result = self._obey(command, argument)
+        if result is not None:
+            return result
+        number = self.random.randrange(10**9)
+        message: Message = {"role": "user", "content": f"{self.count} {number} {text}"}
+        done = self.count >= self.turns
+        return StepResult([message], float(self.count), done, {"outcome": "end"} if done else {})
+
+    def close(self) -> None:
+        self._mark("close")
+
+    def _obey(self, command: str, argument: str) -> Any:
+        if command == "raise":
+            raise RuntimeError(f"told to fail: {argument}")
+        if command == "exit":
+            raise SystemExit(3)
+        if command == "sleep":
+            time.sleep(float(argument))
+        if command == "spin":
+            while True:
+                pass
+        if command == "stubborn":
+            while True:
+                try:
+                    while True:
+                        pass
+                except BaseException:
+                    continue
+        if command == "hold":
+            # Called through PyDLL, a C function keeps the interpreter lock.
+            ctypes.PyDLL(None).sleep(10_000)
+        if command == "die":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if command == "die_once":
+            path = Path(argument)
+            if not path.exists():
+                path.touch()
+                os._exit(7)
+        if command == "nan":
+            return StepResult([], float("nan"), True)
+        if command == "array":
+            return StepResult([], 0.0, True, {"outcome": {1, 2}})
+        if command == "nothing":
+            return (1, 2, 3)
+        return None
+
+    def _mark(self, what: str) -> None:
+        if self.directory is not None:
+            with (self.directory / what).open("a") as stream:
+                stream.write("x")
+
+
+class Serial(Counting):
+    """Must not run beside another of its kind; checks that it does not."""
+
+    concurrent = False
+    running = 0
+
+    def step(self, text: str) -> StepResult:
+        cls = type(self)
+        cls.running += 1
+        try:
+            if cls.running > 1:
+                raise AssertionError("two at a time")
+            time.sleep(0.001)
+            return super().step(text)
+        finally:
+            cls.running -= 1
+
+
+class Unseeded(Counting):
+    """Draws from the operating system, so it cannot be rebuilt."""
+
+    def step(self, text: str) -> StepResult:
+        self.random = random.Random(os.urandom(8))
+        return super().step(text)
+
+
+class Refusing:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise OSError("no sandbox here")
+
+
+class NotAnEnvironment:
+    """Lacks the methods."""
+
+
+def half_reward(completion: str, row: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """0.5, with a metric and an outcome."""
+    return 0.5, {"length": len(completion), "outcome": "half", "note": "text"}
+
+
+def bad_reward(completion: str, row: dict[str, Any]) -> Any:
+    return "much"
+
+
+def denying_trader(game: Any, observation: str, random_source: random.Random) -> str:
+    """An opponent in a negotiation that never trades."""
+    return "[Deny]"
+
+
+def illegal_opponent(game: Any, observation: str, random_source: random.Random) -> str:
+    return "[99 99]"

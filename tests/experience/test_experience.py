@@ -1,0 +1,122 @@
+"""Rewards and advantages from shards, against plain Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.dispatch import Batch, Manifest, ShardStore
+from earl_core.experience.advantage import NothingToTrain, advantage_columns
+from earl_core.experience.reward import reward_columns
+from earl_core.trajectory.samples import Columns, Episode, ListColumn, Sample, rollout_columns
+from earl_core.trajectory.schema import REFERENCE_SCHEMA, REWARD_SCHEMA, ROLLOUT_SCHEMA
+
+
+def sealed(store: ShardStore, stage: str, schema, columns: Columns) -> Manifest:  # type: ignore[no-untyped-def]
+    entry = store.write(stage=stage, iteration=0, rank=0, schema=schema, columns=columns)
+    return Manifest(
+        run="r", iteration=0, stage=stage, key="k", policy_version=0, shards=(entry,)
+    ).sealed()
+
+
+def played(episode_id: int, group: int, rewards: list[list[float]]) -> Episode:
+    """One sample for each inner list, one turn for each reward: 2 given and 2 sampled tokens."""
+    samples = []
+    for turns in rewards:
+        sample = Sample()
+        for reward in turns:
+            sample.begin_turn([1, 2])
+            sample.answer([3, 4], [-0.5, -0.25], 0)
+            sample.turn_rewards[-1] = reward
+        samples.append(sample)
+    return Episode(episode_id, group, group, samples, "done")
+
+
+EPISODES = [
+    played(0, 0, [[0.0, 1.0], [0.5]]),
+    played(1, 0, [[-1.0]]),
+    played(2, 1, [[0.25]]),
+    played(3, 2, [[1.0]]),
+    played(4, 2, [[3.0]]),
+]
+
+
+@pytest.fixture
+def rewarded(tmp_path: Path) -> tuple[ShardStore, Manifest, Manifest]:
+    store = ShardStore(tmp_path, 2**30)
+    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_columns(EPISODES))
+    with Batch(store, [rollout]) as batch:
+        columns, metrics = reward_columns(batch)
+    assert metrics["mean"] == pytest.approx(np.mean([1.5, -1.0, 0.25, 1.0, 3.0]))
+    return store, rollout, sealed(store, "reward", REWARD_SCHEMA, columns)
+
+
+def test_an_episodes_reward_is_on_each_of_its_samples(
+    rewarded: tuple[ShardStore, Manifest, Manifest],
+) -> None:
+    store, _, reward = rewarded
+    with Batch(store, [reward]) as batch:
+        assert batch.scalars("reward").tolist() == [1.5, 1.5, -1.0, 0.25, 1.0, 3.0]
+
+
+def test_advantages_cover_all_samples_of_kept_groups(
+    rewarded: tuple[ShardStore, Manifest, Manifest],
+) -> None:
+    store, rollout, reward = rewarded
+    with Batch(store, [rollout, reward]) as batch:
+        columns, metrics = advantage_columns(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}))
+        values = columns["advantages"]
+        assert isinstance(values, ListColumn)
+        ids = columns["sample_id"]
+    # The group of episode 2 has one episode and is dropped.
+    assert [int(sample) >> 16 for sample in ids] == [0, 0, 1, 3, 4]
+    assert metrics["groups_dropped"] == 1
+    rows = [
+        values.values[a:b].tolist()
+        for a, b in zip(values.offsets[:-1], values.offsets[1:], strict=True)
+    ]
+    assert rows[0] == [0, 0, 1.25, 1.25, 0, 0, 1.25, 1.25]
+    assert rows[1] == [0, 0, 1.25, 1.25]
+    assert rows[2] == [0, 0, -1.25, -1.25]
+    assert rows[3] == [0, 0, -1.0, -1.0]
+    assert rows[4] == [0, 0, 1.0, 1.0]
+
+
+def test_kl_in_the_reward_charges_trained_tokens(
+    rewarded: tuple[ShardStore, Manifest, Manifest],
+) -> None:
+    store, rollout, reward = rewarded
+    with Batch(store, [rollout]) as batch:
+        lengths = [len(batch.row("tokens", row)) for row in range(len(batch))]
+        ids = batch.rows.copy()
+    columns: Columns = {
+        "sample_id": ids,
+        "reference_logprobs": ListColumn.from_rows([np.full(n, -1.0) for n in lengths], "float32"),
+    }
+    reference = sealed(store, "reference", REFERENCE_SCHEMA, columns)
+    algorithm = AlgorithmConfig.model_validate(
+        {
+            "advantage": "dr_grpo",
+            "kl": {"placement": "reward", "estimator": "k1", "coefficient": 0.1},
+        }
+    )
+    with Batch(store, [rollout, reward, reference]) as batch:
+        result, _ = advantage_columns(batch, algorithm)
+    values = result["advantages"]
+    assert isinstance(values, ListColumn)
+    # k1 of a turn is (-0.5 + 1) + (-0.25 + 1) = 1.25; episode 0 has three turns, episode 1 one.
+    first, second = 1.5 - 0.1 * 3.75, -1.0 - 0.1 * 1.25
+    assert values.values[2] == pytest.approx(first - (first + second) / 2)
+
+
+def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path, 2**30)
+    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_columns(EPISODES[2:3]))
+    with Batch(store, [rollout]) as batch:
+        columns, _ = reward_columns(batch)
+    reward = sealed(store, "reward", REWARD_SCHEMA, columns)
+    with Batch(store, [rollout, reward]) as batch, pytest.raises(NothingToTrain):
+        advantage_columns(batch, AlgorithmConfig())

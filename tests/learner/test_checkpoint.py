@@ -1,0 +1,144 @@
+"""Training states: bit-identical continuation, damage and strangers refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from earl_core.learner.checkpoint import CheckpointError, verify_training_state
+from earl_core.learner.policy_learner import with_old_logprobs
+from tests.learner.helpers import random_samples, save_model
+from tests.learner.test_policy_learner import largest_difference, make_learner
+
+
+def _iterations(learner: object, first: int, last: int) -> None:
+    for iteration in range(first, last):
+        samples = random_samples(8, seed=iteration)
+        ready = with_old_logprobs(samples, learner.score(samples))
+        learner.update(ready, iteration=iteration)
+
+
+_CONTINUE = """
+import sys
+from pathlib import Path
+from tests.learner.test_checkpoint import _iterations
+from tests.learner.test_policy_learner import make_learner
+model, state, result = map(Path, sys.argv[1:])
+learner = make_learner(model, minibatches=2, schedule="cosine", weight_decay=0.1)
+assert learner.restore(state) == {"policy_version": 2, "cursor": [1, 2]}
+_iterations(learner, 2, 4)
+learner.save(result, {"policy_version": 4})
+"""
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_new_process_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    base = save_model(kind, tmp_path / "model")
+    settings = {"minibatches": 2, "schedule": "cosine", "weight_decay": 0.1}
+    learner = make_learner(base, **settings)
+    _iterations(learner, 0, 2)
+    learner.save(tmp_path / "two", {"policy_version": 2, "cursor": [1, 2]})
+    _iterations(learner, 2, 4)
+    subprocess.run(
+        [sys.executable, "-c", _CONTINUE, base, tmp_path / "two", tmp_path / "four"],
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    resumed = make_learner(base, **settings)
+    assert resumed.restore(tmp_path / "four") == {"policy_version": 4}
+    assert largest_difference(learner, resumed) == 0.0
+    for ours, theirs in zip(learner.model.parameters(), resumed.model.parameters(), strict=True):
+        state, restored = learner.optimizer.state[ours], resumed.optimizer.state[theirs]
+        assert state.keys() == restored.keys() and "exp_avg" in state
+        assert all(torch.equal(state[key], restored[key]) for key in state)
+
+
+def test_the_policy_directory_loads_with_stock_transformers(tmp_path: Path) -> None:
+    learner = make_learner(save_model("llama", tmp_path / "model"))
+    _iterations(learner, 0, 1)
+    learner.save(tmp_path / "state", {})
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "state" / "policy")
+    assert "earl" not in (tmp_path / "state" / "policy" / "config.json").read_text()
+    ours = learner.named_weights()
+    assert all(torch.equal(ours[name], weight) for name, weight in stock.named_parameters())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "state" / "policy")
+    assert tokenizer.chat_template == "{{ messages }}"
+    fresh = make_learner(tmp_path / "state" / "policy")
+    assert largest_difference(fresh, learner) == 0.0
+    kinds = {path.suffix for path in (tmp_path / "state").rglob("*") if path.is_file()}
+    assert kinds <= {".json", ".safetensors", ".jinja"}
+
+
+def test_another_model_is_one_clear_error_and_changes_nothing(tmp_path: Path) -> None:
+    make_learner(save_model("gpt2", tmp_path / "gpt2")).save(tmp_path / "state", {})
+    learner = make_learner(save_model("llama", tmp_path / "llama"))
+    samples = random_samples(4)
+    before = learner.score(samples)
+    with pytest.raises(CheckpointError, match=r"is of another model: .* Set model\.path"):
+        learner.restore(tmp_path / "state")
+    assert all((a == b).all() for a, b in zip(before, learner.score(samples), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.safetensors", "policy/model.safetensors", "policy/config.json"]
+)
+def test_damage_is_found(name: str, tmp_path: Path) -> None:
+    learner = make_learner(save_model("llama", tmp_path / "model"))
+    _iterations(learner, 0, 1)
+    state = tmp_path / "state"
+    learner.save(state, {"policy_version": 1})
+    assert verify_training_state(state) == {"policy_version": 1}
+    content = bytearray((state / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (state / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} is missing or not what was written"):
+        learner.restore(state)
+    (state / name).unlink()
+    with pytest.raises(CheckpointError, match="is missing or not"):
+        verify_training_state(state)
+
+
+def test_unfinished_and_foreign_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .* no state\.json"):
+        verify_training_state(tmp_path)
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        verify_training_state(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({"format": "other"}))
+    with pytest.raises(CheckpointError, match="format"):
+        verify_training_state(tmp_path)
+
+
+def test_files_outside_the_directory_are_not_read(tmp_path: Path) -> None:
+    learner = make_learner(save_model("llama", tmp_path / "model"))
+    state = tmp_path / "state"
+    learner.save(state, {})
+    (tmp_path / "secret").write_text("x")
+    content = json.loads((state / "state.json").read_text())
+    content["files"]["../secret"] = {"bytes": 1, "xxh3": "0"}
+    (state / "state.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="secret is missing"):
+        verify_training_state(state)
+
+
+def test_a_failed_write_leaves_the_old_state_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(save_model("llama", tmp_path / "model"))
+    learner.save(tmp_path / "run" / "state", {"policy_version": 1})
+    learner.save(tmp_path / "run" / "state", {"policy_version": 2})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("earl_core.learner.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        learner.save(tmp_path / "run" / "state", {"policy_version": 3})
+    assert verify_training_state(tmp_path / "run" / "state") == {"policy_version": 2}
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["state"]

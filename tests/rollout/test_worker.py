@@ -1,0 +1,262 @@
+"""The rollout worker: JSON in, JSON out, samples in shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.config import ConfigError
+from earl_core.rollout.errors import RolloutCancelled, RolloutFailed
+from earl_core.rollout.worker import HELD_OUT_PROMPTS, RolloutWorker
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from earl_core.weights.load import manifest_from_directory
+from earl_core.weights.publish import publish
+from tests.rollout.chat_models import tiny_model
+
+DEPLOYMENT = {"stage": "rollout", "threads": 1, "max_running_requests": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("worker") / "model")
+
+
+class Setting:
+    """A run directory and its worker."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root, self.model = root, model
+        self.progress: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {
+            "name": "run",
+            "seed": 5,
+            "iterations": 2,
+            "model": {"path": str(model)},
+            "environment": {
+                "name": "tic_tac_toe",
+                "options": {"style": "compact", "illegal_action": "retry", "max_retries": 3},
+                "step_timeout_seconds": 1.0,
+            },
+            "rollout": {
+                "engine": "torch",
+                "dtype": "float32",
+                "prompts_per_iteration": 6,
+                "group_size": 2,
+                "max_turns": 5,
+                "max_tokens_per_turn": 2,
+            },
+            "dispatch": {"directory": str(root / "shm")},
+        }
+        run = root / "run"
+        run.mkdir()
+        (run / "run.json").write_text(json.dumps({"uid": "uid1"}))
+
+    def worker(self, rank: int = 0, world_size: int = 1, iteration: int = 0) -> RolloutWorker:
+        context = WorkerContext(
+            rank=rank,
+            world_size=world_size,
+            role="rollout",
+            log_path=self.root / f"rollout-{rank}.log",
+            iteration=iteration,
+            _send_progress=self.progress.append,
+        )
+        self.cancelled: threading.Event = context.cancelled
+        return RolloutWorker(
+            context, DEPLOYMENT, config=self.config, run_directory=str(self.root / "run")
+        )
+
+    def weights(self, version: int = 0) -> dict[str, Any]:
+        return manifest_from_directory(self.model, version).model_dump(mode="json")
+
+    def run(self, work: Callable[[RolloutWorker], Awaitable[Any]], **place: int) -> Any:
+        """`work` on a ready worker, which is closed afterwards; the result passed as JSON."""
+
+        async def session() -> Any:
+            worker = self.worker(**place)
+            try:
+                await worker.ensure(self.weights())
+                return await work(worker)
+            finally:
+                await worker.close()
+
+        return json.loads(json.dumps(asyncio.run(session()), allow_nan=False))
+
+    def table(self, result: dict[str, Any]) -> pa.Table:
+        (entry,) = result["shards"]
+        with pa.memory_map(str(self.root / "shm" / "uid1" / entry["file"])) as source:
+            return pa.ipc.open_file(source).read_all()
+
+
+@pytest.fixture
+def setting(tmp_path: Path, model: Path) -> Setting:
+    return Setting(tmp_path, model)
+
+
+def test_rollout_publishes_samples_metrics_and_examples(setting: Setting) -> None:
+    result = setting.run(lambda worker: worker.rollout(first_prompt=12, prompts=6))
+    table = setting.table(result)
+    table.validate(full=True)
+    assert table.schema.equals(ROLLOUT_SCHEMA)
+    assert table["episode_id"].to_pylist() == list(range(24, 36))
+    assert table["group_id"].to_pylist() == [group for group in range(12, 18) for _ in range(2)]
+    assert set(table["policy_version_first"].combine_chunks().values.to_pylist()) == {0}
+    numbers = result["metrics"]
+    assert numbers["episodes"] == 12
+    assert numbers["samples_per_episode"] == 1.0
+    shares = [numbers[f"outcome/{name}"] for name in ("win", "draw", "loss", "illegal")]
+    ended = numbers.get("finish/done", 0.0)
+    assert sum(shares) == pytest.approx(ended)
+    assert result["statistics"]["context_max"] == numbers["context/max"] > 0
+    assert result["statistics"]["peak_memory_bytes"] > 10**7
+    assert len(result["examples"]) == 2
+    assert result["examples"][0]["turns"][0]["observation"]
+    assert setting.progress[-1]["episodes_done"] == setting.progress[-1]["episodes"] == 12
+
+
+def test_a_repeated_rollout_is_equal_and_another_iteration_is_not(setting: Setting) -> None:
+    first = setting.table(setting.run(lambda w: w.rollout(0, 4), iteration=1))
+    again = setting.table(setting.run(lambda w: w.rollout(0, 4), iteration=1))
+    other = setting.table(setting.run(lambda w: w.rollout(0, 4), iteration=2))
+    assert first.equals(again)
+    assert not first.equals(other)
+
+
+def test_ranks_play_different_prompts_of_one_rollout(setting: Setting) -> None:
+    tables = [
+        setting.table(setting.run(lambda w: w.rollout(10, 5), rank=rank, world_size=2))
+        for rank in range(2)
+    ]
+    groups = [table["group_id"].to_pylist() for table in tables]
+    assert groups == [[10, 10, 11, 11], [12, 12, 13, 13, 14, 14]]
+
+
+def test_ensure_loads_only_what_is_new(setting: Setting, tmp_path: Path) -> None:
+    tensors = {
+        name: tensor + 0.1 * torch.randn_like(tensor)
+        for name, tensor in load_file(setting.model / "model.safetensors").items()
+    }
+    changed = publish(tensors, tmp_path / "weights", 1, torch.float32).model_dump(mode="json")
+
+    async def work(worker: RolloutWorker) -> list[Any]:
+        before = await worker.play_one(0, 1)
+        same = await worker.ensure(setting.weights())
+        new = await worker.ensure(changed)
+        after = await worker.play_one(0, 1)
+        back = await worker.ensure(setting.weights())
+        return [before, same, new, after, back, await worker.play_one(0, 1)]
+
+    before, same, new, after, back, again = setting.run(work)
+    assert (same["loaded"], same["policy_version"]) == (False, 0)
+    assert (new["loaded"], new["policy_version"]) == (True, 1)
+    assert (back["loaded"], back["policy_version"]) == (True, 0)
+    answers = [[turn["answer"] for turn in found["turns"]] for found in (before, after, again)]
+    assert answers[0] == answers[2] != answers[1]
+
+
+def test_evaluation_is_held_out_and_repeatable(setting: Setting) -> None:
+    async def work(worker: RolloutWorker) -> list[Any]:
+        options = {"opponent": "perfect"}
+        return [
+            await worker.evaluate(8),
+            await worker.evaluate(8),
+            await worker.evaluate(8, temperature=0.0, options=options, key="hard"),
+        ]
+
+    first, second, _ = setting.run(work, iteration=1)
+    *_, hard = setting.run(work, iteration=2)
+    assert first["outcomes"] == second["outcomes"]
+    assert first["metrics"]["return/mean"] == second["metrics"]["return/mean"]
+    assert first["examples"][0]["prompt_id"] == HELD_OUT_PROMPTS
+    assert (first["episodes"], hard["key"], hard["iteration"]) == (8, "hard", 2)
+    for outcome in first["outcomes"].values():
+        assert 0 <= outcome["low"] <= outcome["share"] <= outcome["high"] <= 1
+        assert outcome["count"] == round(outcome["share"] * 8)
+    assert not (setting.root / "shm").exists()
+
+
+def test_an_answer_to_a_person(setting: Setting) -> None:
+    messages = [{"role": "user", "content": "X2O|4X6|789"}]
+    result = setting.run(lambda worker: worker.answer(messages, seed=3))  # type: ignore[arg-type]
+    assert isinstance(result["text"], str)
+    assert 1 <= result["tokens"] <= 2
+
+
+def test_episodes_whose_environment_fails_leave_the_shard(setting: Setting) -> None:
+    setting.config["environment"] |= {
+        "name": "tests.rollout.environments:Unreliable",
+        "options": {"raising": [1], "hanging": [4]},
+        "max_failed_share": 0.5,
+    }
+    result = setting.run(lambda worker: worker.rollout(0, 6))
+    assert sorted(set(setting.table(result)["group_id"].to_pylist())) == [0, 2, 3, 5]
+    assert result["metrics"]["episodes_failed"] == 4
+    assert result["metrics"]["return/mean"] == 2.0
+    setting.config["environment"]["max_failed_share"] = 0.1
+    with pytest.raises(RolloutFailed, match=r"(?s)4 of 12 episodes.*this prompt has no answer"):
+        setting.run(lambda worker: worker.rollout(0, 6))
+
+
+def test_in_a_worker_group_of_two_ranks(setting: Setting) -> None:
+    group = LocalWorkerGroup(
+        "rollout", "earl_core.rollout.worker:RolloutWorker", log_directory=setting.root / "logs"
+    )
+    arguments = {"config": setting.config, "run_directory": str(setting.root / "run")}
+    where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 60}
+    seen: list[dict[str, Any]] = []
+    try:
+        group.start({**DEPLOYMENT, "replicas": 2}, arguments, world_size=2)
+        ready = group.call("ensure", weights=setting.weights(), **where)
+        assert [rank["policy_version"] for rank in ready] == [0, 0]
+        results = group.call(
+            "rollout", first_prompt=0, prompts=6, on_progress=seen.append, **where
+        )
+        pids = group.pids
+    finally:
+        group.stop()
+    episodes = [setting.table(result)["episode_id"].to_pylist() for result in results]
+    assert episodes == [list(range(6)), list(range(6, 12))]
+    assert seen
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_cancelled_rollout_leaves_a_usable_worker(setting: Setting) -> None:
+    async def work(worker: RolloutWorker) -> Any:
+        setting.cancelled.set()
+        with pytest.raises(RolloutCancelled):
+            await worker.rollout(0, 600)
+        setting.cancelled.clear()
+        return await worker.rollout(0, 2)
+
+    assert setting.run(work)["metrics"]["episodes"] == 4
+
+
+def test_a_missing_model_is_one_clear_error(setting: Setting) -> None:
+    setting.config["model"] = {"path": str(setting.root / "nowhere")}
+    worker = setting.worker()
+    with pytest.raises(ConfigError, match=r"set model\.path"):
+        asyncio.run(worker.ensure(setting.weights()))
+    with pytest.raises(RuntimeError, match="call `ensure` first"):
+        asyncio.run(worker.rollout(0, 1))
+
+
+def test_released_memory_comes_back(setting: Setting) -> None:
+    async def work(worker: RolloutWorker) -> Any:
+        before = await worker.play_one(0, 1)
+        await worker.release_memory()
+        await worker.restore_memory()
+        await worker.ensure(setting.weights())
+        return [before, await worker.play_one(0, 1)]
+
+    before, after = setting.run(work)
+    assert [t["answer"] for t in before["turns"]] == [t["answer"] for t in after["turns"]]

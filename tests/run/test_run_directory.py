@@ -1,0 +1,189 @@
+"""The run directory: lock, sealed stages, checkpoints, records, sweeping."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from earl_core.config import ConfigError, RunConfig, parse_config
+from earl_core.dispatch import Manifest
+from earl_core.run import RunDirectory, RunInUse, stage_key
+from earl_core.run.directory import read_lines
+from earl_core.run.lock import is_locked
+from earl_core.run.shards import list_stores, sweep
+from earl_core.trajectory.samples import Episode, Sample, rollout_columns
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+
+
+def config_in(tmp_path: Path, **changes: object) -> RunConfig:
+    return parse_config(
+        {
+            "name": "a",
+            "runs_directory": str(tmp_path / "runs"),
+            "iterations": 2,
+            "model": {"path": "models/x"},
+            "environment": {"name": "tic_tac_toe"},
+            "rollout": {"prompts_per_iteration": 4, "group_size": 2, "max_turns": 5},
+            "dispatch": {"directory": str(tmp_path / "shm")},
+            **changes,
+        }
+    )
+
+
+def seal(run: RunDirectory, iteration: int, stage: str, key: str) -> Manifest:
+    sample = Sample()
+    sample.begin_turn([1, 2])
+    sample.answer([3], [-0.5], 0)
+    entry = run.store.write(
+        stage=stage,
+        iteration=iteration,
+        rank=0,
+        schema=ROLLOUT_SCHEMA,
+        columns=rollout_columns([Episode(0, 0, 0, [sample], "done")]),
+    )
+    return run.seal(
+        Manifest(
+            run=run.uid,
+            iteration=iteration,
+            stage=stage,
+            key=key,
+            policy_version=iteration,
+            shards=(entry,),
+        )
+    )
+
+
+def test_lock_keeps_a_second_process_out_and_dies_with_its_owner(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    RunDirectory.open(config).close()
+    script = (
+        "import sys, time, yaml\n"
+        "from earl_core.config import load_config\n"
+        "from earl_core.run import RunDirectory\n"
+        "run = RunDirectory.open(load_config(sys.argv[1]))\n"
+        "print('open', flush=True); time.sleep(60)\n"
+    )
+    stored = tmp_path / "runs" / "a" / "config.yaml"
+    owner = subprocess.Popen([sys.executable, "-c", script, str(stored)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    with pytest.raises(RunInUse, match=f"in use by process {owner.pid}"):
+        RunDirectory.open(config)
+    assert is_locked(tmp_path / "runs" / "a")
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    assert not is_locked(tmp_path / "runs" / "a")
+    run = RunDirectory.open(config)
+    assert run.attempt == 3
+    run.close()
+
+
+def test_a_run_directory_belongs_to_one_model_environment_and_seed(tmp_path: Path) -> None:
+    RunDirectory.open(config_in(tmp_path)).close()
+    with pytest.raises(ConfigError, match="another seed"):
+        RunDirectory.open(config_in(tmp_path, seed=1))
+    RunDirectory.open(config_in(tmp_path, iterations=9)).close()
+
+
+def test_a_stage_is_finished_while_key_and_shards_hold(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    run = RunDirectory.open(config)
+    manifest = seal(run, 0, "rollout", "key")
+    assert run.sealed(0, "rollout", "key") == manifest
+    assert run.sealed(0, "rollout", "other") is None
+    assert run.sealed(0, "reward", "key") is None
+    run.close()
+
+    again = RunDirectory.open(config)
+    assert again.sealed(0, "rollout", "key") == manifest
+    path = again.store.path(manifest.shards[0])
+    start, _ = manifest.shards[0].columns["tokens"].values
+    data = bytearray(path.read_bytes())
+    data[start] ^= 1
+    path.write_bytes(data)
+    again.close()
+
+    third = RunDirectory.open(config)
+    assert third.sealed(0, "rollout", "key") is None
+    assert "corrupt" in third.ledger()[-1]["event"]
+    path.unlink()
+    assert third.sealed(0, "rollout", "key") is None
+    third.close()
+
+
+def test_a_damaged_manifest_means_the_stage_is_not_finished(tmp_path: Path) -> None:
+    run = RunDirectory.open(config_in(tmp_path))
+    seal(run, 0, "rollout", "key")
+    path = run.stage_path(0, "rollout")
+    path.write_text(path.read_text()[:-20])
+    assert run.sealed(0, "rollout", "key") is None
+    run.close()
+
+
+def test_stable_checkpoint_releases_shards_and_pruning_keeps_the_last(tmp_path: Path) -> None:
+    run = RunDirectory.open(config_in(tmp_path, checkpoint={"keep_last": 1}))
+    kept = [seal(run, iteration, "rollout", "key") for iteration in range(3)]
+    for iteration in range(2):
+        run.checkpoint_path(iteration).mkdir(parents=True)
+        run.mark_stable(iteration)
+    assert run.last_stable() == 1
+    there = [run.store.path(manifest.shards[0]).exists() for manifest in kept]
+    assert there == [False, False, True]
+    run.prune_checkpoints(keep=set())
+    assert run.stable_iterations() == [1]
+    run.finish()
+    assert not run.store.directory.exists()
+    run.close()
+
+
+def test_key_covers_settings_and_inputs_but_not_the_layout(tmp_path: Path) -> None:
+    base = config_in(tmp_path)
+    key = stage_key(base, "u", 3, "update", ["x"])
+    assert key == stage_key(base, "u", 3, "update", ["x"])
+    layout = config_in(tmp_path, update={"max_tokens_per_microbatch": 64, "threads": 1})
+    assert key == stage_key(layout, "u", 3, "update", ["x"])
+    for other in (
+        stage_key(base, "u", 4, "update", ["x"]),
+        stage_key(base, "v", 3, "update", ["x"]),
+        stage_key(base, "u", 3, "update", ["y"]),
+        stage_key(config_in(tmp_path, update={"learning_rate": 1}), "u", 3, "update", ["x"]),
+    ):
+        assert other != key
+
+
+def test_records_survive_a_cut_off_line(tmp_path: Path) -> None:
+    run = RunDirectory.open(config_in(tmp_path))
+    run.append_metrics(0, {"x": 1.0})
+    run.append_metrics(1, {"x": 2.0})
+    run.append_metrics(1, {"x": 3.0})
+    with (run.path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"iteration": 2, "x"')
+    assert [line["x"] for line in run.metrics()] == [1.0, 3.0]
+    assert len(read_lines(run.path / "metrics.jsonl")) == 3
+    run.close()
+
+
+def test_sweep_spares_live_and_waiting_runs(tmp_path: Path) -> None:
+    root = tmp_path / "shm"
+    live = RunDirectory.open(config_in(tmp_path, name="live"))
+    waiting = RunDirectory.open(config_in(tmp_path, name="waiting"))
+    waiting.close()
+    finished = RunDirectory.open(config_in(tmp_path, name="finished"))
+    finished.update_record(finished=True)
+    finished.close()
+    states = {state.directory.name: state for state in list_stores(root)}
+    assert states[live.uid].live
+    assert not states[waiting.uid].finished
+    assert sweep(root, retain_hours=1.0) == [finished.store.directory]
+    assert sweep(root, retain_hours=None) == [waiting.store.directory]
+    assert live.store.directory.exists()
+    stamp = json.loads((live.store.directory / "owner.json").read_text())["time"]
+    assert time.time() - stamp < 60
+    live.close()

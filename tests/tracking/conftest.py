@@ -1,0 +1,216 @@
+"""A real MLflow: SQLite files in temporary directories, and one server that is stopped and killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from earl_core.config import parse_config
+from earl_core.run import RunDirectory
+from earl_core.selector import Hardware
+from tasks.tracking import Tracker
+
+HARDWARE = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Whatever a person would be shown, by anyone."""
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """`mlflow server` on a loopback port, its processes in a group of their own."""
+
+    def __init__(self, directory: Path, template: Path) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        shutil.copy(template, directory / "server.db")
+
+    def start(self) -> None:
+        command = [
+            *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1"),
+            *("--port", str(self.port)),
+            *("--backend-store-uri", f"sqlite:///{self.directory / 'server.db'}"),
+            *("--artifacts-destination", str(self.directory / "artifacts")),
+        ]
+        environment = {
+            **os.environ,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        with (self.directory / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=self.directory,
+                start_new_session=True,
+            )
+        assert until(self.healthy, 60), (self.directory / "server.log").read_text()[-2000:]
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture(scope="session")
+def template_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow's migrations take seconds, so they run once."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "template.db"
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, template_database: Path) -> Iterator[Server]:
+    """Running; a test that stops or kills it makes it run again."""
+    server = Server(tmp_path_factory.mktemp("server"), template_database)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+class Runs:
+    """Opens runs and trackers, and closes what a test left open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._runs: list[RunDirectory] = []
+        self._trackers: list[Tracker] = []
+
+    def run(self, name: str = "first", **changes: Any) -> RunDirectory:
+        config = {
+            "name": name,
+            "iterations": 3,
+            "runs_directory": str(self.path / "runs"),
+            "model": {"path": str(self.path / "model")},
+            "environment": {"name": "tictactoe"},
+            "rollout": {"prompts_per_iteration": 2, "group_size": 4, "max_turns": 5},
+            "dispatch": {"directory": str(self.path / "shards")},
+            **changes,
+        }
+        run = RunDirectory.open(parse_config(config))
+        self._runs.append(run)
+        return run
+
+    def tracker(self, run: RunDirectory, **settings: Any) -> Tracker:
+        tracker = Tracker(run, HARDWARE, **settings)
+        self._trackers.append(tracker)
+        return tracker
+
+    def close_run(self, run: RunDirectory) -> None:
+        self._runs.remove(run)
+        run.close()
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+        for run in list(self._runs):
+            self.close_run(run)
+
+
+@pytest.fixture
+def runs(
+    tmp_path: Path, template_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Runs]:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "runs").mkdir()
+    shutil.copy(template_database, tmp_path / "runs" / "mlflow.db")
+    found = Runs(tmp_path)
+    yield found
+    found.close()
+
+
+def example(episode: int = 0, outcome: str = "win") -> dict[str, Any]:
+    """As `earl_core.rollout.metrics.example` writes it."""
+    return {
+        "episode_id": episode,
+        "prompt_id": 0,
+        "turns": [
+            {"observation": "board 1", "answer": "[5]", "reward": 0.0, "tokens": 3, "seconds": 0.2},
+            {"observation": "board 2", "answer": "[9]", "reward": 1.0, "tokens": 4, "seconds": 0.3},
+        ],
+        "closing": "you won",
+        "outcome": outcome,
+        "return": 1.0,
+        "finish_reason": "done",
+    }
+
+
+def plan(reason: str = "the only candidate") -> dict[str, Any]:
+    return {"stages": {"rollout": {"replicas": 1}}, "reasons": {"rollout": reason}}
+
+
+def finish(run: RunDirectory, tracker: Tracker, iteration: int, **metrics: float) -> None:
+    """What a finished iteration does: metrics.jsonl first, then the tracker."""
+    metrics = {"rollout/return/mean": iteration / 10, **metrics}
+    run.append_metrics(iteration, metrics)
+    tracker.iteration_finished(
+        iteration,
+        metrics,
+        plan=plan(),
+        examples=[example(iteration)],
+        checkpoint=run.checkpoint_path(iteration),
+    )
+
+
+def history(uri: str, run_id: str | None, key: str = "rollout/return/mean") -> dict[int, float]:
+    from mlflow import MlflowClient
+
+    assert run_id is not None
+    rows = MlflowClient(tracking_uri=uri).get_metric_history(run_id, key)
+    assert len({row.step for row in rows}) == len(rows), "a step was sent twice"
+    return {row.step: row.value for row in rows}

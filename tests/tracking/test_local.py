@@ -1,0 +1,314 @@
+"""A run in the SQLite database beside the runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from earl_core.run.keys import STAGES
+from tests.tracking.conftest import Runs, example, finish, history, plan, until, warnings_in
+
+
+def artifact(client: MlflowClient, run_id: str, path: str) -> str:
+    root = Path(unquote(urlsplit(client.get_run(run_id).info.artifact_uri).path))
+    return (root / path).read_text()
+
+
+def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    run = runs.run()
+    tracker = runs.tracker(run)
+    for iteration in range(3):
+        finish(run, tracker, iteration, entropy=1.5, nothing=math.nan)
+    tracker.evaluation_finished(3, {"evaluation/outcome/win/share": 0.5})
+    tracker.close()
+
+    uri = f"sqlite:///{(runs.path / 'runs' / 'mlflow.db').resolve()}"
+    assert tracker.uri == uri
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_run(tracker.run_id)
+    assert found.info.status == "FINISHED"
+    assert found.info.run_name == "first"
+    assert client.get_experiment(tracker.experiment_id).name == "earl"
+    parameters, tags = found.data.params, found.data.tags
+    assert parameters["rollout.group_size"] == "4"
+    assert parameters["environment.name"] == "tictactoe"
+    assert tags["earl.uid"] == run.uid
+    assert tags["hardware.cpu_cores"] == "2"
+    assert tags["version.mlflow"] and tags["version.torch"] and tags["version.python"]
+    assert tags["checkpoint"] == str(run.checkpoint_path(2).resolve())
+    assert tags["plan.rollout"] == "the only candidate"
+    assert history(uri, tracker.run_id) == {0: 0.0, 1: 0.1, 2: 0.2}
+    assert history(uri, tracker.run_id, "entropy") == {0: 1.5, 1: 1.5, 2: 1.5}
+    assert history(uri, tracker.run_id, "nothing") == {}
+    assert history(uri, tracker.run_id, "evaluation/outcome/win/share") == {3: 0.5}
+    assert yaml.safe_load(artifact(client, tracker.run_id, "config.yaml"))["name"] == "first"
+    assert json.loads(artifact(client, tracker.run_id, "plans/000000.json")) == plan()
+    assert run.record["tracking"] == {
+        "uri": uri,
+        "run_id": tracker.run_id,
+        "experiment_id": tracker.experiment_id,
+    }
+    assert json.loads((run.path / "run.json").read_text())["tracking"]["run_id"] == tracker.run_id
+    assert (runs.path / "runs" / "mlartifacts" / "earl").is_dir()
+    assert not warnings_in(caplog)
+    assert tracker.dropped == 0
+    assert tracker.waiting == 0
+
+
+def test_a_plan_is_stored_only_when_it_changes(runs: Runs) -> None:
+    run = runs.run()
+    tracker = runs.tracker(run)
+    for iteration, reason in enumerate(["a", "a", "b"]):
+        tracker.iteration_finished(
+            iteration, {"x": 1.0}, plan=plan(reason), examples=[], checkpoint=None
+        )
+    tracker.close()
+    client = MlflowClient(tracking_uri=tracker.uri)
+    stored = [file.path for file in client.list_artifacts(tracker.run_id, "plans")]
+    assert stored == ["plans/000000.json", "plans/000002.json"]
+    assert client.get_run(tracker.run_id).data.tags["plan.rollout"] == "b"
+
+
+def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:
+    run = runs.run()
+    tracker = runs.tracker(run)
+    examples = [example(4), example(5, "loss"), example(6)]
+    tracker.iteration_finished(7, {"x": 1.0}, plan=plan(), examples=examples, checkpoint=None)
+    tracker.iteration_finished(
+        8, {"x": 1.0}, plan=plan(), examples=[{"turns": [{"answer": "a"}]}, {}], checkpoint=None
+    )
+    tracker.close()
+    client = MlflowClient(tracking_uri=tracker.uri)
+    found = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+    assert tracker.dropped == 0
+    seven = {t.info.tags["earl.episode"]: t for t in found if t.info.tags["earl.iteration"] == "7"}
+    assert sorted(seven) == ["4", "5"], "trace_episodes is 2"
+    assert seven["5"].info.tags["earl.outcome"] == "loss"
+    assert seven["4"].info.execution_duration == 500
+    spans = {span.span_id: span for span in seven["4"].data.spans}
+
+    def path(span: Any) -> str:
+        parent = spans[span.parent_id] if span.parent_id else None
+        return f"{path(parent)}/{span.name}" if parent else span.name
+
+    assert sorted(path(span) for span in spans.values()) == [
+        "episode 4",
+        "episode 4/turn 1",
+        "episode 4/turn 1/environment",
+        "episode 4/turn 1/llm",
+        "episode 4/turn 2",
+        "episode 4/turn 2/environment",
+        "episode 4/turn 2/llm",
+    ]
+    (turn,) = [span for span in spans.values() if span.name == "turn 2"]
+    assert turn.inputs == {"observation": "board 2"}
+    assert turn.outputs == {"answer": "[9]", "reward": 1.0}
+    answer = [span for span in spans.values() if span.name == "llm"][-1]
+    assert answer.span_type == "CHAT_MODEL"
+    assert {span.span_type for span in spans.values()} == {"AGENT", "CHAIN", "CHAT_MODEL", "TOOL"}
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run(runs: Runs) -> None:
+    run = runs.run()
+    tracker = runs.tracker(run)
+    finish(run, tracker, 0)
+    tracker.close("KILLED")
+    client = MlflowClient(tracking_uri=tracker.uri)
+    assert client.get_run(tracker.run_id).info.status == "KILLED"
+    runs.close_run(run)
+
+    again = runs.run(iterations=5)
+    # Finished while nothing was tracked.
+    again.append_metrics(1, {"rollout/return/mean": 0.1})
+    second = runs.tracker(again)
+    assert until(lambda: second.run_id)
+    assert client.get_run(second.run_id).info.status == "RUNNING"
+    finish(again, second, 2)
+    second.close("FAILED")
+    assert second.run_id == tracker.run_id
+    assert history(tracker.uri, second.run_id) == {0: 0.0, 1: 0.1, 2: 0.2}
+    found = client.get_run(second.run_id)
+    assert found.info.status == "FAILED"
+    assert found.data.params["iterations"] == "3"
+    assert found.data.tags["changed.iterations"] == "5"
+    assert len(client.search_runs([second.experiment_id])) == 1
+
+
+@pytest.mark.parametrize("loss", ["the record", "the run"])
+def test_what_was_lost_between_the_attempts(runs: Runs, loss: str) -> None:
+    run = runs.run()
+    tracker = runs.tracker(run)
+    finish(run, tracker, 0)
+    tracker.close()
+    client = MlflowClient(tracking_uri=tracker.uri)
+    if loss == "the record":
+        run.update_record(tracking=None)
+    else:
+        client.delete_run(tracker.run_id)
+    second = runs.tracker(run)
+    assert until(lambda: second.run_id)
+    second.close()
+    assert (second.run_id == tracker.run_id) == (loss == "the record")
+    assert history(tracker.uri, second.run_id) == {0: 0.0}
+    assert run.record["tracking"]["run_id"] == second.run_id
+
+
+def test_evaluations_of_an_untracked_attempt_are_sent(runs: Runs) -> None:
+    from earl_core.dispatch import Manifest
+
+    assert "evaluation" not in STAGES
+    run = runs.run()
+    run.seal(
+        Manifest(
+            run=run.uid,
+            iteration=2,
+            stage="evaluation",
+            key="k",
+            policy_version=2,
+            metrics={"outcome/win/share": 0.25},
+        )
+    )
+    tracker = runs.tracker(run)
+    tracker.close()
+    assert history(tracker.uri, tracker.run_id, "evaluation/outcome/win/share") == {2: 0.25}
+
+
+def test_switched_off_it_does_nothing(runs: Runs) -> None:
+    run = runs.run(tracking={"enabled": False})
+    before = threading.active_count()
+    tracker = runs.tracker(run)
+    finish(run, tracker, 0)
+    tracker.evaluation_finished(0, {"x": 1.0})
+    tracker.close()
+    assert threading.active_count() == before
+    assert tracker.run_id is None
+    assert "tracking" not in run.record
+
+
+def test_credentials_reach_neither_logs_nor_records(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = runs.run(
+        tracking={"uri": "http://me:hunter2@127.0.0.1:9"},
+        environment={"name": "tictactoe", "options": {"api_key": "hunter2", "max_tokens": 3}},
+    )
+    tracker = runs.tracker(run)
+    assert until(lambda: tracker.failing)
+    tracker.close()
+    assert tracker.uri == "http://127.0.0.1:9"
+    assert len(warnings_in(caplog)) == 1
+    assert "hunter2" not in caplog.text
+
+    from tasks import tracking_details as details
+
+    shown = details.parameters(run.config)
+    assert "hunter2" not in details.config_text(run.config) + str(shown)
+    assert shown["environment.options.max_tokens"] == "3"
+
+
+def test_a_refused_value_loses_only_itself(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    run = runs.run()
+    (runs.path / "runs" / "mlartifacts").write_text("a file where the artifacts should be")
+    tracker = runs.tracker(run)
+    for iteration in range(2):
+        finish(run, tracker, iteration)
+    tracker.close()
+    assert not tracker.failing
+    assert history(tracker.uri, tracker.run_id) == {0: 0.0, 1: 0.1}
+    assert tracker.dropped == 2  # config.yaml and the plan
+    (warning,) = warnings_in(caplog)
+    assert "refuses config.yaml" in warning.getMessage()
+
+
+def test_a_locked_database_is_waited_for(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    run = runs.run()
+    tracker = runs.tracker(run)
+    assert until(lambda: tracker.run_id)
+    other = sqlite3.connect(runs.path / "runs" / "mlflow.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    started = time.monotonic()
+    finish(run, tracker, 0)
+    assert time.monotonic() - started < 0.2, "the flow waited for the database"
+    time.sleep(6.0)  # longer than SQLite's own patience
+    other.execute("ROLLBACK")
+    other.close()
+    tracker.close()
+    assert history(tracker.uri, tracker.run_id) == {0: 0.0}
+    assert not warnings_in(caplog)
+
+
+def test_more_than_fits_drops_the_oldest_and_metrics_come_from_the_file(runs: Runs) -> None:
+    from tasks.tracking_outbox import Episode, Numbers, Outbox
+
+    outbox = Outbox(numbers=3, others=2)
+    for step in range(5):
+        outbox.put(Numbers("iteration", step, {"x": 1.0}))
+        outbox.put(Episode(step, example(step)))
+    assert outbox.dropped == 5
+    assert outbox.lost_numbers
+    assert outbox.steps("iteration") == {2, 3, 4}
+    chosen = outbox.head(4)
+    assert [item.step for item in chosen if isinstance(item, Numbers)] == [2, 3]
+    outbox.remove(chosen)
+    assert len(outbox) == 3
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    from tests.tracking.conftest import Runs, finish
+
+    def main() -> None:
+        runs = Runs(Path(sys.argv[1]))
+        run = runs.run(sys.argv[2])
+        tracker = runs.tracker(run)
+        for iteration in range(8):
+            finish(run, tracker, iteration)
+        tracker.close()
+        assert tracker.waiting == 0 and tracker.dropped == 0 and not tracker.failing
+        heavy = {"torch", "transformers", "vllm"} & set(sys.modules)
+        assert not heavy, heavy
+        print(tracker.run_id)
+
+    main()
+"""
+
+
+def test_two_runs_share_a_database_from_its_first_moment(tmp_path: Path) -> None:
+    """Also: tracking imports no torch, writes nothing into the working directory, says nothing."""
+    (tmp_path / "work").mkdir()
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), name],
+            cwd=tmp_path / "work",
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "two")
+    ]
+    uri = f"sqlite:///{(tmp_path / 'runs' / 'mlflow.db').resolve()}"
+    for process in processes:
+        output, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+        assert errors == ""
+        assert sorted(history(uri, output.strip())) == list(range(8))
+    assert list((tmp_path / "work").iterdir()) == []

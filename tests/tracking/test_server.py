@@ -1,0 +1,160 @@
+"""A tracking server over HTTP: working, dead, hanging, and back again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from tests.tracking.conftest import (
+    Runs,
+    Server,
+    finish,
+    free_port,
+    history,
+    until,
+    warnings_in,
+)
+
+
+@pytest.fixture
+def paused(server: Server) -> Iterator[Server]:
+    server.pause()
+    yield server
+    server.go_on()
+
+
+def seconds_of(call: Any, *arguments: Any, **options: Any) -> float:
+    started = time.monotonic()
+    call(*arguments, **options)
+    return time.monotonic() - started
+
+
+def test_a_run_is_whole_on_a_server(
+    runs: Runs, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    run = runs.run()
+    tracker = runs.tracker(run)
+    for iteration in range(3):
+        finish(run, tracker, iteration)
+    tracker.close()
+    assert tracker.uri == server.uri
+    assert (tracker.waiting, tracker.dropped) == (0, 0)
+    client = MlflowClient(tracking_uri=server.uri)
+    found = client.get_run(tracker.run_id)
+    assert found.info.status == "FINISHED"
+    assert found.data.params["rollout.group_size"] == "4"
+    assert history(server.uri, tracker.run_id) == {0: 0.0, 1: 0.1, 2: 0.2}
+    assert {a.path for a in client.list_artifacts(tracker.run_id)} == {"config.yaml", "plans"}
+    traces = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+    assert sorted(len(trace.data.spans) for trace in traces) == [7, 7, 7]
+
+    second = runs.tracker(run)
+    second.close()
+    assert second.run_id == tracker.run_id
+
+
+def test_dead_at_start(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    uri = f"http://127.0.0.1:{free_port()}"
+    run = runs.run(tracking={"uri": uri})
+    started = time.monotonic()
+    tracker = runs.tracker(run, retry_seconds=0.5)
+    finish(run, tracker, 0)
+    assert time.monotonic() - started < 0.2
+    assert until(lambda: tracker.failing)
+    for iteration in range(1, 4):
+        finish(run, tracker, iteration)
+        time.sleep(0.8)
+    assert seconds_of(tracker.close) < 0.2
+    assert tracker.run_id is None
+    (warning,) = warnings_in(caplog)
+    assert warning.name == "earl.tracking"
+    assert uri in warning.getMessage()
+    assert "metrics.jsonl" in warning.getMessage()
+    assert "tracking.enabled=false" in warning.getMessage()
+
+
+def test_hanging_at_start(runs: Runs, paused: Server, caplog: pytest.LogCaptureFixture) -> None:
+    run = runs.run(tracking={"uri": paused.uri})
+    tracker = runs.tracker(run)
+    finish(run, tracker, 0)
+    # Whoever ends before the first time-out waits for that and no longer.
+    assert seconds_of(tracker.close) < 8
+    assert len(warnings_in(caplog)) == 1
+    assert tracker.failing
+
+
+def test_hanging_later_then_back(
+    runs: Runs, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = runs.run("hanging", tracking={"uri": server.uri})
+    tracker = runs.tracker(run, retry_seconds=0.5)
+    finish(run, tracker, 0)
+    assert until(lambda: tracker.run_id and not tracker.waiting)
+    server.pause()
+    try:
+        for iteration in range(1, 4):
+            assert seconds_of(finish, run, tracker, iteration) < 0.2
+        assert until(lambda: tracker.failing, 12)
+        assert len(warnings_in(caplog)) == 1
+        # Written while nothing was listening, by nobody's queue.
+        run.append_metrics(4, {"rollout/return/mean": 0.4})
+    finally:
+        server.go_on()
+    assert until(lambda: not tracker.failing and not tracker.waiting, 30)
+    finish(run, tracker, 5)
+    tracker.close()
+    assert history(server.uri, tracker.run_id) == {step: step / 10 for step in range(6)}
+    assert len(warnings_in(caplog)) == 1
+    assert MlflowClient(server.uri).get_run(tracker.run_id).info.status == "FINISHED"
+    assert tracker.dropped == 0
+
+
+def test_dead_later_then_another_attempt_completes_it(
+    runs: Runs, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = runs.run("killed", tracking={"uri": server.uri})
+    tracker = runs.tracker(run)
+    finish(run, tracker, 0)
+    assert until(lambda: tracker.run_id and not tracker.waiting)
+    server.kill()
+    try:
+        finish(run, tracker, 1)
+        assert until(lambda: tracker.failing)
+        finish(run, tracker, 2)
+        assert seconds_of(tracker.close) < 0.2
+        assert len(warnings_in(caplog)) == 1
+    finally:
+        server.start()
+    assert history(server.uri, tracker.run_id) == {0: 0.0}
+    runs.close_run(run)
+
+    again = runs.run("killed", tracking={"uri": server.uri})
+    second = runs.tracker(again)
+    finish(again, second, 3)
+    second.close()
+    assert second.run_id == tracker.run_id
+    assert history(server.uri, second.run_id) == {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3}
+
+
+@pytest.mark.slow
+def test_a_server_that_flaps_gets_every_step_once(
+    runs: Runs, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = runs.run("flapping", tracking={"uri": server.uri, "trace_episodes": 0})
+    tracker = runs.tracker(run, retry_seconds=0.5)
+    for iteration in range(40):
+        finish(run, tracker, iteration)
+        if iteration % 10 == 5:
+            server.pause()
+        if iteration % 10 == 9:
+            assert until(lambda: tracker.failing, 20)
+            server.go_on()
+            assert until(lambda: not tracker.failing and not tracker.waiting, 30)
+    tracker.close()
+    assert sorted(history(server.uri, tracker.run_id)) == list(range(40))
+    assert len(warnings_in(caplog)) == 1
