@@ -49,5 +49,7 @@ async def opened(config: RunConfig) -> AsyncIterator[Session]:
     with register_flow_run(config.runs_directory):
         try:
             yield session
-        finally:
-            await asyncio.to_thread(close_session, session)
+        except BaseException:
+            await asyncio.to_thread(close_session, session, failed=True)
+            raise
+        await asyncio.to_thread(close_session, session)

@@ -69,14 +69,14 @@ def running_server(home: Path) -> str | None:
     """
     asked = os.environ.get("PREFECT_API_URL")
     if asked:
-        if not _healthy(asked, timeout=5 * _PROBE_SECONDS):
+        if not healthy(asked, timeout=5 * _PROBE_SECONDS):
             raise ServerUnavailable(
                 f"the Prefect server at PREFECT_API_URL={asked} does not answer: start it with "
                 "`prefect server start`, or unset PREFECT_API_URL to use a temporary server"
             )
         return asked
     for url in (_profile_url(home), DEFAULT_URL):
-        if url and _healthy(url):
+        if url and healthy(url):
             return url
     return None
 
@@ -88,6 +88,7 @@ class Server:
         self.url = url
         self._process = process
         self._log = log
+        self._stopped = threading.Event()
 
     @property
     def embedded(self) -> bool:
@@ -97,8 +98,10 @@ class Server:
     def ready(self, timeout: float = _START_SECONDS) -> None:
         """Wait until the server answers; raises `ServerUnavailable` with the end of its log."""
         deadline = time.monotonic() + timeout
-        while not _healthy(self.url, timeout=5 * _PROBE_SECONDS):
+        while not healthy(self.url, timeout=5 * _PROBE_SECONDS):
             ended = self._process is not None and self._process.poll() is not None
+            if self._stopped.is_set():
+                raise ServerUnavailable("the temporary Prefect server was stopped while it started")
             if ended or time.monotonic() > deadline:
                 how = "ended" if ended else f"did not answer within {timeout:.0f} s"
                 raise ServerUnavailable(
@@ -109,6 +112,7 @@ class Server:
 
     def stop(self) -> None:
         """End the server if it was started here."""
+        self._stopped.set()
         process, self._process = self._process, None
         if process is None:
             return
@@ -177,7 +181,8 @@ def _profile_url(home: Path) -> str | None:
     return url if isinstance(url, str) else None
 
 
-def _healthy(api_url: str, timeout: float = _PROBE_SECONDS) -> bool:
+def healthy(api_url: str, timeout: float = _PROBE_SECONDS) -> bool:
+    """Whether a Prefect server answers at this API URL."""
     # Proxies of the environment are for the outside; a server on loopback is not behind one.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

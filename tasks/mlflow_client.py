@@ -30,6 +30,7 @@ _PARAMETERS_PER_CALL = 100
 _KEY_LIMIT = 250
 _PARAMETER_LIMIT = 6000
 _TAG_LIMIT = 8000
+_DESCRIPTION = "mlflow.note.content"
 _LOCKED_SECONDS = 25.0
 _BAD_NAME = re.compile(r"[^\w/. :-]")
 
@@ -113,14 +114,17 @@ class MlflowRun:
         from mlflow.entities import Param
 
         cut = {key[:_KEY_LIMIT]: value[:_PARAMETER_LIMIT] for key, value in parameters.items()}
-        there = _patient(lambda: self._client.get_run(self.run_id)).data.params
+        found = _patient(lambda: self._client.get_run(self.run_id)).data
+        there = found.params
         new = [Param(key, value) for key, value in cut.items() if key not in there]
         changed = {
             f"changed.{key}": value
             for key, value in cut.items()
             if key in there and there[key] != value
         }
-        self.set_tags({**tags, **changed})
+        # The description belongs to whoever wrote it last in MLflow's pages.
+        kept = {_DESCRIPTION} & set(found.tags)
+        self.set_tags({**{k: v for k, v in tags.items() if k not in kept}, **changed})
         self._log("params", new, _PARAMETERS_PER_CALL)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep
 from earl_core.selector import Hardware, ModelShape, StageDeployment
 from tasks.hardware import read_hardware, read_model_shape
-from tasks.tracking import Tracker
+from tasks.tracking import Status, Tracker
 
 Progress = Callable[[str, int, dict[str, Any]], None]
 
@@ -119,6 +119,9 @@ class Session:
                 "MKL_NUM_THREADS": threads,
                 "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
                 "TOKENIZERS_PARALLELISM": "false",
+                # vLLM must be gone before the supervisor loses patience, or it leaves entries in
+                # shared memory.
+                "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
             },
             start_timeout_seconds=self.config.deadlines.start,
             heartbeat_timeout_seconds=self.config.deadlines.heartbeat,
@@ -179,14 +182,14 @@ class Session:
             with ThreadPoolExecutor(len(groups)) as pool:
                 list(pool.map(lambda group: group.stop(grace_seconds), groups))
 
-    def close(self) -> None:
+    def close(self, status: Status = "FINISHED") -> None:
         """Stop the workers, flush the tracker, unlock the run. Never raises for a tracker."""
         try:
             self._stop_groups(grace_seconds=10.0)
         finally:
             tracker = getattr(self, "tracker", None)
             if tracker is not None:
-                tracker.close()
+                tracker.close(status)
             self.run.close()
 
 
@@ -207,15 +210,21 @@ def open_session(config: RunConfig, listener: Progress | None = None) -> Session
     return session
 
 
-def close_session(session: Session) -> None:
-    """Close and forget a session."""
+def close_session(session: Session, failed: bool = False) -> None:
+    """Close and forget a session; the tracker is told how it ended."""
     _sessions.pop(_name(session.run.path), None)
-    session.close()
+    interrupted = session.stop_requested.is_set()
+    session.close("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
 
 
 def find_session(run_directory: str | Path) -> Session | None:
     """This process's open session on the run, if any."""
     return _sessions.get(_name(run_directory))
+
+
+def open_sessions() -> list[Session]:
+    """Every open session of this process, for whoever handles a signal."""
+    return list(_sessions.values())
 
 
 def get_session(run_directory: str | Path) -> Session:

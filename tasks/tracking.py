@@ -31,6 +31,13 @@ _SLOW_SECONDS = 2.0
 _AGAIN_SECONDS = 0.5
 _ATTEMPTS = 3
 _REASON_LIMIT = 300
+_MEANINGS = {
+    "Connection refused": "nothing listens there",
+    "Name or service not known": "no such host",
+    "timed out": "it does not answer in time",
+    "ReadTimeoutError": "it does not answer in time",
+}
+"""What the usual failures of HTTP clients mean, by a sign in their long texts."""
 
 
 class _CallError(Exception):
@@ -69,7 +76,7 @@ class Tracker:
         self._left = False
         self._ended = False
         self._failing = False
-        self._warned = False
+        self._warned: set[str] = set()
         self._attempts: dict[int, int] = {}
         self._last_plan = ""
         self._thread: threading.Thread | None = None
@@ -257,9 +264,9 @@ class Tracker:
             started = time.monotonic()
             try:
                 return call()
-            except ImportError:
-                raise
             except Exception as error:  # MLflow raises many kinds
+                if isinstance(error, ImportError) and not self._delivery.connected:
+                    raise  # there is no MLflow here, and waiting will not bring it
                 quick = time.monotonic() - started < _SLOW_SECONDS
                 if last or not quick:
                     raise _CallError(quick) from error
@@ -272,32 +279,38 @@ class Tracker:
             self._outbox.dropped += max(len(items), 1)
         kinds = ", ".join(sorted({type(item).__name__.lower() for item in items})) or "config.yaml"
         self._warn(
+            "refused",
             f"MLflow at {self.uri} works but refuses {kinds} ({self._reason(failure)}): the run "
             "goes on without it there; its versions of server and client, and access to its "
-            "artifact store, are worth a look"
+            "artifact store, are worth a look",
         )
 
     def _note_away(self, failure: _CallError) -> None:
         self._delivery.disconnect()
         self._warn(
+            "away",
             f"MLflow at {self.uri} does not work ({self._reason(failure)}): the run goes on, its "
             f"numbers are in {self._run.path / 'metrics.jsonl'}, and MLflow gets them when it "
-            "works again; start it, correct tracking.uri, or set tracking.enabled=false"
+            "works again; start it, correct tracking.uri, or set tracking.enabled=false",
         )
         with self._changed:
             self._failing = True
             self._changed.notify_all()
 
     def _fail_for_good(self, message: str) -> None:
-        self._warn(message)
+        self._warn("fault", message)
         self._failing = True
 
-    def _warn(self, message: str) -> None:
-        """One warning a run; more would only say it again."""
-        level = logging.INFO if self._warned or self._left else logging.WARNING
-        self._warned = True
+    def _warn(self, kind: str, message: str) -> None:
+        """One warning a kind and run; more would only say it again."""
+        level = logging.INFO if kind in self._warned or self._left else logging.WARNING
+        self._warned.add(kind)
         logger.log(level, message)
 
     def _reason(self, failure: _CallError) -> str:
-        lines = str(failure.__cause__).strip().splitlines() or [repr(failure.__cause__)]
-        return details.hide_credentials(lines[0], self._uri)[:_REASON_LIMIT]
+        text = str(failure.__cause__).strip() or repr(failure.__cause__)
+        for sign, meaning in _MEANINGS.items():
+            if sign in text:
+                return meaning
+        line = text.splitlines()[0]
+        return details.hide_credentials(line, self._uri)[:_REASON_LIMIT]

@@ -67,8 +67,6 @@ def public_config(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as plain data, without credentials."""
     hidden = _hide(config.model_dump(mode="json"))
     assert isinstance(hidden, dict)
-    if config.tracking.uri:
-        hidden["tracking"]["uri"] = without_credentials(config.tracking.uri)
     return hidden
 
 
@@ -123,7 +121,9 @@ def _hide(value: Any) -> Any:
             key: _HIDDEN if _SECRET.search(str(key)) and isinstance(inner, str) else _hide(inner)
             for key, inner in value.items()
         }
-    return [_hide(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_hide(inner) for inner in value]
+    return without_credentials(value) if isinstance(value, str) and "://" in value else value
 
 
 def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:

@@ -1,9 +1,9 @@
 """The environment protocol and its errors.
 
 An environment is one interactive world: a game, a question with a reward function, a tool loop. It
-speaks chat messages and is played by one agent. It is a *deterministic* function of the prompt index,
-the seed and the agent's texts; the environment pool relies on that to rebuild an episode after its
-host process died.
+speaks chat messages and is played by one agent. It is a *deterministic* function of the prompt
+index, the seed and the agent's texts; the environment pool relies on that to rebuild an episode
+after its host process died.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class StepResult:
 class Environment(Protocol):
     """One episode's world. An object is reset once and played by one caller at a time.
 
-    A class may set `concurrent = False` to say that two of its objects must not run at the same time
-    in one process (it uses global state, such as the `random` module). The pool then runs the calls
-    of one host one after the other.
+    A class may set `concurrent = False` to say that two of its objects must not run at the same
+    time in one process (it uses global state, such as the `random` module). The pool then runs the
+    calls of one host one after the other.
     """
 
     def reset(self, prompt: int, seed: int) -> list[Message]:

@@ -1,9 +1,9 @@
 """A host process: runs environments for an `EnvironmentPool`.
 
-Started as `python -m earl_core.environments.host FD`, FD being its end of a socket pair. It dies when
-that socket closes, which the kernel does for a dead pool, and takes its own children along. While code
-holds the interpreter lock nobody here can notice anything, so a timer of `faulthandler`, which needs no
-lock, then writes all stacks to the log and ends the process.
+Started as `python -m earl_core.environments.host FD`, FD being its end of a socket pair. It dies
+when that socket closes, which the kernel does for a dead pool, and takes its own children along.
+While code holds the interpreter lock nobody here can notice anything, so a timer of `faulthandler`,
+which needs no lock, then writes all stacks to the log and ends the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Keeps one host alive: calls go through it, and when its process is lost its episodes are rebuilt.
 
-A lost process takes all its environments along, but the fault is at most one episode's. Environments
-are deterministic, so a fresh process gets the recorded texts of the others again. The calls that were
-under way are suspects: they run one at a time, and the one that costs the process once more is blamed.
+A lost process takes all its environments along, but the fault is at most one episode's.
+Environments are deterministic, so a fresh process gets the recorded texts of the others again. The
+calls that were under way are suspects: they run one at a time, and the one that costs the process
+once more is blamed.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Episode:
     """Found when it was rebuilt between two calls; raised by the next one."""
 
 
-class _Lost(Exception):  # noqa: N818 - a signal between coroutines, not an error of the user's
-    """The process was lost during a rebuild."""
+class _Lost(Exception):
+    """The process was lost during a recovery; a signal between coroutines."""
 
 
 @dataclass
@@ -228,11 +229,12 @@ class HostKeeper:
         failed_starts = 0
         while True:
             try:
-                self._process = await self._start_process(self._on_message, self._on_lost)
+                process = await self._start_process(self._on_message, self._on_lost)
+                self._process = process
                 self.restarts += 1
                 await self._rebuild(trial)
                 await self._try(suspects, trial)
-                if not self._process.lost:
+                if not process.lost:
                     break
             except HostStartError:
                 failed_starts += 1
@@ -241,12 +243,12 @@ class HostKeeper:
                 continue
             except _Lost:
                 pass
-            tail = await self._process.abandon()
+            tail = await process.abandon()
             if trial.accused is None:
                 # All were rebuilt at once; the next time it is seen in whose turn it happens.
                 trial.one_by_one = True
                 continue
-            self._fail(trial.accused, "timeout" if self._process.timed_out else "host_died", tail)
+            self._fail(trial.accused, "timeout" if process.timed_out else "host_died", tail)
             suspects = []
         self._ready = True
         for episode, call in list(self._calls.values()):
@@ -286,8 +288,8 @@ class HostKeeper:
             self._fail(
                 episode,
                 "not_deterministic",
-                "It answered the same texts differently after its process was replaced. Let all its "
-                "randomness come from the prompt index and the seed.",
+                "It answered the same texts differently after its process was replaced. Let all "
+                "its randomness come from the prompt index and the seed.",
             )
 
     async def _try(self, suspects: list[tuple[Episode, Call]], trial: _Trial) -> None:

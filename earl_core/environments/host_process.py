@@ -36,8 +36,8 @@ class HostStartError(RuntimeError):
 class HostProcess(asyncio.Protocol):
     """One live host. Make it with `HostProcess.start`.
 
-    on_message: called with every message but signs of life. on_lost: called once when the process is
-    gone or was killed for its silence, never after `stop` or `abandon`.
+    on_message: called with every message but signs of life. on_lost: called once when the process
+    is gone or was killed for its silence, never after `stop` or `abandon`.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class HostProcess(asyncio.Protocol):
         except TimeoutError:
             tail = await host.abandon()
             raise HostStartError(
-                f"The environment {name!r} was not ready after {start_timeout_seconds:g} s. Its host's "
-                f"log ends:\n{tail}"
+                f"The environment {name!r} was not ready after {start_timeout_seconds:g} s. Its "
+                f"host's log ends:\n{tail}"
             ) from None
         except HostStartError as error:
             tail = await host.abandon()
@@ -186,7 +186,7 @@ class HostProcess(asyncio.Protocol):
 
     def _spawn(self, log_path: Path | None) -> socket.socket:
         if log_path is None:
-            self._log = tempfile.TemporaryFile()
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the host
         else:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             self._log = log_path.open("ab+")

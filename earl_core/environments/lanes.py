@@ -70,8 +70,8 @@ class _Lane:
 class Lanes:
     """Runs calls, those of one episode in order, and reports each with one encoded message.
 
-    calls: runs one call. send: takes encoded replies; called from any thread. timeout_seconds: limit
-    of one call, counted from its beginning. concurrent: whether calls may run side by side.
+    calls: runs one call. send: takes encoded replies; called from any thread. timeout_seconds:
+    limit of one call, counted from its beginning. concurrent: whether calls may run side by side.
     """
 
     def __init__(

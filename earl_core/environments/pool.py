@@ -1,7 +1,7 @@
 """Many environments in host processes, behind asyncio.
 
-User code runs outside of this process: it may raise, hang, hold the interpreter lock or die, and costs
-its own episode only.
+User code runs outside of this process: it may raise, hang, hold the interpreter lock or die, and
+costs its own episode only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ class EnvironmentPool:
     """Plays episodes of one environment in `hosts` processes.
 
     name, options: as for `registry.create`; options must be what JSON can hold.
-    step_timeout_seconds: limit of one reset or step. A call that sleeps or loops is ended then; one that
-        holds the interpreter lock takes its host down and is found after at most three times as long.
+    step_timeout_seconds: limit of one reset or step. A call that sleeps or loops is ended then; one
+        that holds the interpreter lock takes its host down, and is found when it does so again,
+        after two to three times as long.
     start_timeout_seconds: limit for a host to import the environment and make one.
     log_path: file to which the hosts' output is appended; without one it is kept only for errors.
 
-    All methods belong to the event loop that ran `start`. Several episodes run side by side, one call
-    at a time each.
+    All methods belong to the event loop that ran `start`. Several episodes run side by side, one
+    call at a time each.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class EnvironmentPool:
             encode([name, self._options])
         except (TypeError, ValueError) as error:
             raise EnvironmentConfigError(
-                f"The options of environment {name!r} must be numbers, texts, lists and maps: {error}."
+                f"The options of environment {name!r} must be numbers, texts, lists and maps: "
+                f"{error}."
             ) from error
         self._name = name
         self._step_timeout = step_timeout_seconds

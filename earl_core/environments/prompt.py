@@ -46,7 +46,8 @@ class PromptEnvironment:
         self._reward = import_object(options.reward_function, "The option reward_function")
         if not callable(self._reward):
             raise EnvironmentConfigError(
-                f"The option reward_function {options.reward_function!r} is not a function; name one."
+                f"The option reward_function {options.reward_function!r} is not a function; "
+                "name one."
             )
         self._rows = read_rows(options.path)
         self._row: dict[str, Any] | None = None
@@ -67,19 +68,20 @@ class PromptEnvironment:
         row, self._row = self._row, None
         returned = self._reward(text, row)
         reward, details = returned if isinstance(returned, tuple) else (returned, {})
-        if not isinstance(reward, Real) or not math.isfinite(reward):
+        value = float(reward) if isinstance(reward, Real) else math.nan
+        if not math.isfinite(value):
             raise TypeError(
-                f"The reward function {self.options.reward_function!r} returned {returned!r}; it must "
-                f"return a finite number, or a finite number and a dict."
+                f"The reward function {self.options.reward_function!r} returned {returned!r}; it "
+                "must return a finite number, or a finite number and a dict."
             )
-        outcome = str(details.get("outcome", "correct" if reward > 0 else "incorrect"))
+        outcome = str(details.get("outcome", "correct" if value > 0 else "incorrect"))
         metrics = {
-            key: float(value)
-            for key, value in details.items()
-            if isinstance(value, Real) and math.isfinite(value)
+            key: float(number)
+            for key, number in details.items()
+            if isinstance(number, Real) and math.isfinite(number)
         }
         info = {"outcome": outcome, "metrics": metrics}
-        return StepResult([], float(reward), True, info)
+        return StepResult([], value, True, info)
 
     def close(self) -> None:
         self._row = None
@@ -92,13 +94,17 @@ class PromptEnvironment:
             return [*messages, {"role": "user", "content": prompt}]
         if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
             raise EnvironmentConfigError(
-                f"Row {index} of {self.options.path}: column {self.options.prompt_column!r} is neither "
-                f"a text nor a list of messages with role and content."
+                f"Row {index} of {self.options.path}: column {self.options.prompt_column!r} is "
+                "neither a text nor a list of messages with role and content."
             )
         return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
 
     def _check_columns(self) -> None:
-        path, prompt, answer = self.options.path, self.options.prompt_column, self.options.answer_column
+        path, prompt, answer = (
+            self.options.path,
+            self.options.prompt_column,
+            self.options.answer_column,
+        )
         for index, row in enumerate(self._rows):
             for option, column in (("prompt_column", prompt), ("answer_column", answer)):
                 if column is not None and column not in row:
@@ -138,7 +144,8 @@ def read_rows(path: str) -> tuple[dict[str, Any], ...]:
         raise
     except Exception as error:
         raise EnvironmentConfigError(
-            f"The prompts at {path!r} cannot be read: {type(error).__name__}: {error}. Check the path."
+            f"The prompts at {path!r} cannot be read: {type(error).__name__}: {error}. Check the "
+            "path."
         ) from error
     if not rows:
         raise EnvironmentConfigError(f"The file {path!r} holds no rows; it needs at least one.")
@@ -162,6 +169,8 @@ def _read_jsonl(stream: Any, path: str) -> list[dict[str, Any]]:
         except ValueError as error:
             raise EnvironmentConfigError(f"Line {number} of {path} is no JSON: {error}.") from error
         if not isinstance(row, dict):
-            raise EnvironmentConfigError(f"Line {number} of {path} is no JSON object, like {{...}}.")
+            raise EnvironmentConfigError(
+                f"Line {number} of {path} is no JSON object, like {{...}}."
+            )
         rows.append(row)
     return rows

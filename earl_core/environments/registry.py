@@ -52,8 +52,8 @@ def environment_class(name: str) -> Any:
         return import_object(BUILT_IN[name], "The environment")
     if ":" not in name:
         raise EnvironmentConfigError(
-            f"There is no environment {name!r}. Use one of {', '.join(BUILT_IN)}, or the import path "
-            f"of a class of your own, like 'package.module:Class'."
+            f"There is no environment {name!r}. Use one of {', '.join(BUILT_IN)}, or the import "
+            "path of a class of your own, like 'package.module:Class'."
         )
     return import_object(name, "The environment")
 

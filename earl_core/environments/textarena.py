@@ -1,7 +1,8 @@
 """Adapter for textarena games (the extra `textarena`): one player, or two with an opponent.
 
-textarena's games draw from the global `random` (a few from NumPy's); each episode has a random state
-of its own, put in place around every call, so episodes neither disturb each other nor their caller.
+textarena's games draw from the global `random` (a few from NumPy's); each episode has a random
+state of its own, put in place around every call, so episodes neither disturb each other nor their
+caller.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class TextArenaOptions(Options):
         default=0, ge=0, description="Illegal answers forgiven per turn before the game is lost."
     )
     illegal_reward: float | None = Field(
-        default=-1.0, description="Reward of a game lost by an illegal answer; null: the game's own."
+        default=-1.0,
+        description="Reward of a game lost by an illegal answer; null: the game's own.",
     )
     add_brackets: bool = Field(
         default=True, description="Put an answer that has no [brackets] into brackets."
@@ -53,9 +55,9 @@ class TextArenaOptions(Options):
 class TextArenaEnvironment:
     """One game of textarena.
 
-    The prompt index fixes the side and the game's starting state (secret, cards); (prompt, seed) fixes
-    everything drawn later. Observations are sent as they arise, so each turn shows only what is new.
-    `info` at the end: `outcome` (win, draw, loss, illegal), `reason`, `side`.
+    The prompt index fixes the side and the game's starting state (secret, cards); (prompt, seed)
+    fixes everything drawn later. Observations are sent as they arise, so each turn shows only what
+    is new. `info` at the end: `outcome` (win, draw, loss, illegal), `reason`, `side`.
 
     An opponent's illegal move would pay the agent; it raises instead.
     """
@@ -243,9 +245,9 @@ def _check_opponent(game: Any, options: TextArenaOptions) -> None:
         legal_move(game, observation, random.Random(0))
     except LookupError as error:
         raise EnvironmentConfigError(
-            f"The game {options.game!r} does not tell its legal moves, so there is no random opponent "
-            f"for it. Set the option opponent to the import path of a function(game, observation, "
-            f"random) that returns a legal move."
+            f"The game {options.game!r} does not tell its legal moves, so there is no random "
+            "opponent for it. Set the option opponent to the import path of a function(game, "
+            "observation, random) that returns a legal move."
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Messages between the environment pool and its hosts: length-prefixed JSON, no pickle.
 
-A frame is four bytes of length, big-endian, and a JSON array of messages; a message is an array that
-begins with its kind. To the host:
+A frame is four bytes of length, big-endian, and a JSON array of messages; a message is an array
+that begins with its kind. To the host:
 
     ["start", name, options, timeout_seconds]         once, first
     ["reset", call, episode, prompt, seed]            answered by "messages" or "failed"
@@ -36,7 +36,7 @@ class WireError(RuntimeError):
 
 
 def encode(message: Sequence[Any]) -> bytes:
-    """One message as JSON. Raises TypeError or ValueError for what JSON cannot hold, NaN included."""
+    """One message as JSON. Raises TypeError or ValueError for what is no JSON, NaN included."""
     return json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -63,7 +63,9 @@ class FrameReader:
         while len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
             if length > MAX_FRAME_BYTES:
-                raise WireError(f"A frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}.")
+                raise WireError(
+                    f"A frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}."
+                )
             end = start + _LENGTH.size + length
             if len(buffer) < end:
                 break

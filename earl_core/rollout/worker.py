@@ -105,6 +105,13 @@ class RolloutWorker:
             "max_model_len": engine.max_model_len,
         }
 
+    async def ensure_directory(self, path: str, policy_version: int) -> dict[str, Any]:
+        """`ensure` with the weights of a Hugging Face model directory, such as a checkpoint's."""
+        from earl_core.weights.load import manifest_from_directory
+
+        manifest = await asyncio.to_thread(manifest_from_directory, Path(path), policy_version)
+        return await self.ensure(manifest.model_dump(mode="json"))
+
     async def rollout(self, first_prompt: int, prompts: int) -> dict[str, Any]:
         """Play the call's iteration's episodes and publish their samples as a shard.
 

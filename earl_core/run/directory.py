@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -38,6 +39,7 @@ class RunDirectory:
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
+        self._record_lock = threading.Lock()
         self._lock = RunLock(path)
         try:
             self._load()
@@ -85,9 +87,10 @@ class RunDirectory:
         return int(self.record["attempts"])
 
     def update_record(self, **values: Any) -> None:
-        """Change fields of run.json, atomically."""
-        self.record = {**self.record, **values}
-        self._write_record(self.record)
+        """Change fields of run.json, atomically; any thread may."""
+        with self._record_lock:
+            self.record = {**self.record, **values}
+            self._write_record(self.record)
 
     def _write_record(self, record: dict[str, Any]) -> None:
         write_atomic(self.path / "run.json", json.dumps(record, indent=1).encode())

@@ -30,8 +30,10 @@ class RunLock:
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Give the lock back."""
-        os.close(self._descriptor)
+        """Give the lock back; harmless when it was given back already."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def is_locked(run_directory: Path) -> bool:

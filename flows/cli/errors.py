@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import typer
 
@@ -31,6 +30,8 @@ EXPECTED = WRONG_INPUT | {
 """Errors whose message says all that is needed. Named, for most live in modules that import torch
 and reach this process by name only."""
 
+WRONG_INPUT_CODE = 2
+
 _TAIL_LINES = 12
 
 
@@ -39,7 +40,7 @@ class UsageProblem(ValueError):
 
 
 @contextmanager
-def reported(debug: bool, log_directory: Path | None = None) -> Iterator[None]:
+def reported(debug: bool) -> Iterator[None]:
     """Turn an exception into a block on stderr and an exit code: 2 for wrong input, else 1."""
     try:
         yield
@@ -48,28 +49,32 @@ def reported(debug: bool, log_directory: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except Exception as error:
-        print_error(error, debug, log_directory)
+        print_error(error, debug)
         raise typer.Exit(exit_code(error)) from None
 
 
-def print_error(error: BaseException, debug: bool, log_directory: Path | None = None) -> None:
+def print_error(error: BaseException, debug: bool) -> None:
     """Write the block to stderr."""
     if debug:
         traceback.print_exception(error)
         remote = getattr(error, "remote_traceback", "")
         if remote:
             print(f"In the worker:\n{remote}", file=sys.stderr)
-    print(describe(error, log_directory), file=sys.stderr)
+    print(describe(error), file=sys.stderr)
 
 
 def exit_code(error: BaseException) -> int:
     """2 when the input was wrong, 1 otherwise."""
     wrong = isinstance(error, UsageProblem) or bool(_names(error) & WRONG_INPUT)
-    return 2 if wrong else 1
+    return WRONG_INPUT_CODE if wrong else 1
 
 
-def describe(error: BaseException, log_directory: Path | None = None) -> str:
-    """The block: what happened and what to do, without a traceback."""
+def describe(error: BaseException) -> str:
+    """The block: what happened and what to do, without a traceback. Notes of the error follow."""
+    return "\n".join([_block(error), *getattr(error, "__notes__", ())])
+
+
+def _block(error: BaseException) -> str:
     names = _names(error)
     if isinstance(error, UsageProblem) or (names & EXPECTED and "WorkerError" not in names):
         return f"error: {_sentence(error)}"
@@ -80,8 +85,6 @@ def describe(error: BaseException, log_directory: Path | None = None) -> str:
     lines = [f"error: {type(error).__name__}: {_sentence(error)}"]
     if isinstance(error, OSError) and error.filename:
         lines = [f"error: {error.strerror}: {error.filename}"]
-    if log_directory is not None:
-        lines.append(f"The logs are in {log_directory}.")
     lines.append("Run the command again with --debug for the traceback.")
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,6 +125,13 @@ class Progress:
         self._rows: deque[IterationRow] = deque(maxlen=_REMEMBERED)
         self._evaluations: list[EvaluationRow] = []
 
+    def recall(self, rows: Sequence[IterationRow], evaluations: Sequence[EvaluationRow]) -> None:
+        """Begin with what earlier attempts of the run have done."""
+        with self._lock:
+            self._rows.extend(rows)
+            self._evaluations.extend(evaluations)
+            self._finished = rows[-1].iteration + 1 if rows else 0
+
     def say(self, text: str) -> None:
         """Show something that is not a stage."""
         with self._lock:
@@ -150,6 +157,9 @@ class Progress:
         elif stage == "iteration":
             self._finished = iteration + 1
             self._finish_times.append(time.monotonic())
+            repeated = [row for row in self._rows if row.iteration >= iteration]
+            for row in repeated:
+                self._rows.remove(row)
             self._rows.append(IterationRow.of(iteration, metrics))
 
     def _advance(self, stage: str, iteration: int, event: Mapping[str, Any]) -> None:

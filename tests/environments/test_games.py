@@ -58,7 +58,8 @@ def test_legal_play_ends_legally_and_repeats(
     second = play(make(game, opponent=opponent, style=style), prompt, seed, answers)
     assert first == second
     *middle, (_, reward, done, info) = first[1:]
-    assert done and not any(step[2] for step in middle)
+    assert done
+    assert not any(step[2] for step in middle)
     assert info["outcome"] in ("win", "draw", "loss")
     assert reward == {"win": 1.0, "draw": 0.3, "loss": -1.0}[info["outcome"]]
     assert info["metrics"] == {"agent_moves": float(len(answers)), "illegal_answers": 0.0}
@@ -171,7 +172,9 @@ def test_illegal_answers_lose(text: str) -> None:
     environment = make("tic_tac_toe", agent_side="first")
     environment.reset(0, 0)
     result = environment.step(text)
-    assert result.done and result.reward == -1.5 and result.info["outcome"] == "illegal"
+    assert result.done
+    assert result.reward == -1.5
+    assert result.info["outcome"] == "illegal"
     with pytest.raises(RuntimeError, match="call reset"):
         environment.step("1")
 
@@ -198,10 +201,12 @@ def test_illegal_answers_may_be_forgiven(style: str) -> None:
     board = environment.reset(0, 0)[-1]["content"].splitlines()[0]
     for _ in range(2):
         result = environment.step("hm")
-        assert not result.done and result.reward == -0.25
+        assert not result.done
+        assert result.reward == -0.25
         assert board in result.messages[0]["content"]
     result = environment.step("hm")
-    assert result.done and result.reward == -1.5
+    assert result.done
+    assert result.reward == -1.5
     assert result.info["metrics"] == {"agent_moves": 0.0, "illegal_answers": 3.0}
 
 
@@ -213,11 +218,19 @@ def test_sides_and_opening_moves() -> None:
     assert len(set(openings.values())) > 5
     # The prompt alone fixes the start; the seed only what comes later.
     assert openings == {i: environment.reset(i, 8)[0]["content"] for i in range(1, 40, 2)}
-    later = {environment.reset(1, seed) and environment.step(
-        environment.legal_answers()[0]).messages[0]["content"] for seed in range(30)}
+    later = {
+        environment.reset(1, seed)
+        and environment.step(environment.legal_answers()[0]).messages[0]["content"]
+        for seed in range(30)
+    }
     assert len(later) > 3
-    assert "X" not in make("tic_tac_toe", style="compact", agent_side="first").reset(1, 0)[0]["content"]
-    assert "X" in make("tic_tac_toe", style="compact", agent_side="second").reset(0, 0)[0]["content"]
+    assert (
+        "X"
+        not in make("tic_tac_toe", style="compact", agent_side="first").reset(1, 0)[0]["content"]
+    )
+    assert (
+        "X" in make("tic_tac_toe", style="compact", agent_side="second").reset(0, 0)[0]["content"]
+    )
 
 
 @pytest.mark.parametrize("game", GAMES)
@@ -240,8 +253,10 @@ def test_messages_are_short_and_the_rules_come_once() -> None:
     assert [message["role"] for message in turns[0][0]] == ["system", "user"]
     for messages, answer in turns[1:]:
         (message,) = messages
-        assert len(message["content"]) < 70 and "brackets" not in message["content"]
-        assert answer.startswith("[") and answer.endswith("]")
+        assert len(message["content"]) < 70
+        assert "brackets" not in message["content"]
+        assert answer.startswith("[")
+        assert answer.endswith("]")
     plain = make("tic_tac_toe", rules_role="user").reset(0, 0)
     assert [message["role"] for message in plain] == ["user"]
 
@@ -249,7 +264,10 @@ def test_messages_are_short_and_the_rules_come_once() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"oponent": "random"}, r"unknown option 'oponent'; known here: agent_side, answer_pattern"),
+        (
+            {"oponent": "random"},
+            r"unknown option 'oponent'; known here: agent_side, answer_pattern",
+        ),
         ({"rewards": {"won": 1}}, r"unknown option 'rewards.won'; known here: draw, illegal, loss"),
         ({"opponent": "strong"}, "'random', 'greedy' or 'perfect'"),
         ({"rewards": {"win": float("nan")}}, "rewards.win"),

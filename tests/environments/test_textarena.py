@@ -43,7 +43,8 @@ def test_nim_against_random_legal_moves() -> None:
     outcomes: Counter[str] = Counter()
     for index in range(40):
         reward, done, info = play_nim(environment, index, index)[-1][1:]
-        assert done and reward == {"win": 1.0, "loss": -1.0}[info["outcome"]]
+        assert done
+        assert reward == {"win": 1.0, "loss": -1.0}[info["outcome"]]
         assert info["side"] == ("second" if index % 2 else "first")
         outcomes[info["outcome"]] += 1
     assert min(outcomes["win"], outcomes["loss"]) >= 5
@@ -52,9 +53,11 @@ def test_nim_against_random_legal_moves() -> None:
 def test_observations_are_only_what_is_new() -> None:
     environment = make("Nim-v0", agent_side="second")
     first = environment.reset(0, 1)[0]["content"]
-    assert "Rules:" in first and "Player 0 removes" in first
+    assert "Rules:" in first
+    assert "Player 0 removes" in first
     second = environment.step(nim_move(first)).messages[0]["content"]
-    assert "Rules:" not in second and "Player 0 removes" in second
+    assert "Rules:" not in second
+    assert "Player 0 removes" in second
     assert len(re.findall("Player 0 removes", second)) == 1
 
 
@@ -67,7 +70,11 @@ def test_two_player_games_repeat_and_leave_the_global_random_alone(game: str) ->
         seen: list[Any] = [messages]
         for turn in range(12):
             choices = answers[game]
-            text = nim_move(messages[0]["content"]) if choices is None else choices[turn % len(choices)]
+            text = (
+                nim_move(messages[0]["content"])
+                if choices is None
+                else choices[turn % len(choices)]
+            )
             if other is not None and turn < 2:
                 other.reset(turn, turn)
                 random.random()
@@ -98,7 +105,9 @@ def test_a_single_player_game() -> None:
             result = environment.step(f"[{guess}]")
             if result.done:
                 return guess, result
-            low, high = (guess + 1, high) if "higher" in result.messages[0]["content"] else (low, guess - 1)
+            low, high = (
+                (guess + 1, high) if "higher" in result.messages[0]["content"] else (low, guess - 1)
+            )
 
     secrets = [solve(index, 0) for index in range(12)]
     assert all(result.reward == 1.0 and result.info["outcome"] == "win" for _, result in secrets)
@@ -113,7 +122,8 @@ def test_mastermind_loses_with_its_own_reward() -> None:
     assert not environment.step("1 2 3 4").done  # brackets are added
     assert not environment.step("[2 1 4 3]").done  # the game counts one turn more than it says
     result = environment.step("[5 6 1 2]")
-    assert result.done and result.info["outcome"] in ("loss", "win")
+    assert result.done
+    assert result.info["outcome"] in ("loss", "win")
     assert 0.0 <= result.reward <= 1.0
 
 
@@ -125,7 +135,8 @@ def test_illegal_answers() -> None:
     forgiving = make("Nim-v0", agent_side="first", allowed_errors=1, illegal_reward=None)
     forgiving.reset(0, 0)
     result = forgiving.step("[7 7]")
-    assert not result.done and "invalid move" in result.messages[0]["content"]
+    assert not result.done
+    assert "invalid move" in result.messages[0]["content"]
     assert not forgiving.step("[0 1]").done
     assert not forgiving.step("[7 7]").done
     result = forgiving.step("[7 7]")
@@ -140,13 +151,14 @@ def test_own_opponents() -> None:
         result = environment.step("Nice weather.")
         if result.done:
             break
-    assert result.info["outcome"] == "draw" and result.reward == 0.0
+    assert result.info["outcome"] == "draw"
+    assert result.reward == 0.0
 
 
 def test_an_illegal_opponent_does_not_pay_the_agent() -> None:
     environment = make("Nim-v0", agent_side="first", opponent=f"{USER}:illegal_opponent")
     environment.reset(0, 0)
-    with pytest.raises(RuntimeError, match="opponent's move .* is illegal"):
+    with pytest.raises(RuntimeError, match=r"opponent's move .* is illegal"):
         environment.step("[0 1]")
 
 

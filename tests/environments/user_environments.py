@@ -14,7 +14,7 @@ from earl_core.environments.base import Message, StepResult
 
 
 class Counting:
-    """Echoes the turn and a seeded number; ends after `turns`. Misbehaves when told to by the text."""
+    """Echoes the turn and a seeded number; ends after `turns`. Misbehaves when told to."""
 
     def __init__(self, turns: int = 5, directory: str = "") -> None:
         self.turns = turns

@@ -60,14 +60,13 @@ def test_buckets_cover_every_token_once(lengths: list[int]) -> None:
     for bucket in boundaries.buckets:
         size = bucket.count * bucket.length
         gather = bucket.gather
-        places.append(
-            torch.arange(bucket.start, bucket.start + size) if gather is None else gather
-        )
+        places.append(torch.arange(bucket.start, bucket.start + size) if gather is None else gather)
     flat = torch.cat(places)
     assert flat.numel() == boundaries.padded_tokens <= total * 4 / 3 + 1
     chosen = flat if boundaries.scatter is None else flat[boundaries.scatter]
     assert torch.equal(chosen, torch.arange(total))
-    assert boundaries.cu_seqlens[-1] == total and boundaries.longest == max(lengths)
+    assert boundaries.cu_seqlens[-1] == total
+    assert boundaries.longest == max(lengths)
 
 
 def test_bf16_autocast_stays_close_to_float32(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ def test_a_new_process_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     assert largest_difference(learner, resumed) == 0.0
     for ours, theirs in zip(learner.model.parameters(), resumed.model.parameters(), strict=True):
         state, restored = learner.optimizer.state[ours], resumed.optimizer.state[theirs]
-        assert state.keys() == restored.keys() and "exp_avg" in state
+        assert state.keys() == restored.keys()
+        assert "exp_avg" in state
         assert all(torch.equal(state[key], restored[key]) for key in state)
 
 

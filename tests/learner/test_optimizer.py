@@ -28,7 +28,9 @@ def test_only_matrices_are_decayed_and_tied_weights_appear_once(kind: str) -> No
     model = build_model(kind)
     optimizer = build_optimizer(model, UpdateConfig(weight_decay=0.1))
     decayed, plain = optimizer.param_groups
-    assert all(p.ndim >= 2 for p in decayed["params"]) and decayed["weight_decay"] == 0.1
-    assert all(p.ndim == 1 for p in plain["params"]) and plain["weight_decay"] == 0.0
+    assert all(p.ndim >= 2 for p in decayed["params"])
+    assert decayed["weight_decay"] == 0.1
+    assert all(p.ndim == 1 for p in plain["params"])
+    assert plain["weight_decay"] == 0.0
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert owned == {id(p) for p in model.parameters()}

@@ -106,7 +106,8 @@ def test_minibatches_are_whole_groups_in_a_reproducible_order(
     groups = [{samples[row].group_id for row in part.rows} for part in split]
     assert sum(len(group) for group in groups) == len(set().union(*groups))
     sizes = [len(group) for group in groups]
-    assert max(sizes) - min(sizes) <= 1 and len(split) == min(parts, sum(sizes))
+    assert max(sizes) - min(sizes) <= 1
+    assert len(split) == min(parts, sum(sizes))
     for part in split:
         trained = sum(int(samples[row].loss_mask.sum()) for row in part.rows)
         assert part.totals.n_tokens == sum(part.token_counts.values()) == trained

@@ -53,8 +53,7 @@ def weights_of(learner: PolicyLearner) -> dict[str, torch.Tensor]:
 def largest_difference(first: PolicyLearner, second: PolicyLearner) -> float:
     theirs = second.named_weights()
     return max(
-        float((tensor - theirs[name]).abs().max())
-        for name, tensor in first.named_weights().items()
+        float((tensor - theirs[name]).abs().max()) for name, tensor in first.named_weights().items()
     )
 
 
@@ -65,7 +64,8 @@ def test_scores_equal_full_unpacked_logits(kind: str, tmp_path: Path) -> None:
     plain = eager_model(tmp_path)
     for sample, scored in zip(samples, learner.score(samples), strict=True):
         expected, _ = plain_logprobs(plain, sample, TEMPERATURE)
-        assert scored.dtype == np.float32 and not scored[sample.loss_mask == 0].any()
+        assert scored.dtype == np.float32
+        assert not scored[sample.loss_mask == 0].any()
         trained = scored[sample.loss_mask == 1]
         assert np.allclose(trained, expected.detach().numpy(), atol=2e-5)
 
@@ -79,7 +79,7 @@ def plain_ppo_step(
     """One AdamW step of PPO's clip with KL (k3), entropy bonus and truncated correction."""
     model = eager_model(directory)
     episodes = sorted({sample.episode_id for sample in samples})
-    trained = {e: 0 for e in episodes}
+    trained = dict.fromkeys(episodes, 0)
     for sample in samples:
         trained[sample.episode_id] += int(sample.loss_mask.sum())
     total = torch.zeros((), dtype=torch.float64)
@@ -223,10 +223,13 @@ def test_learning_follows_the_advantages_and_is_reproducible(
         for a, b, sample in zip(before, after, samples, strict=True)
     ]
     assert sum(moved) > 0
-    assert metrics["optimizer_steps"] == 8 and metrics["learning_rate"] == 1e-3
+    assert metrics["optimizer_steps"] == 8
+    assert metrics["learning_rate"] == 1e-3
     assert metrics["tokens_trained"] == 2 * sum(int(s.loss_mask.sum()) for s in samples)
-    assert metrics["peak_rss_bytes"] > 2**20 and metrics["tokens_per_second"] > 0
-    assert 0 <= metrics["padding_share"] < 0.3 and 0 < metrics["entropy"] < 4
+    assert metrics["peak_rss_bytes"] > 2**20
+    assert metrics["tokens_per_second"] > 0
+    assert 0 <= metrics["padding_share"] < 0.3
+    assert 0 < metrics["entropy"] < 4
 
 
 def test_without_old_logprobs_the_ratio_is_one_and_the_mismatch_is_the_trainers(

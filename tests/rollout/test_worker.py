@@ -218,9 +218,7 @@ def test_in_a_worker_group_of_two_ranks(setting: Setting) -> None:
         group.start({**DEPLOYMENT, "replicas": 2}, arguments, world_size=2)
         ready = group.call("ensure", weights=setting.weights(), **where)
         assert [rank["policy_version"] for rank in ready] == [0, 0]
-        results = group.call(
-            "rollout", first_prompt=0, prompts=6, on_progress=seen.append, **where
-        )
+        results = group.call("rollout", first_prompt=0, prompts=6, on_progress=seen.append, **where)
         pids = group.pids
     finally:
         group.stop()

@@ -1,4 +1,4 @@
-"""A real MLflow: SQLite files in temporary directories, and one server that is stopped and killed."""
+"""A real MLflow: SQLite files in temporary directories, and one server, stopped and killed."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ import yaml
 from mlflow import MlflowClient
 
 from earl_core.run.keys import STAGES
+from tasks.tracking_outbox import Episode, Numbers, Outbox
 from tests.tracking.conftest import Runs, example, finish, history, plan, until, warnings_in
 
 
@@ -48,7 +49,7 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert parameters["environment.name"] == "tictactoe"
     assert tags["earl.uid"] == run.uid
     assert tags["hardware.cpu_cores"] == "2"
-    assert tags["version.mlflow"] and tags["version.torch"] and tags["version.python"]
+    assert {"version.mlflow", "version.torch", "version.python"} <= set(tags)
     assert tags["checkpoint"] == str(run.checkpoint_path(2).resolve())
     assert tags["plan.rollout"] == "the only candidate"
     assert history(uri, tracker.run_id) == {0: 0.0, 1: 0.1, 2: 0.2}
@@ -129,6 +130,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(runs: Runs) -> None:
     tracker.close("KILLED")
     client = MlflowClient(tracking_uri=tracker.uri)
     assert client.get_run(tracker.run_id).info.status == "KILLED"
+    client.set_tag(tracker.run_id, "mlflow.note.content", "my notes")
     runs.close_run(run)
 
     again = runs.run(iterations=5)
@@ -145,6 +147,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(runs: Runs) -> None:
     assert found.info.status == "FAILED"
     assert found.data.params["iterations"] == "3"
     assert found.data.tags["changed.iterations"] == "5"
+    assert found.data.tags["mlflow.note.content"] == "my notes"
     assert len(client.search_runs([second.experiment_id])) == 1
 
 
@@ -165,6 +168,18 @@ def test_what_was_lost_between_the_attempts(runs: Runs, loss: str) -> None:
     assert (second.run_id == tracker.run_id) == (loss == "the record")
     assert history(tracker.uri, second.run_id) == {0: 0.0}
     assert run.record["tracking"]["run_id"] == second.run_id
+
+
+def test_a_step_restored_from_the_file_is_not_sent_again(runs: Runs) -> None:
+    run = runs.run()
+    run.append_metrics(0, {"rollout/return/mean": 0.0})
+    tracker = runs.tracker(run)
+    assert until(lambda: tracker.run_id and 0 in history(tracker.uri, tracker.run_id))
+    tracker.iteration_finished(
+        0, {"rollout/return/mean": 0.0}, plan=plan(), examples=[], checkpoint=None
+    )
+    tracker.close()
+    assert history(tracker.uri, tracker.run_id) == {0: 0.0}
 
 
 def test_evaluations_of_an_untracked_attempt_are_sent(runs: Runs) -> None:
@@ -234,6 +249,18 @@ def test_a_refused_value_loses_only_itself(runs: Runs, caplog: pytest.LogCapture
     assert "refuses config.yaml" in warning.getMessage()
 
 
+def test_without_mlflow_the_run_goes_on(
+    runs: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    run = runs.run()
+    tracker = runs.tracker(run)
+    finish(run, tracker, 0)
+    tracker.close()
+    (warning,) = warnings_in(caplog)
+    assert "install mlflow, or set tracking.enabled=false" in warning.getMessage()
+
+
 def test_a_locked_database_is_waited_for(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     run = runs.run()
     tracker = runs.tracker(run)
@@ -251,9 +278,7 @@ def test_a_locked_database_is_waited_for(runs: Runs, caplog: pytest.LogCaptureFi
     assert not warnings_in(caplog)
 
 
-def test_more_than_fits_drops_the_oldest_and_metrics_come_from_the_file(runs: Runs) -> None:
-    from tasks.tracking_outbox import Episode, Numbers, Outbox
-
+def test_more_than_fits_drops_the_oldest(runs: Runs) -> None:
     outbox = Outbox(numbers=3, others=2)
     for step in range(5):
         outbox.put(Numbers("iteration", step, {"x": 1.0}))
@@ -265,6 +290,19 @@ def test_more_than_fits_drops_the_oldest_and_metrics_come_from_the_file(runs: Ru
     assert [item.step for item in chosen if isinstance(item, Numbers)] == [2, 3]
     outbox.remove(chosen)
     assert len(outbox) == 3
+
+
+def test_numbers_that_fell_out_are_sent_from_the_file(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.tracking.Outbox", lambda: Outbox(numbers=2, others=2))
+    run = runs.run()
+    tracker = runs.tracker(run)
+    for iteration in range(30):
+        finish(run, tracker, iteration)
+    tracker.close()
+    assert tracker.dropped > 0
+    assert sorted(history(tracker.uri, tracker.run_id)) == list(range(30))
 
 
 SCRIPT = """

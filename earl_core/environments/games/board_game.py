@@ -46,10 +46,13 @@ class BoardGameOptions(Options):
     )
     rewards: BoardRewards = BoardRewards()
     illegal_action: Literal["lose", "retry"] = Field(
-        default="lose", description="lose: the episode ends; retry: the model is told and asked again."
+        default="lose",
+        description="lose: the episode ends; retry: the model is told and asked again.",
     )
     max_retries: int = Field(
-        default=2, ge=0, description="Illegal answers forgiven in one episode (illegal_action: retry)."
+        default=2,
+        ge=0,
+        description="Illegal answers forgiven in one episode (illegal_action: retry).",
     )
     retry_reward: float = Field(default=-0.1, description="Reward of a turn that was forgiven.")
     answer_pattern: str = Field(

@@ -45,8 +45,9 @@ def _completing_cells(stones: int, both: int) -> int:
     """Free cells, reachable now or later, that would make four of `stones` (Pons 2015)."""
     cells = (stones << 1) & (stones << 2) & (stones << 3)
     for shift in _DIRECTIONS:
-        right, left = (stones << shift) & (stones << 2 * shift), (stones >> shift) & (
-            stones >> 2 * shift
+        right, left = (
+            (stones << shift) & (stones << 2 * shift),
+            (stones >> shift) & (stones >> 2 * shift),
         )
         cells |= right & ((stones << 3 * shift) | (stones >> shift))
         cells |= left & ((stones >> 3 * shift) | (stones << shift))

@@ -15,11 +15,13 @@ StateT = TypeVar("StateT", bound=Hashable)
 OpponentName = Literal["random", "greedy", "perfect"]
 
 WIN_SCORE = 1_000_000
-"""Search score of a won position, less the plies played: sooner wins and later losses are better."""
+"""Search score of a won position; a win counts the less, the more plies it took."""
 
 
 class Rules(Protocol[StateT]):
     """Rules of a two-player game with perfect information. States are immutable and hashable."""
+
+    def __hash__(self) -> int: ...
 
     def start(self) -> StateT: ...
 

@@ -57,8 +57,8 @@ RULES = TicTacToeRules()
 class TicTacToe(BoardGame[str]):
     """Squares are numbered 1 to 9, row by row; free squares show their number.
 
-    Compact style: rows joined by "|", such as `X2O|4X6|789`; a refused answer is followed by the same
-    board with "!" in front. Whose turn it is follows from the marks: X moves first.
+    Compact style: rows joined by "|", such as `X2O|4X6|789`; a refused answer is followed by the
+    same board with "!" in front. Whose turn it is follows from the marks: X moves first.
     """
 
     name: ClassVar[str] = "tic_tac_toe"

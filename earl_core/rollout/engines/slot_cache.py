@@ -27,7 +27,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """A transformers cache whose batch is the first `n` rows.
 
     Before a forward pass call `arrange` and `window`; the pass then writes its keys and values at

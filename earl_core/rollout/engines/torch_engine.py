@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from earl_core.rollout.engines.base import (
     Completion,
@@ -25,8 +25,9 @@ from earl_core.rollout.engines.base import (
     answer_budget,
     check_requests,
 )
+from earl_core.rollout.engines.causal_model import load_causal_model
 from earl_core.rollout.engines.counter_random import sample, uniform
-from earl_core.rollout.engines.slot_cache import ATTENTION, Row, SlotCache
+from earl_core.rollout.engines.slot_cache import Row, SlotCache
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
 from earl_core.weights.match import match
@@ -183,45 +184,15 @@ class TorchEngine:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _start(self) -> None:
-        config = AutoConfig.from_pretrained(
-            self._directory, trust_remote_code=self._trust_remote_code
-        )
-        positions = int(getattr(config, "max_position_embeddings", 0) or 0)
-        if positions and self.max_model_len > positions:
-            raise EngineError(
-                f"max_model_len {self.max_model_len} exceeds the model's {positions} positions: "
-                "lower rollout.max_model_len"
-            )
-        self.max_model_len = self.max_model_len or positions
-        if not self.max_model_len:
-            raise EngineError("the model names no position range: set rollout.max_model_len")
-        _refuse_windows(config, self.max_model_len)
-        model = AutoModelForCausalLM.from_pretrained(
+        self._model, self.max_model_len = load_causal_model(
             self._directory,
             dtype=self._dtype,
-            attn_implementation=ATTENTION,
+            device=self._device,
+            max_model_len=self.max_model_len,
             trust_remote_code=self._trust_remote_code,
         )
-        self._model = model.to(self._device).eval().requires_grad_(False)
-        self._config_digest = config_digest(config.to_dict())
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
-        self._check_head()
-
-    @torch.inference_mode()
-    def _check_head(self) -> None:
-        """Last hidden state times head must be the model's logits (no scaling or capping)."""
-        assert self._model is not None
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
-        mask = torch.zeros(1, 1, 2, 2, dtype=self._dtype, device=self._device)
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        hidden = self._model.base_model(**inputs).last_hidden_state
-        own = self._model.get_output_embeddings()(hidden).float()
-        full = self._model(**inputs).logits.float()
-        if not torch.allclose(own, full, atol=1e-2, rtol=1e-2, equal_nan=True):
-            raise EngineError(
-                f"{self._model.config.model_type} models change their logits after the output "
-                "layer, which the torch engine does not: use rollout.engine=vllm"
-            )
+        self._config_digest = config_digest(self._model.config.to_dict())
+        self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -332,7 +303,7 @@ class TorchEngine:
             row.tokens.extend(piece)
         last = torch.from_numpy(np.maximum(lengths - 1, 0)).to(self._device)
         picked = hidden[torch.arange(len(rows), device=self._device), last]
-        return self._model.get_output_embeddings()(picked)  # type: ignore[no-any-return]
+        return self._model.get_output_embeddings()(picked)
 
     def _sample_next(self, running: list[_Sampling], logits: torch.Tensor) -> None:
         seeds = np.array([s.request.seed for s in running], dtype=np.uint64)
@@ -411,17 +382,3 @@ def _common_prefix(cached: list[int], prompt: list[int]) -> int:
     pairs = zip(cached, prompt, strict=False)
     differing = (index for index, (old, new) in enumerate(pairs) if old != new)
     return next(differing, min(len(cached), len(prompt)))
-
-
-def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
-    """One causal mask serves all layers, so a window shorter than the context would be ignored."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    windowed = "sliding_attention" in kinds or (window and not hasattr(config, "layer_types"))
-    if kinds - {"full_attention", "sliding_attention"} or (
-        windowed and window and window < max_model_len
-    ):
-        raise EngineError(
-            f"{config.model_type} layers attend to less than the whole context ({sorted(kinds)}, "
-            f"window {window}): use rollout.engine=vllm, or a smaller rollout.max_model_len"
-        )

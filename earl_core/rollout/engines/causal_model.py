@@ -1,0 +1,75 @@
+"""Loading a transformers model that the torch engine computes rightly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from earl_core.rollout.engines.base import EngineError
+from earl_core.rollout.engines.slot_cache import ATTENTION
+
+
+def load_causal_model(
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, int]:
+    """The model in evaluation mode, without gradients, and its context in tokens.
+
+    `max_model_len` 0 means the model's own position range. Raises `EngineError` for a model that
+    would be computed wrongly.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if positions and max_model_len > positions:
+        raise EngineError(
+            f"max_model_len {max_model_len} exceeds the model's {positions} positions: "
+            "lower rollout.max_model_len"
+        )
+    max_model_len = max_model_len or positions
+    if not max_model_len:
+        raise EngineError("the model names no position range: set rollout.max_model_len")
+    _refuse_windows(config, max_model_len)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        trust_remote_code=trust_remote_code,
+    )
+    model = model.to(device).eval().requires_grad_(False)
+    _check_head(model, dtype, device)
+    return model, max_model_len
+
+
+@torch.inference_mode()
+def _check_head(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Last hidden state times head must be the model's logits (no scaling or capping)."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=device)
+    inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+    own = model.get_output_embeddings()(model.base_model(**inputs).last_hidden_state).float()
+    full = model(**inputs).logits.float()
+    if not torch.allclose(own, full, atol=1e-2, rtol=1e-2, equal_nan=True):
+        raise EngineError(
+            f"{model.config.model_type} models change their logits after the output layer, which "
+            "the torch engine does not: use rollout.engine=vllm"
+        )
+
+
+def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
+    """One causal mask serves all layers, so a window shorter than the context would be ignored."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    windowed = "sliding_attention" in kinds or (window and not hasattr(config, "layer_types"))
+    if kinds - {"full_attention", "sliding_attention"} or (
+        windowed and window and window < max_model_len
+    ):
+        raise EngineError(
+            f"{config.model_type} layers attend to less than the whole context ({sorted(kinds)}, "
+            f"window {window}): use rollout.engine=vllm, or a smaller rollout.max_model_len"
+        )

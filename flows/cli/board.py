@@ -1,0 +1,45 @@
+"""Boards of the built-in games on a terminal, found in the text that the model sees."""
+
+from __future__ import annotations
+
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+_STYLES = {"X": "bold green", "O": "bold red"}
+_LEAST_ROWS, _LEAST_CELLS = 2, 3
+
+
+def find_board(text: str) -> list[list[str]] | None:
+    """The cells of the board in an observation, row by row; None when it shows none.
+
+    Knows both styles of the games: lines of single characters with blanks between them, and rows
+    joined by `|`.
+    """
+    if "\n" not in text.strip() and "|" in text:
+        rows = [list(row.strip("! ")) for row in text.split("|")]
+        return rows if _is_board(rows) else None
+    best: list[list[str]] = []
+    current: list[list[str]] = []
+    for line in [*text.splitlines(), ""]:
+        cells = line.split()
+        if len(cells) >= _LEAST_CELLS and all(len(cell) == 1 for cell in cells):
+            current.append(cells)
+            continue
+        if len(current) > len(best):
+            best = current
+        current = []
+    return best if _is_board(best) else None
+
+
+def board_panel(rows: list[list[str]], title: str = "") -> Panel:
+    """The board with colored stones; free squares and column numbers are dim."""
+    grid = Table.grid(padding=(0, 1))
+    for row in rows:
+        grid.add_row(*[Text(cell, style=_STYLES.get(cell, "dim")) for cell in row])
+    return Panel(grid, title=title, expand=False, padding=(0, 1))
+
+
+def _is_board(rows: list[list[str]]) -> bool:
+    lengths = {len(row) for row in rows}
+    return len(rows) >= _LEAST_ROWS and len(lengths) == 1 and lengths.pop() >= _LEAST_CELLS

@@ -1,0 +1,1 @@
+"""The checks of `earl doctor`, a module for each topic. None imports torch or vllm."""

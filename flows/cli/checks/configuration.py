@@ -1,0 +1,62 @@
+"""What a run file needs: its model, its environment, its run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from earl_core.config import ConfigError, RunConfig
+from earl_core.environments.base import EnvironmentConfigError
+from earl_core.environments.registry import check as check_environment
+from earl_core.run.lock import is_locked
+from flows.cli.checks.finding import Finding
+from tasks.hardware import read_model_shape
+
+TOPIC = "Run file"
+
+
+def check_configuration(config: RunConfig) -> Iterator[Finding]:
+    """Everything that the run would refuse at its start, and the shape of the model."""
+    yield Finding("good", TOPIC, f"{config.name}: {config.iterations} iterations")
+    yield from _model(config)
+    environment = config.environment
+    try:
+        check_environment(environment.name, environment.options)
+        yield Finding("good", TOPIC, f"environment {environment.name}")
+    except EnvironmentConfigError as error:
+        yield Finding("blocks", TOPIC, str(error), "correct the environment section")
+    run = Path(config.runs_directory) / config.name
+    if is_locked(run):
+        yield Finding("warning", TOPIC, f"{run} is in use", "wait for it, or use another --name")
+    elif (run / "config.yaml").is_file():
+        yield Finding("note", TOPIC, f"{run} exists: `earl train` would go on with it")
+
+
+def _model(config: RunConfig) -> Iterator[Finding]:
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        if config.model.builder:
+            text = f"the model {path} is made at the first start, by {config.model.builder}"
+            yield Finding("note", TOPIC, text)
+        else:
+            advice = "correct model.path, or prepare the model first"
+            yield Finding("blocks", TOPIC, f"{path} is not a model directory", advice)
+        return
+    try:
+        shape = read_model_shape(path)
+    except ConfigError as error:
+        yield Finding("blocks", TOPIC, str(error), "repair the model directory")
+        return
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if size == 0:
+        advice = "copy model.safetensors into it; other formats are not read"
+        yield Finding("blocks", TOPIC, f"{path} has no safetensors weights", advice)
+    elif not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        advice = "copy the tokenizer's files into it"
+        yield Finding("blocks", TOPIC, f"{path} has no tokenizer", advice)
+    else:
+        text = (
+            f"model {path}: {shape.model_type}, {shape.layers} layers, {size / 2**20:.0f} MiB, "
+            f"up to {shape.max_positions} positions"
+        )
+        yield Finding("good", TOPIC, text)

@@ -1,0 +1,106 @@
+"""What `earl train` prints when a run is over: the curve, where to look, what to try."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+
+from flows.cli.curve import Series, draw
+from flows.cli.progress import IterationRow, outcome_names
+from flows.cli.runs import evaluations_of, iterations_of, tracking_uri
+from flows.cli.tables import evaluation_table, iteration_table
+from flows.server import Server
+
+_EDGE_ROWS = 2
+
+
+def print_ending(run: Path, iterations: int, home: Path, used: Server, console: Console) -> None:
+    """The whole ending of a finished run."""
+    text = learning_curve(run)
+    if text:
+        console.print(f"\n[bold]Learning curve of {run.name}[/bold]")
+        console.print(text, highlight=False, markup=False)
+    evaluations = evaluations_of(run)
+    if evaluations:
+        console.print()
+        console.print(evaluation_table(evaluations))
+    else:
+        console.print(iteration_table(_edges(iterations_of(run))))
+    for heading, lines in (
+        ("Where to look", places(run, home, used)),
+        ("What to try next", next_commands(run, iterations)),
+    ):
+        console.print(f"\n[bold]{heading}[/bold]")
+        for what, command in lines:
+            console.print(f"  {what:<36} {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def learning_curve(run: Path) -> str:
+    """Held-out shares when the run was evaluated at least twice, and the training's returns."""
+    rows, evaluations = iterations_of(run), evaluations_of(run)
+    charts = []
+    if len(evaluations) > 1:
+        names = outcome_names([row.outcomes for row in evaluations])
+        best = [name for name in names if name in ("win", "illegal")] or names[:2]
+        series = [
+            Series(
+                f"{name} (held-out)",
+                mark,
+                tuple((e.version, e.outcomes[name][0]) for e in evaluations if name in e.outcomes),
+            )
+            for name, mark in zip(best, "●x", strict=False)
+        ]
+        wins = tuple((r.iteration + 1.0, r.outcomes["win"]) for r in rows if "win" in r.outcomes)
+        series.insert(0, Series("win (training)", "·", wins))
+        charts.append(draw(series, y_format="{:.0%}", y_range=(0.0, 0.0)))
+    returns = tuple((r.iteration + 1.0, r.mean_return) for r in rows if r.mean_return is not None)
+    if len(returns) > 1:
+        held_out = tuple(
+            (float(e.version), e.mean_return) for e in evaluations if e.mean_return is not None
+        )
+        series = [Series("return (training)", "·", returns)]
+        series.append(Series("return (held-out)", "●", held_out))
+        charts.append(draw(series, y_format="{:+.2f}"))
+    return "\n\n".join(chart for chart in charts if chart)
+
+
+def places(run: Path, home: Path, used: Server) -> list[tuple[str, str]]:
+    """(what, command or address) for the run directory, MLflow and Prefect."""
+    found = [("everything about the run", f"{run}/ (config.yaml, metrics.jsonl, logs/)")]
+    uri = tracking_uri(run)
+    if uri is not None and uri.startswith(("http://", "https://")):
+        found.append(("metrics, plans, episodes in MLflow", uri))
+    elif uri is not None:
+        command = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        found.append(("metrics, plans, episodes in MLflow", command))
+    if used.embedded:
+        command = f"PREFECT_HOME={shlex.quote(str(home))} prefect server start"
+        address = os.environ.get("PREFECT_UI_URL", "http://127.0.0.1:4200")
+        found.append(("flow runs and stages in Prefect", f"{command}  ({address})"))
+    else:
+        found.append(("flow runs and stages in Prefect", used.url.removesuffix("/api")))
+    return found
+
+
+def next_commands(run: Path, iterations: int) -> list[tuple[str, str]]:
+    """(what, command) to go on with."""
+    name = shell_name(run)
+    return [
+        ("watch it play", f"earl play {name}"),
+        ("play against it", f"earl play {name} --me"),
+        ("measure it", f"earl evaluate {name} --episodes 512"),
+        ("train it for longer", f"earl resume {name} --set iterations={2 * iterations}"),
+        ("see what is in shared memory", "earl shards list"),
+    ]
+
+
+def shell_name(run: Path) -> str:
+    """How to name the run in a command: by its name where commands look for names."""
+    return shlex.quote(run.name if run.parent == Path("runs") else str(run))
+
+
+def _edges(rows: list[IterationRow]) -> list[IterationRow]:
+    return rows if len(rows) <= 2 * _EDGE_ROWS else rows[:_EDGE_ROWS] + rows[-_EDGE_ROWS:]

@@ -1,0 +1,92 @@
+"""`earl evaluate`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flows import server
+from flows.cli.display import make_display
+from flows.cli.interrupt import Interrupted, leave, run_interruptible
+from flows.cli.runs import find_run, stored_config
+from flows.cli.tables import duration, make_console
+from flows.policy import find_checkpoint, stop_players
+
+
+def evaluate(
+    run: tuple[str, str],
+    checkpoint: str,
+    episodes: int | None,
+    temperature: float | None,
+    overrides: list[str],
+    plain: bool,
+) -> None:
+    """Play held-out games through the `evaluate` flow and print the outcomes."""
+    path = find_run(*run)
+    config = stored_config(path, overrides)
+    found = find_checkpoint(path, config, checkpoint)
+    console = make_console()
+    home = server.configure(config.runs_directory)
+    display = make_display(1, plain, console)
+
+    def work() -> dict[str, Any]:
+        prefect_server = server.start(home)
+        from flows.evaluate import evaluate as evaluate_flow
+        from flows.evaluate import set_progress
+
+        prefect_server.ready()
+        display.say(f"starting the rollout worker with {found.label}")
+        set_progress(lambda progress: display.listen("evaluation", found.version, progress))
+        return asyncio.run(
+            evaluate_flow(
+                run=str(path),
+                checkpoint=checkpoint,
+                episodes=episodes,
+                temperature=temperature,
+                overrides=overrides,
+            )
+        )
+
+    try:
+        with display:
+            display.say("starting Prefect")
+            result = run_interruptible(work, stop_players, lambda: display.warn("Stopping."))
+            display.say("finished")
+    except Interrupted as interrupted:
+        print("Stopped; nothing of the evaluation is kept.", file=sys.stderr)
+        leave(interrupted.exit_code)
+    print_result(result, console)
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """The outcomes of an evaluation, as a table."""
+    metrics = result["metrics"]
+    console.print(
+        f"\n[bold]{result['run']}[/bold], {result['checkpoint']} (policy version "
+        f"{result['policy_version']}): {result['episodes']} held-out games in "
+        f"{duration(metrics['seconds'])}",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("outcome")
+    for heading in ("games", "share", "95 % interval"):
+        table.add_column(heading, justify="right")
+    for name, parts in result["outcomes"].items():
+        table.add_row(
+            name,
+            f"{parts['count']:.0f}",
+            f"{parts['share']:.1%}",
+            f"{parts['low']:.1%} - {parts['high']:.1%}",
+        )
+    console.print(table)
+    console.print(
+        f"return {metrics['return/mean']:+.3f}, {metrics['turns/mean']:.1f} turns a game, context "
+        f"up to {metrics['context/max']:.0f} tokens, {metrics['tokens_per_second']:,.0f} tokens/s",
+        highlight=False,
+    )
+    if result["failed"]:
+        console.print(f"{result['failed']} games failed and are not counted.", style="yellow")

@@ -1,0 +1,104 @@
+"""Ctrl-C and SIGTERM: the first ends the work cleanly, the second at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.1
+_AGAIN_SECONDS = 0.5
+GRACE_SECONDS = 9.0
+"""How long work may take to end after the first signal."""
+
+
+class Interrupted(BaseException):
+    """The work was ended by a signal. `clean`: it ended by itself, and in time."""
+
+    def __init__(self, number: int, clean: bool) -> None:
+        super().__init__(number, clean)
+        self.exit_code = 128 + number
+        self.clean = clean
+
+
+class _Outcome(Generic[T]):
+    def __init__(self) -> None:
+        self.value: list[T] = []
+        self.error: BaseException | None = None
+
+
+def run_interruptible(
+    work: Callable[[], T],
+    stop: Callable[[], None],
+    on_signal: Callable[[], None],
+    grace_seconds: float = GRACE_SECONDS,
+) -> T:
+    """Run `work` in a thread of its own and return or raise what it does.
+
+    Must be called in the main thread, which waits for signals; the libraries that `work` uses then
+    install no handlers of their own. At the first SIGINT or SIGTERM `on_signal` and `stop` are
+    called; `stop` again and again, for the work may be in the middle of opening what must be
+    stopped. Raises `Interrupted` once it has ended or `grace_seconds` are over. A second signal
+    ends the process at once.
+    """
+    outcome: _Outcome[T] = _Outcome()
+
+    def body() -> None:
+        try:
+            outcome.value.append(work())
+        except BaseException as error:
+            outcome.error = error
+
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    thread = threading.Thread(target=body, name="earl-command", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() and not received:
+            thread.join(_POLL_SECONDS)
+        if received and thread.is_alive():
+            on_signal()
+            _stop(thread, stop, grace_seconds)
+            raise Interrupted(received[0], clean=not thread.is_alive())
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value[0]
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _stop(thread: threading.Thread, stop: Callable[[], None], grace_seconds: float) -> None:
+    deadline = time.monotonic() + grace_seconds
+
+    def again() -> None:
+        while thread.is_alive():
+            stop()
+            time.sleep(_AGAIN_SECONDS)
+
+    threading.Thread(target=again, name="earl-stop", daemon=True).start()
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(_POLL_SECONDS)
+
+
+def leave(code: int) -> None:
+    """End the process now; what it started notices by itself."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

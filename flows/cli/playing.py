@@ -1,0 +1,150 @@
+"""`earl play`: watch a policy play, or play against it."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from earl_core.config import RunConfig
+from earl_core.seeds import derive_seed
+from flows.cli.board import board_panel, find_board
+from flows.cli.opponent import Person, PersonLeft, person_game
+from flows.cli.runs import find_run, stored_config
+from flows.cli.tables import make_console
+from flows.policy import PolicyPlayer, find_checkpoint
+
+_FIRST_PROMPT = 2**41
+"""Far from the prompts of training and of evaluation. Even: the agent moves first."""
+
+_MOVE_SECONDS = 0.7
+_FOR_PERSON = {
+    "win": "you lose",
+    "loss": "you win",
+    "illegal": "the agent's move is illegal: you win",
+}
+_STYLES = {"win": "bold green", "draw": "yellow", "loss": "bold red", "illegal": "magenta"}
+
+
+@dataclass(frozen=True)
+class PlayRequest:
+    """What to play. games: None until Ctrl-C; seed: None for a random one."""
+
+    checkpoint: str = "last"
+    games: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+def play(run: tuple[str, str], request: PlayRequest, me: bool) -> None:
+    """Play game after game and print them, with the count of outcomes at the end."""
+    path = find_run(*run)
+    config = stored_config(path, list(request.overrides))
+    checkpoint = find_checkpoint(path, config, request.checkpoint)
+    console = make_console()
+    games = request.games
+    if games is None and not (console.is_terminal and sys.stdin.isatty()):
+        games = 1
+    person = Person(console) if me else None
+    if person is not None:
+        # A game that a person cannot join is refused before the model is loaded.
+        person_game(config, person)
+    signal.signal(signal.SIGTERM, _leave)
+    outcomes: Counter[str] = Counter()
+    seed = secrets.randbits(32) if request.seed is None else request.seed
+    console.print(f"Loading {checkpoint.label} of {path.name} …", style="dim")
+    try:
+        with PolicyPlayer(config, checkpoint) as player:
+            console.print(f"Seed {seed}. Ctrl-C ends it.", style="dim")
+            for number in itertools.islice(itertools.count(), games):
+                place = (_FIRST_PROMPT + number, derive_seed(seed, "play", number))
+                console.rule(f"game {number + 1}")
+                if person is not None:
+                    outcome = _against_person(player, config, person, place, request.temperature)
+                else:
+                    outcome = _watch(player, console, place, request.temperature)
+                outcomes[outcome] += 1
+    except (KeyboardInterrupt, PersonLeft):
+        console.print()
+    counted = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
+    games_word = "game" if outcomes.total() == 1 else "games"
+    console.print(f"{outcomes.total()} {games_word} played{': ' if counted else ''}{counted}")
+
+
+def _watch(
+    player: PolicyPlayer, console: Console, place: tuple[int, int], temperature: float | None
+) -> str:
+    game = player.play_one(*place, temperature)
+    pause = _MOVE_SECONDS if console.is_terminal else 0.0
+    for turn in game["turns"]:
+        show(console, str(turn.get("observation", "")))
+        time.sleep(pause)
+        reward = turn.get("reward")
+        text = Text("agent: ", style="bold cyan").append(str(turn.get("answer", "")), style="")
+        if reward:
+            text.append(f"   reward {reward:+g}", style="dim")
+        console.print(text)
+        time.sleep(pause)
+    if game.get("closing"):
+        show(console, str(game["closing"]))
+    return _result(console, str(game.get("outcome") or game["finish_reason"]), game["return"])
+
+
+def _against_person(
+    player: PolicyPlayer,
+    config: RunConfig,
+    person: Person,
+    place: tuple[int, int],
+    temperature: float | None,
+) -> str:
+    console = person.console
+    environment = person_game(config, person)
+    prompt, seed = place
+    person.begin(first=environment_side(config, prompt) == "second")
+    messages = environment.reset(prompt, seed)
+    total = 0.0
+    for turn in itertools.count():
+        answer = player.answer(messages, derive_seed(seed, turn), temperature)
+        console.print(Text("agent: ", style="bold cyan").append(answer, style=""))
+        result = environment.step(answer)
+        total += result.reward
+        if result.done:
+            show(console, result.messages[-1]["content"] if result.messages else "")
+            outcome = str(result.info.get("outcome", "done"))
+            _result(console, outcome, total, _FOR_PERSON.get(outcome, outcome))
+            return f"agent {outcome}"
+        messages.append({"role": "assistant", "content": answer})
+        messages += result.messages
+    raise AssertionError("a game without an end")
+
+
+def environment_side(config: RunConfig, prompt: int) -> str:
+    """Whether the agent moves `first` or `second` in the game of this prompt."""
+    side = config.environment.options.get("agent_side", "both")
+    return ("first", "second")[prompt % 2] if side == "both" else str(side)
+
+
+def show(console: Console, text: str) -> None:
+    """An observation: its board if it has one, else its text."""
+    rows = find_board(text)
+    console.print(board_panel(rows) if rows else Text(text.strip(), style="dim"))
+
+
+def _result(console: Console, outcome: str, total: float, words: str = "") -> str:
+    style = _STYLES.get(outcome, "bold")
+    text = Text(words or outcome, style=style)
+    console.print(text.append(f"   the agent's return {total:+g}", "dim"))
+    return outcome
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,61 @@
+"""Finding runs by name, and reading what they left, without locking them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from earl_core.config import RunConfig, load_config
+from earl_core.dispatch import ManifestError, read_manifest
+from earl_core.run.directory import read_lines
+from flows.cli.errors import UsageProblem
+from flows.cli.progress import EvaluationRow, IterationRow
+
+
+def find_run(run: str, runs_directory: str) -> Path:
+    """The directory of a run given by name or by path; raises `UsageProblem`."""
+    for path in (Path(run), Path(runs_directory) / run):
+        if (path / "config.yaml").is_file():
+            return path
+    known = sorted(path.parent.name for path in Path(runs_directory).glob("*/config.yaml"))
+    listed = f"it holds {', '.join(known)}" if known else "it holds no runs"
+    raise UsageProblem(
+        f"there is no run {run!r}: give a run directory, or the name of one in "
+        f"{runs_directory}/ ({listed})"
+    )
+
+
+def stored_config(path: Path, overrides: list[str]) -> RunConfig:
+    """The run's configuration with overrides, under the name and place where it lies now."""
+    config = load_config(path / "config.yaml", overrides)
+    return config.model_copy(
+        update={"name": path.resolve().name, "runs_directory": str(path.parent)}
+    )
+
+
+def iterations_of(path: Path) -> list[IterationRow]:
+    """Every finished iteration of a run, ascending."""
+    latest = {line["iteration"]: line for line in read_lines(path / "metrics.jsonl")}
+    return [IterationRow.of(number, latest[number]) for number in sorted(latest)]
+
+
+def evaluations_of(path: Path) -> list[EvaluationRow]:
+    """Every evaluation that the run made, ascending by policy version."""
+    rows = []
+    for sealed in sorted((path / "iterations").glob("*/evaluation.json")):
+        try:
+            manifest = read_manifest(sealed)
+        except ManifestError:
+            continue
+        rows.append(EvaluationRow.of(manifest.iteration, manifest.metrics))
+    return rows
+
+
+def tracking_uri(path: Path) -> str | None:
+    """Where the run was tracked; None when it was not."""
+    try:
+        record = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    uri = (record.get("tracking") or {}).get("uri")
+    return uri if isinstance(uri, str) else None

@@ -1,0 +1,158 @@
+"""`earl shards`: list, show and sweep what lies in shared memory. pyarrow only."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+from earl_core.config import load_config
+from earl_core.dispatch import Manifest, read_manifest
+from earl_core.run.shards import list_stores, run_store, sweep
+from flows.cli.errors import UsageProblem
+from flows.cli.runs import find_run
+from flows.cli.tables import duration, make_console
+
+_VALUES_SHOWN = 256
+
+
+def list_shards(directory: Path) -> None:
+    """A line for every run's folder."""
+    console = make_console()
+    stores = list(list_stores(directory))
+    if not stores:
+        console.print(f"Nothing in {directory}.", highlight=False)
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("run", "state", "size", "age", "folder"):
+        table.add_column(heading, justify="right" if heading in ("size", "age") else "left")
+    for store in stores:
+        known = store.run_directory is not None
+        state = "running" if store.live else "finished or deleted" if store.finished else "stopped"
+        table.add_row(
+            str(store.run_directory) if known else "unknown",
+            state,
+            megabytes(store.bytes),
+            duration(3600 * store.age_hours),
+            str(store.directory),
+        )
+    console.print(table)
+    if any(not store.live for store in stores):
+        console.print(
+            "A stopped run adopts its folder on `earl resume`. `earl shards sweep` removes every "
+            "folder without a running owner.",
+            style="dim",
+        )
+
+
+def sweep_shards(directory: Path) -> None:
+    """Remove every folder without a live owner, and say which."""
+    removed = sweep(directory, retain_hours=None)
+    for path in removed:
+        print(f"removed {path}")
+    print(f"{len(removed)} removed from {directory}; folders of running runs are kept.")
+
+
+def show_shard(shard: str, row: int, runs_directory: str) -> None:
+    """Print the shards behind a path or RUN@ITERATION/STAGE."""
+    console = make_console()
+    if Path(shard).is_file():
+        _show_file(Path(shard), row, console)
+        return
+    manifest, files = _of_manifest(shard, runs_directory)
+    _show_manifest(manifest, console)
+    if not files:
+        console.print("This stage wrote no shards.")
+    for path in files:
+        if path.is_file():
+            _show_file(path, row, console)
+        else:
+            console.print(
+                f"{path} is gone: shards are released once a checkpoint covers their iteration.",
+                highlight=False,
+            )
+
+
+def _of_manifest(shard: str, runs_directory: str) -> tuple[Manifest, list[Path]]:
+    run, at, rest = shard.partition("@")
+    iteration, slash, stage = rest.partition("/")
+    if not (at and slash and iteration.isdigit()):
+        raise UsageProblem(
+            f"{shard!r} is neither a file nor of the form RUN@ITERATION/STAGE, such as "
+            "demo@3/rollout"
+        )
+    path = find_run(run, runs_directory)
+    folder = path / "iterations" / f"{int(iteration):06d}"
+    sealed = folder / f"{stage}.json"
+    if not sealed.is_file():
+        known = sorted(file.stem for file in folder.glob("*.json"))
+        raise UsageProblem(
+            f"iteration {iteration} of {path} has no sealed stage {stage!r}: it has "
+            f"{', '.join(known) or 'none'}"
+        )
+    manifest = read_manifest(sealed)
+    store = run_store(path, load_config(path / "config.yaml"))
+    return manifest, [store.path(entry) for entry in manifest.shards]
+
+
+def _show_manifest(manifest: Manifest, console: Console) -> None:
+    rows = sum(entry.rows for entry in manifest.shards)
+    console.print(
+        f"[bold]{manifest.stage}[/bold] of iteration {manifest.iteration}, run {manifest.run}, "
+        f"policy version {manifest.policy_version}: {len(manifest.shards)} shards, {rows} rows, "
+        f"{megabytes(manifest.tensor_bytes)}",
+        highlight=False,
+    )
+
+
+def _show_file(path: Path, row: int, console: Console) -> None:
+    try:
+        with pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source)
+            batch = reader.get_batch(0)
+            _print_batch(path, batch, row, console)
+            del batch, reader
+    except pa.ArrowInvalid as error:
+        raise UsageProblem(f"{path} is not an Arrow IPC file, or is damaged: {error}") from error
+
+
+def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) -> None:
+    console.print(f"\n[bold]{path}[/bold]  {megabytes(path.stat().st_size)}", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("column", "type", "values"):
+        table.add_column(heading, justify="right" if heading == "values" else "left")
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        count = len(column.values) if pa.types.is_large_list(field.type) else len(column)
+        table.add_row(field.name, str(field.type), f"{count:,}")
+    console.print(table)
+    for key, value in (batch.schema.metadata or {}).items():
+        console.print(f"{key.decode()}: {value.decode()}", style="dim", highlight=False)
+    if row >= batch.num_rows:
+        raise UsageProblem(f"row {row} does not exist: {path} has {batch.num_rows} rows")
+    console.print(f"\nRow {row} of {batch.num_rows}:", style="bold", highlight=False)
+    _print_row({name: batch.column(name)[row] for name in batch.schema.names}, console)
+
+
+def _print_row(values: dict[str, pa.Scalar], console: Console) -> None:
+    for name, scalar in values.items():
+        value = scalar.as_py()
+        text = _list_text(value) if isinstance(value, list) else str(value)
+        console.print(f"  {name:<22}{text}", highlight=False, markup=False)
+
+
+def _list_text(values: list[Any]) -> str:
+    shown = [
+        f"{value:.3g}" if isinstance(value, float) else str(value)
+        for value in itertools.islice(values, _VALUES_SHOWN)
+    ]
+    more = f" … {len(values) - _VALUES_SHOWN} more" if len(values) > _VALUES_SHOWN else ""
+    return f"[{len(values)}] {' '.join(shown)}{more}"
+
+
+def megabytes(size: float) -> str:
+    """Such as `12.3 MB`; small sizes in kB."""
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"

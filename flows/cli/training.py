@@ -1,0 +1,127 @@
+"""`earl train` and `earl resume`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.environments.registry import check as check_environment
+from earl_core.run.lock import RunInUse, is_locked
+from flows import server
+from flows.cli.display import make_display
+from flows.cli.ending import print_ending, shell_name
+from flows.cli.errors import WRONG_INPUT_CODE, exit_code
+from flows.cli.interrupt import Interrupted, leave, run_interruptible
+from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
+from flows.cli.tables import make_console, resolved_table
+
+
+def train(config: str, overrides: list[str], plain: bool) -> None:
+    """Start the run of a configuration file, or go on with it."""
+    _train(load_config(config, overrides), config, overrides, plain)
+
+
+def resume(run: str, overrides: list[str], runs_directory: str, plain: bool) -> None:
+    """Go on with a run, with the configuration stored in its directory."""
+    path = find_run(run, runs_directory)
+    settings = stored_config(path, overrides)
+    # The directory may have been moved since its configuration was written.
+    place = [f"name={settings.name}", f"runs_directory={settings.runs_directory}"]
+    _train(settings, str(path / "config.yaml"), [*overrides, *place], plain)
+
+
+def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) -> None:
+    run = Path(settings.runs_directory) / settings.name
+    preflight(settings, run)
+    console = make_console()
+    console.print(resolved_table(settings))
+    console.print()
+    home = server.configure(settings.runs_directory)
+    display = make_display(settings.iterations, plain, console)
+    display.progress.recall(iterations_of(run), evaluations_of(run))
+    prefect_server: list[server.Server] = []
+    started = threading.Event()
+
+    def work() -> dict[str, Any]:
+        prefect_server.append(server.start(home))
+        from flows.running import set_listener
+        from flows.train import train as train_flow
+
+        prefect_server[0].ready()
+        started.set()
+        set_listener(display.listen)
+        return asyncio.run(train_flow(config=config, overrides=overrides))
+
+    def stop() -> None:
+        if prefect_server and not started.is_set():
+            prefect_server[0].stop()
+        interrupt_sessions()
+
+    def on_signal() -> None:
+        display.warn("Stopping the workers; a second Ctrl-C ends everything at once.")
+
+    try:
+        with display:
+            display.say("starting Prefect")
+            run_interruptible(work, stop, on_signal)
+            display.say("finished")
+    except Interrupted as interrupted:
+        _say_how_to_continue(run)
+        if interrupted.clean and prefect_server:
+            prefect_server[0].stop()
+        leave(interrupted.exit_code)
+    except Exception as error:
+        if exit_code(error) != WRONG_INPUT_CODE and (run / "config.yaml").is_file():
+            error.add_note(f"All logs of the run are in {run / 'logs'}.")
+            error.add_note(f"Once it is repaired, continue with: earl resume {shell_name(run)}")
+        raise
+    print_ending(run, settings.iterations, home, prefect_server[0], console)
+
+
+def interrupt_sessions() -> None:
+    """Stop the workers of every run that this process has open."""
+    # Before the first session is opened there is nothing to stop, and no need for the import.
+    module = sys.modules.get("tasks.session")
+    if module is not None:
+        for session in module.open_sessions():
+            session.interrupt()
+
+
+def preflight(settings: RunConfig, run: Path) -> None:
+    """Refuse at once what cannot work, before a server or a worker is started.
+
+    Raises `ConfigError`, `EnvironmentConfigError` or `RunInUse`. The session checks again, and
+    more: this is the part that takes no process.
+    """
+    model = Path(settings.model.path)
+    if not (model / "config.json").is_file() and settings.model.builder is None:
+        raise ConfigError(
+            f"model.path {str(model)!r} is not a model directory (no config.json), and there is no "
+            "model.builder that could make it: correct the path, or prepare the model first"
+        )
+    template = settings.model.chat_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"model.chat_template {template!r} is not a file: correct the path")
+    environment = settings.environment
+    # Code of the user's runs in worker processes only; the session checks it there.
+    if ":" not in environment.name and environment.name != "textarena":
+        check_environment(environment.name, environment.options)
+        if settings.evaluation.options:
+            merged = {**environment.options, **settings.evaluation.options}
+            check_environment(environment.name, merged)
+    if is_locked(run):
+        owner = (run / "lock").read_text(encoding="utf-8").strip() or "unknown"
+        raise RunInUse(
+            f"the run directory {run} is in use by process {owner}: wait for it, stop it, or "
+            "choose another name with --name"
+        )
+
+
+def _say_how_to_continue(run: Path) -> None:
+    stored = (run / "config.yaml").is_file()
+    text = f"Stopped. Continue with: earl resume {shell_name(run)}"
+    print(text if stored else "Stopped before the run began.", file=sys.stderr)

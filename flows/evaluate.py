@@ -1,0 +1,90 @@
+"""Held-out evaluation of a checkpoint, beside or after its training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from prefect import flow, task
+from prefect.artifacts import acreate_table_artifact
+from pydantic import Field
+
+from earl_core.config import ConfigError, RunConfig, load_config
+from flows.policy import PolicyPlayer, find_checkpoint
+
+_on_progress: Callable[[dict[str, Any]], None] | None = None
+
+
+def set_progress(on_progress: Callable[[dict[str, Any]], None] | None) -> None:
+    """Have evaluations of this process report their progress, for a display."""
+    global _on_progress
+    _on_progress = on_progress
+
+
+@task(name="play held-out games")
+def play_held_out(
+    run: str, checkpoint: str, episodes: int | None, temperature: float | None, overrides: list[str]
+) -> dict[str, Any]:
+    """Play with the checkpoint in a worker of its own; outcomes with 95 % Wilson intervals."""
+    path = Path(run)
+    config = _config_of(path, overrides)
+    found = find_checkpoint(path, config, checkpoint)
+    settings = config.evaluation
+    with PolicyPlayer(config, found, _on_progress) as player:
+        result = player.evaluate(
+            episodes or settings.episodes,
+            settings.temperature if temperature is None else temperature,
+        )
+    return {
+        "run": run,
+        "checkpoint": found.label,
+        "policy_version": found.version,
+        "episodes": result["episodes"],
+        "failed": result["failed"],
+        "outcomes": result["outcomes"],
+        "metrics": result["metrics"],
+    }
+
+
+@flow(name="evaluate", flow_run_name="evaluate {run} {checkpoint}")
+async def evaluate(
+    run: Annotated[str, Field(description="The run's directory, for example runs/demo")],
+    checkpoint: Annotated[
+        str, Field(description="An iteration with a checkpoint, `last`, or `initial`")
+    ] = "last",
+    episodes: Annotated[
+        int | None, Field(ge=1, description="Games; empty: as the run's own evaluations")
+    ] = None,
+    temperature: Annotated[
+        float | None, Field(ge=0, description="0: greedy; empty: as the run's own evaluations")
+    ] = None,
+    overrides: Annotated[
+        list[str], Field(description="Settings that differ from the run's, each as a.b=c")
+    ] = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
+) -> dict[str, Any]:
+    """Count the outcomes of held-out games with 95 % intervals.
+
+    The prompts and seeds are those of the evaluations inside `train`, so that equal numbers of
+    episodes compare like with like. The run is not locked and may be training.
+    """
+    future = play_held_out.submit(run, checkpoint, episodes, temperature, overrides)
+    result: dict[str, Any] = await asyncio.to_thread(future.result)
+    rows = [
+        {"outcome": name, **{part: round(value, 4) for part, value in parts.items()}}
+        for name, parts in result["outcomes"].items()
+    ]
+    name = Path(run).resolve().name.lower().replace("_", "-").replace(".", "-")
+    await acreate_table_artifact(
+        rows,
+        key=f"{name}-evaluation",
+        description=f"{result['episodes']} held-out games with {result['checkpoint']}",
+    )
+    return result
+
+
+def _config_of(run: Path, overrides: list[str]) -> RunConfig:
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
+    return load_config(run / "config.yaml", overrides)

@@ -1,0 +1,188 @@
+"""One policy of a run, ready to play: a rollout worker of its own, without the run's lock.
+
+It reads a checkpoint's `policy/` directory and nothing else of the run, so that a run in progress
+may be evaluated beside its training. Imports no prefect, and no torch in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.config import ConfigError, RunConfig
+from earl_core.environments.base import Message
+from earl_core.selector import SelectionInput, StageDeployment, select
+from tasks.hardware import read_hardware, read_model_shape
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A policy on disk. version: the policy version; label: how to call it to people."""
+
+    policy: Path
+    version: int
+    label: str
+
+
+def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkpoint:
+    """`last`, `initial` (before training) or the number of an iteration.
+
+    Raises `ConfigError` with the checkpoints there are.
+    """
+    if which == "initial":
+        if not (Path(config.model.path) / "config.json").is_file():
+            raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
+        return Checkpoint(Path(config.model.path), 0, "the initial model")
+    found = sorted(
+        int(path.parent.name)
+        for path in (run / "checkpoints").glob("*/STABLE")
+        if path.parent.name.isdigit() and (path.parent / "policy" / "config.json").is_file()
+    )
+    listed = ", ".join(map(str, found)) or "none yet"
+    if not (which == "last" or which.isdigit()):
+        raise ConfigError(
+            f"a checkpoint is `last`, `initial` or the number of an iteration, not {which!r}; "
+            f"{run} has {listed}"
+        )
+    if not found or (which != "last" and int(which) not in found):
+        raise ConfigError(
+            f"{run} has no whole checkpoint {'' if which == 'last' else f'{which} '}(it has "
+            f"{listed}): name one of them, or `initial` for the model before training"
+        )
+    number = found[-1] if which == "last" else int(which)
+    policy = run / "checkpoints" / f"{number:06d}" / "policy"
+    return Checkpoint(policy, number + 1, f"the checkpoint of iteration {number}")
+
+
+class PolicyPlayer:
+    """A rollout worker group that holds one policy. Use it as a context manager.
+
+    on_progress gets the rollout's progress: episodes_done, episodes, tokens_per_second, return.
+    Raises what `WorkerGroup` raises; `stop` may be called from any thread and ends what runs.
+    """
+
+    def __init__(
+        self, config: RunConfig, checkpoint: Checkpoint, on_progress: Progress | None = None
+    ) -> None:
+        model = config.model.model_copy(update={"path": str(checkpoint.policy.resolve())})
+        self.config = config.model_copy(update={"model": model})
+        self.checkpoint = checkpoint
+        self._on_progress = on_progress
+        self._stopped = threading.Event()
+        self._directory = Path(tempfile.mkdtemp(prefix="earl-policy-"))
+        self._deployment = self._choose_deployment()
+        threads = str(self._deployment.threads)
+        self._group = LocalWorkerGroup(
+            "rollout",
+            "earl_core.rollout.worker:RolloutWorker",
+            log_directory=self._directory,
+            environment={
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+            start_timeout_seconds=config.deadlines.start,
+            heartbeat_timeout_seconds=config.deadlines.heartbeat,
+        )
+
+    def __enter__(self) -> PolicyPlayer:
+        players.add(self)
+        try:
+            self._start()
+        except BaseException:
+            self._close(keep_logs=True)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A failure's message names the worker's log.
+        self._close(keep_logs=isinstance(error, Exception))
+
+    def evaluate(self, episodes: int, temperature: float | None) -> dict[str, Any]:
+        """`RolloutWorker.evaluate`: the same prompts and seeds as `train` evaluates with."""
+        return self._call(
+            "evaluate",
+            episodes=episodes,
+            temperature=temperature,
+            options=self.config.evaluation.options,
+        )
+
+    def play_one(self, prompt: int, seed: int, temperature: float | None) -> dict[str, Any]:
+        """One game's transcript."""
+        return self._call("play_one", prompt=prompt, seed=seed, temperature=temperature)
+
+    def answer(self, messages: list[Message], seed: int, temperature: float | None) -> str:
+        """The policy's next answer in a conversation."""
+        result = self._call("answer", messages=messages, seed=seed, temperature=temperature)
+        return str(result["text"])
+
+    def stop(self) -> None:
+        """End the worker now, from any thread; a call under way raises."""
+        self._stopped.set()
+        self._group.stop(grace_seconds=2.0)
+
+    def _start(self) -> None:
+        arguments = {
+            "config": self.config.model_dump(mode="json"),
+            "run_directory": str(self._directory),
+        }
+        self._group.start(self._deployment.model_dump(mode="json"), arguments)
+        path = str(self.checkpoint.policy.resolve())
+        self._call("ensure_directory", path=path, policy_version=self.checkpoint.version)
+
+    def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        results = self._group.call(
+            method,
+            stage="evaluation",
+            iteration=self.checkpoint.version,
+            deadline_seconds=self.config.deadlines.stage,
+            on_progress=self._on_progress,
+            **arguments,
+        )
+        result: dict[str, Any] = results[0]
+        return result
+
+    def _close(self, keep_logs: bool) -> None:
+        players.discard(self)
+        self._group.stop()
+        if not keep_logs:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _choose_deployment(self) -> StageDeployment:
+        plan = select(
+            SelectionInput(
+                iteration=0,
+                rollout=self.config.rollout,
+                update=self.config.update,
+                needs_reference=False,
+                hardware=read_hardware(),
+                model=read_model_shape(self.checkpoint.policy),
+            )
+        )
+        return plan["rollout"].model_copy(update={"replicas": 1})
+
+
+players: set[PolicyPlayer] = set()
+"""Players in use in this process, so that whoever handles a signal can stop them."""
+
+
+def stop_players() -> None:
+    """Stop every player of this process."""
+    for player in list(players):
+        player.stop()

@@ -1,0 +1,130 @@
+"""The command line as people use it: real processes, a tiny model, a directory of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flows import server
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "tictactoe_tiny.yaml"
+
+TINY = {
+    "model.path": "model",
+    "model.builder_options.hidden": "32",
+    "model.builder_options.layers": "1",
+    "model.builder_options.heads": "2",
+    "model.builder_options.warm_start_steps": "0",
+    "iterations": "2",
+    "rollout.prompts_per_iteration": "4",
+    "rollout.group_size": "4",
+    "rollout.threads": "1",
+    "update.threads": "1",
+    "evaluation.every": "1",
+    "evaluation.episodes": "8",
+    "checkpoint.every": "1",
+}
+"""A model of some thousand parameters; one iteration takes a moment."""
+
+
+class Earl:
+    """Runs `earl` in a directory of its own, without touching the caller's environment."""
+
+    def __init__(self, directory: Path, shared_memory: Path) -> None:
+        self.directory = directory
+        self.shared_memory = shared_memory
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
+        self.environment = {
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "flows.cli", *arguments]
+
+    def settings(self, **changes: str) -> list[str]:
+        """`--set` options of the tiny model; underscores stand for dots twice over."""
+        wanted = {**TINY, "dispatch.directory": str(self.shared_memory)}
+        wanted |= {name.replace("__", "."): value for name, value in changes.items()}
+        return [part for key, value in wanted.items() for part in ("--set", f"{key}={value}")]
+
+    def run(
+        self, *arguments: str, text: str = "", timeout: float = 240.0
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.directory,
+            env=self.environment,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=self.directory,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="session")
+def shared_memory() -> Iterator[Path]:
+    directory = Path(f"/dev/shm/earl-cli-tests-{os.getpid()}")
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One server for all commands that do not test how they come by theirs."""
+    home = tmp_path_factory.mktemp("prefect")
+    with pytest.MonkeyPatch.context() as patch:
+        # Importing flows.server has no effect on this process; starting one sets its variables.
+        patch.setenv("PREFECT_HOME", str(home))
+        patch.delenv("PREFECT_API_URL", raising=False)
+        patch.setattr(server, "DEFAULT_URL", "http://127.0.0.1:9/api")
+        started = server.start(home)
+        try:
+            started.ready()
+            yield started.url
+        finally:
+            started.stop()
+
+
+@pytest.fixture(scope="session")
+def earl(
+    tmp_path_factory: pytest.TempPathFactory, shared_memory: Path, prefect_url: str
+) -> Earl:
+    """`earl` with a Prefect server that runs already."""
+    command = Earl(tmp_path_factory.mktemp("project"), shared_memory)
+    command.environment["PREFECT_API_URL"] = prefect_url
+    return command
+
+
+@pytest.fixture
+def fresh_earl(tmp_path: Path, shared_memory: Path) -> Earl:
+    """`earl` in an empty directory, without a server."""
+    return Earl(tmp_path, shared_memory)
+
+
+@pytest.fixture(scope="session")
+def finished_run(earl: Earl) -> subprocess.CompletedProcess[str]:
+    """A run named `done` of two iterations in `earl`'s directory."""
+    done = earl.run("train", str(CONFIG), "--name", "done", *earl.settings())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

@@ -1,0 +1,160 @@
+"""The displays, fed with the events that a run sends."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.spinner import Spinner
+
+from flows.cli.board import find_board
+from flows.cli.curve import Series, draw
+from flows.cli.display import PlainDisplay, make_display
+from flows.cli.progress import IterationRow, Progress
+from flows.cli.tables import duration, screen
+
+Event = tuple[str, int, dict[str, Any]]
+
+METRICS = {
+    "rollout/return/mean": -0.25,
+    "rollout/outcome/win": 0.25,
+    "rollout/outcome/illegal": 0.5,
+    "rollout/context/mean": 51.0,
+    "rollout/context/max": 76.0,
+    "rollout/tokens_per_second": 2047.0,
+    "update/tokens_per_second": 9152.0,
+    "rollout/stage_seconds": 4.0,
+    "update/stage_seconds": 2.5,
+}
+EVALUATION = {
+    "return/mean": 0.1,
+    **{f"outcome/win/{part}": value for part, value in zip(("share", "low", "high"), (0.5, 0.4, 0.6))},
+}
+ITERATION: list[Event] = [
+    ("select", 0, {"stage_started": True}),
+    ("update", 0, {"starting": "update"}),
+    ("select", 0, {"metrics": {"stage_seconds": 0.1}}),
+    ("rollout", 0, {"stage_started": True}),
+    ("rollout", 0, {"starting": "rollout"}),
+    (
+        "rollout",
+        0,
+        {"rank": 0, "episodes_done": 12, "episodes": 64, "tokens_per_second": 840.0, "return": 0.3},
+    ),
+]
+FINISHED: Event = ("iteration", 0, {"finished": True, "metrics": METRICS})
+EVALUATED: Event = ("evaluation", 1, {"finished": True, "metrics": EVALUATION})
+
+
+def rendered(progress: Progress) -> str:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(screen(progress.snapshot(), Spinner("dots")))
+    return console.export_text()
+
+
+def test_the_live_screen_shows_stage_numbers_and_tables() -> None:
+    progress = Progress(iterations=3)
+    for event in ITERATION:
+        progress.handle(*event)
+    text = rendered(progress)
+    assert "0 of 3 iterations" in text
+    assert "rollout" in text
+    assert "12/64 episodes, 840 tokens/s, return +0.30" in text
+    progress.handle(*FINISHED)
+    progress.handle(*EVALUATED)
+    text = rendered(progress)
+    assert "1 of 3 iterations" in text
+    for cell in ("-0.25", "25", "50", "51", "76", "2,047", "9,152", "6.5", "50 (40-60)"):
+        assert cell in text
+
+
+def test_a_started_worker_is_shown_until_the_stage_reports() -> None:
+    progress = Progress(iterations=1)
+    for event in ITERATION[:5]:
+        progress.handle(*event)
+    assert "rollout: starting the rollout worker" in rendered(progress)
+    progress.handle(*ITERATION[5])
+    assert "starting" not in rendered(progress)
+
+
+def test_only_the_last_iterations_are_shown_and_a_repeated_one_once() -> None:
+    progress = Progress(iterations=50)
+    progress.recall([IterationRow.of(k, METRICS) for k in range(20)], [])
+    progress.handle("iteration", 19, {"finished": True, "metrics": METRICS})
+    snapshot = progress.snapshot()
+    assert [row.iteration for row in snapshot.rows] == list(range(12, 20))
+    assert snapshot.finished == 20
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with PlainDisplay(3) as display:
+        for event in [*ITERATION, FINISHED, EVALUATED]:
+            display.listen(*event)
+        # Half of the way is told, once.
+        for done in (40, 50, 64):
+            display.listen("rollout", 1, {"episodes_done": done, "episodes": 64})
+        logging.getLogger("earl_core.anything").warning("the tracker is away")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "iteration 0: select started",
+        "starting the update worker",
+        "iteration 0: rollout started",
+        "starting the rollout worker",
+        "iteration 0: return -0.250, win 25 %, illegal 50 %, context 51, max 76, rollout 2,047 "
+        "tokens/s, update 9,152 tokens/s, 6.5 s",
+        "evaluation after 1 iterations: return +0.100, win 50 (40-60) %",
+        "iteration 1: rollout 40/64 episodes",
+        "warning: the tracker is away",
+    ]
+
+
+def test_a_pipe_gets_plain_lines() -> None:
+    assert isinstance(make_display(1, False, Console(file=io.StringIO())), PlainDisplay)
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    assert isinstance(make_display(1, True, terminal), PlainDisplay)
+    assert not isinstance(make_display(1, False, terminal), PlainDisplay)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e4), st.floats(-1e6, 1e6)), min_size=1, max_size=80
+    )
+)
+def test_a_curve_has_its_size_and_every_extreme(points: list[tuple[float, float]]) -> None:
+    chart = draw([Series("return", "o", tuple(points))], width=40, height=8)
+    lines = chart.splitlines()
+    assert len(lines) == 8 + 3
+    plot = [line.partition("┤")[2] or line.partition("│")[2] for line in lines[:8]]
+    assert all(len(row) <= 40 for row in plot)
+    if max(y for _, y in points) > min(y for _, y in points):
+        assert "o" in plot[0]
+        assert "o" in plot[-1]
+
+
+def test_no_points_no_curve() -> None:
+    assert draw([Series("return", "o", ())]) == ""
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (45, 185, 7800)] == ["45 s", "3 min 05 s", "2 h 10 min"]
+
+
+@pytest.mark.parametrize(
+    ("text", "first_row"),
+    [
+        ("X2O|4X6|789", ["X", "2", "O"]),
+        ("!X2O|4X6|789", ["X", "2", "O"]),
+        ("X plays 5.\n1 2 3\n4 X 6\n7 8 9\nYou are O. Your move?", ["1", "2", "3"]),
+        ("1234567|..X....|.OX....", list("1234567")),
+        ("How many apples are there?", None),
+        ("a | b", None),
+    ],
+)
+def test_boards_are_found_in_what_the_model_sees(text: str, first_row: list[str] | None) -> None:
+    rows = find_board(text)
+    assert (rows[0] if rows else None) == first_row

@@ -1,0 +1,111 @@
+"""One Prefect server and one tiny model for all tests of flows."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.flows.runs import Runs
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Environment variables of a real Prefect server on a free loopback port."""
+    home = tmp_path_factory.mktemp("prefect")
+    port = free_port()
+    environment = {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+    log = (home / "server.log").open("wb")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
+        env={**os.environ, **environment},
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2)
+            break
+        except OSError:
+            if time.monotonic() > deadline or server.poll() is not None:
+                raise RuntimeError((home / "server.log").read_text()) from None
+            time.sleep(0.5)
+    yield environment
+    os.killpg(server.pid, 15)
+    try:
+        server.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, 9)
+    log.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A character model of a few thousand parameters, built in a process of its own."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    script = (
+        "import pathlib, sys\n"
+        "from earl_core.models.tiny import build\n"
+        "build(pathlib.Path(sys.argv[1]), environment={'name': 'tic_tac_toe', 'options': "
+        "{'style': 'compact'}}, hidden=32, layers=2, warm_start_steps=5)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=REPOSITORY)
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path: Path, prefect_server: dict[str, str], tiny_model: Path) -> Iterator[Runs]:
+    """Starts training processes on a small configuration in a directory of the test's own."""
+    config = {
+        "name": "run",
+        "iterations": 2,
+        "runs_directory": str(tmp_path / "runs"),
+        "model": {"path": str(tiny_model)},
+        "environment": {"name": "tic_tac_toe", "options": {"style": "compact"}},
+        "rollout": {
+            "engine": "torch",
+            "prompts_per_iteration": 4,
+            "group_size": 4,
+            "max_turns": 5,
+            "max_tokens_per_turn": 2,
+            "dtype": "float32",
+            "threads": 1,
+        },
+        "algorithm": {"advantage": "rloo", "kl": {"placement": "loss", "coefficient": 0.01}},
+        "update": {
+            "precision": "fp32",
+            "learning_rate": 1e-3,
+            "minibatches": 2,
+            "threads": 1,
+        },
+        "dispatch": {"directory": str(tmp_path / "shm")},
+        "tracking": {"enabled": False},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    started = Runs(path, tmp_path, {**os.environ, **prefect_server})
+    yield started
+    started.kill_all()

@@ -1,0 +1,107 @@
+"""Training processes for tests: started, awaited, killed; and what they left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass
+class Runs:
+    """Processes that train with one configuration file."""
+
+    config: Path
+    directory: Path
+    environment: dict[str, str]
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *overrides: str, fault: str = "") -> subprocess.Popen[str]:
+        """Start training; `fault` is a value of EARL_FAULT."""
+        environment = {**self.environment, "PYTHONPATH": str(REPOSITORY)}
+        if fault:
+            environment["EARL_FAULT"] = fault
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.flows.driver", str(self.config), *overrides],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def train(self, *overrides: str, fault: str = "", expect: int = 0) -> str:
+        """Train to the end of the process; its output. Fails on another exit status."""
+        process = self.start(*overrides, fault=fault)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == expect, output
+        return output
+
+    def kill_all(self) -> None:
+        """End what is left, the workers too."""
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def run(self, name: str = "run") -> Path:
+        """A run's directory."""
+        return self.directory / "runs" / name
+
+    def ledger(self, name: str = "run") -> list[dict[str, Any]]:
+        """What was really executed."""
+        lines = (self.run(name) / "ledger.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def executed(self, event: str, name: str = "run") -> list[tuple[int, str]]:
+        """(iteration, stage) of every ledger line with this event."""
+        return [(x["iteration"], x["stage"]) for x in self.ledger(name) if x["event"] == event]
+
+    def weights(self, iteration: int, name: str = "run") -> str:
+        """Digest of the checkpoint's weights and optimizer state."""
+        digest = hashlib.sha256()
+        checkpoint = self.run(name) / "checkpoints" / f"{iteration:06d}"
+        for file in sorted(checkpoint.rglob("*.safetensors")):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    def shared_memory(self) -> list[Path]:
+        """Files of any run in shared memory."""
+        return [path for path in (self.directory / "shm").rglob("*") if path.is_file()]
+
+    def workers(self) -> list[psutil.Process]:
+        """Live worker processes of these runs."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            command = " ".join(process.info["cmdline"] or ())
+            if "earl_core.cluster" in command and _mentions(process, str(self.directory)):
+                found.append(process)
+        return found
+
+    def wait_for_workers_to_end(self, seconds: float = 20.0) -> None:
+        """Fail unless every worker process is gone within this time."""
+        deadline = time.monotonic() + seconds
+        while left := self.workers():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+
+
+def _mentions(process: psutil.Process, text: str) -> bool:
+    try:
+        return any(text in file.path for file in process.open_files())
+    except psutil.Error:
+        return False
