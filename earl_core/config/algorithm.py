@@ -32,7 +32,9 @@ class AlgorithmConfig(Settings):
     aggregation: dict[str, Any] = Field(default_factory=lambda: {"name": "token_mean"})
     kl: KLConfig = KLConfig()
     importance_correction: ImportanceConfig | None = None
-    entropy_coefficient: float = Field(default=0.0, description="Added to the loss times -entropy.")
+    entropy_coefficient: float = Field(
+        default=0.0, ge=0, description="Added to the loss times -entropy."
+    )
 
     @field_validator("advantage", "policy_loss", "aggregation", mode="before")
     @classmethod

@@ -39,7 +39,8 @@ class VllmConfig(Settings):
     )
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1, description="CUDA only.")
     block_size: int | None = Field(
-        default=32, description="Tokens per KV cache block, on CPU a multiple of 32; 32 caches more than 128."
+        default=32,
+        description="Tokens per KV cache block, on CPU a multiple of 32; 32 caches more than 128.",
     )
     enforce_eager: bool = True
 

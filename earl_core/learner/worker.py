@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from transformers.utils import logging as transformers_logging
+
 from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import RunConfig, parse_config
@@ -180,6 +182,7 @@ class LearnerWorker:
 
 def build_learner(config: RunConfig, deployment: StageDeployment) -> PolicyLearner:
     """A learner laid out as the deployment says."""
+    transformers_logging.disable_progress_bar()
     update = config.update.model_copy(
         update={
             "threads": deployment.threads,

@@ -98,6 +98,10 @@ def build(
                 model, tokenizer, game, warm_start_steps, warm_start_games,
                 warm_start_learning_rate, seed,
             )  # fmt: skip
+    _write(target, model, tokenizer)
+
+
+def _write(target: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     building = target.parent / f".{target.name}.building"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)

@@ -107,9 +107,7 @@ def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def earl(
-    tmp_path_factory: pytest.TempPathFactory, shared_memory: Path, prefect_url: str
-) -> Earl:
+def earl(tmp_path_factory: pytest.TempPathFactory, shared_memory: Path, prefect_url: str) -> Earl:
     """`earl` with a Prefect server that runs already."""
     command = Earl(tmp_path_factory.mktemp("project"), shared_memory)
     command.environment["PREFECT_API_URL"] = prefect_url

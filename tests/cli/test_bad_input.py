@@ -108,7 +108,10 @@ def test_a_prefect_server_that_does_not_answer(fresh_earl: Earl) -> None:
     ("source", "words"),
     [
         (None, ["ghost"]),
-        ("class Ghost:\n    def __init__(self):\n        raise OSError('no spirit')\n", ["no spirit"]),
+        (
+            "class Ghost:\n    def __init__(self):\n        raise OSError('no spirit')\n",
+            ["no spirit"],
+        ),
     ],
 )
 def test_an_environment_of_ones_own_that_cannot_work(

