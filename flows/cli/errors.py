@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -33,6 +35,9 @@ and reach this process by name only."""
 WRONG_INPUT_CODE = 2
 
 _TAIL_LINES = 12
+_TRACEBACK = "Traceback (most recent call last):"
+_LOG_PREFIX = "  | "
+_DEBUG_HINT = "Run the command again with --debug for the traceback."
 
 
 class UsageProblem(ValueError):
@@ -48,6 +53,10 @@ def reported(debug: bool) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # `earl … | head`: the reader has enough. Python would complain once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(128 + signal.SIGPIPE) from None
     except Exception as error:
         print_error(error, debug)
         raise typer.Exit(exit_code(error)) from None
@@ -71,7 +80,28 @@ def exit_code(error: BaseException) -> int:
 
 def describe(error: BaseException) -> str:
     """The block: what happened and what to do, without a traceback. Notes of the error follow."""
-    return "\n".join([_block(error), *getattr(error, "__notes__", ())])
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    return "\n".join([_without_frames(_block(error)), *notes])
+
+
+def _without_frames(text: str) -> str:
+    """Cut tracebacks out of a message (those of environments come in one); their errors stay."""
+    if _TRACEBACK not in text:
+        return text
+    lines, inside = [], False
+    for line in text.splitlines():
+        body = line.removeprefix(_LOG_PREFIX)
+        if _TRACEBACK in body:
+            inside = True
+            if before := body.partition(_TRACEBACK)[0].rstrip():
+                lines.append(before)
+            continue
+        inside = inside and body.startswith((" ", "\t"))
+        if not inside:
+            lines.append(line)
+    if _DEBUG_HINT not in lines:
+        lines.append(_DEBUG_HINT)
+    return "\n".join(lines)
 
 
 def _block(error: BaseException) -> str:
@@ -85,7 +115,7 @@ def _block(error: BaseException) -> str:
     lines = [f"error: {type(error).__name__}: {_sentence(error)}"]
     if isinstance(error, OSError) and error.filename:
         lines = [f"error: {error.strerror}: {error.filename}"]
-    lines.append("Run the command again with --debug for the traceback.")
+    lines.append(_DEBUG_HINT)
     return "\n".join(lines)
 
 
@@ -99,7 +129,7 @@ def _worker_call(error: BaseException) -> str:
     lines = [f"error: {reason}", f"It happened in {place}."]
     if where is not None and where.log_path:
         lines.append(f"The worker's log is {where.log_path}.")
-    lines.append("Run the command again with --debug for the traceback.")
+    lines.append(_DEBUG_HINT)
     return "\n".join(lines)
 
 
@@ -118,6 +148,6 @@ def _sentence(error: BaseException) -> str:
 
 def _shorten(text: str) -> str:
     lines = text.splitlines()
-    head = [line for line in lines if not line.startswith("  | ")]
-    tail = [line for line in lines if line.startswith("  | ")]
+    head = [line for line in lines if not line.startswith(_LOG_PREFIX)]
+    tail = [line for line in lines if line.startswith(_LOG_PREFIX)]
     return "\n".join([*head, *tail[-_TAIL_LINES:]])

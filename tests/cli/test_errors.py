@@ -57,6 +57,22 @@ def test_notes_follow() -> None:
     ]
 
 
+def test_tracebacks_inside_a_message_are_cut_out() -> None:
+    message = (
+        "16 of 16 episodes failed. The first:\n"
+        'exception.\nTraceback (most recent call last):\n  File "moody.py", line 9, in step\n'
+        '    raise RuntimeError("not today")\nRuntimeError: not today\nRepair it.'
+    )
+    error = WorkerCallFailed(WHERE, "RolloutFailed", "earl_core.rollout.errors", message)
+    assert describe(error).splitlines() == [
+        "error: 16 of 16 episodes failed. The first:",
+        "exception.",
+        "RuntimeError: not today",
+        "Repair it.",
+        "Run the command again with --debug for the traceback.",
+    ]
+
+
 def test_a_missing_file_is_named() -> None:
     assert "No such file or directory: /gone" in describe(
         FileNotFoundError(errno.ENOENT, "No such file or directory", "/gone")

@@ -92,7 +92,7 @@ def test_a_finished_run_is_left_alone(runs: Runs) -> None:
 
 
 def test_sparse_checkpoints_replay_from_shards(runs: Runs) -> None:
-    """With a checkpoint only at the end, what lies before the kill is repeated, but no episode is played anew."""
+    """What lies between checkpoint and kill is repeated, but no episode is played anew."""
     sparse = ("checkpoint.every=3", "iterations=3")
     runs.train("name=whole", *sparse)
     runs.train(*sparse, fault="reward.after@2=kill", expect=KILLED)

@@ -1,0 +1,201 @@
+"""Whole iterations on EARL and on TRL: same model, game, number of games and update.
+
+Both sides play tic-tac-toe with the same model in groups of the same size, train on every game once
+with GRPO in bfloat16 autocast over full-precision weights, and take one optimizer step. EARL runs
+as `earl train` does; TRL runs `GRPOTrainer` with the `rollout_func` of `benchmarks.trl_rollout`, in
+an environment of its own, with the fastest of the settings tried here. Rounds alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness import Report, Row, interval, median, parser, publish
+from benchmarks.iteration_sides import Iteration, Round, run_earl, run_trl, settings_of
+from benchmarks.process_tree import CommandFailed
+from earl_core.config import RunConfig, load_config
+
+Settings = dict[str, int | bool]
+
+_BASE: Settings = {
+    "device_batch": 8,
+    "bf16_copy": True,
+    "cache": True,
+    "gradient_checkpointing": False,
+    "use_vllm": False,
+}
+TRL_CANDIDATES: tuple[Settings, ...] = (
+    _BASE,
+    {**_BASE, "device_batch": 16},
+    {**_BASE, "device_batch": 32},
+    {**_BASE, "cache": False},
+    {**_BASE, "bf16_copy": False},
+    {**_BASE, "gradient_checkpointing": True},
+    {**_BASE, "use_vllm": True},
+)
+"""device_batch: games in a forward and backward pass. bf16_copy: games are played by a bfloat16
+copy of the model instead of the full-precision one under autocast. cache: keys and values are kept
+across turns. gradient_checkpointing: TRL's own default is on. use_vllm: TRL's colocated vLLM."""
+
+_TRY_SECONDS = 900.0
+_SHOWN_CHARACTERS = 300
+
+
+@dataclass
+class Measured:
+    """All of one side's iterations that count."""
+
+    iterations: list[Iteration]
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, rounds: list[Round]) -> Measured:
+        """Every round's iterations but its first, which warms up."""
+        kept = [item for found in rounds for item in found.iterations if item.number > 0]
+        return cls(kept, max(found.peak_bytes for found in rounds))
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of an iteration."""
+        return median([item.seconds for item in self.iterations])
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Median seconds for each token of the games."""
+        return median([item.seconds / item.tokens for item in self.iterations])
+
+    def row(self, side: str) -> Row:
+        """Its row of the table."""
+        row: Row = {
+            "side": side,
+            "s/iteration": self.seconds,
+            "range": interval([item.seconds for item in self.iterations]),
+            "games": median([item.games for item in self.iterations]),
+            "tokens": median([item.tokens for item in self.iterations]),
+            "ms/token": 1000 * self.seconds_per_token,
+        }
+        for stage in ("rollout", "update", "rest"):
+            row[f"{stage} s"] = median([item.stages[stage] for item in self.iterations])
+        row["peak GiB"] = self.peak_bytes / 2**30
+        row["return"] = median([item.mean_return for item in self.iterations])
+        return row
+
+
+def pick_trl_settings(config: RunConfig, scratch: Path, report: Report) -> Settings:
+    """Try every candidate for two iterations; the one whose second was the fastest.
+
+    Each gets a row, or a note where it failed.
+    """
+    tried: list[tuple[float, int]] = []
+    for number, candidate in enumerate(TRL_CANDIDATES):
+        try:
+            found = run_trl(config, candidate, 2, scratch / f"trl-try-{number}", _TRY_SECONDS)
+        except CommandFailed as failure:
+            report.notes.append(
+                f"TRL with {_words(candidate)} failed on this machine: {_reason(failure)}"
+            )
+            continue
+        measured = Measured.of([found])
+        tried.append((measured.seconds_per_token, number))
+        report.rows.append(measured.row(f"TRL, tried: {_words(candidate)}"))
+    if not tried:
+        raise CommandFailed("TRL failed with every setting:\n" + "\n".join(report.notes))
+    return TRL_CANDIDATES[min(tried)[1]]
+
+
+def _reason(failure: CommandFailed) -> str:
+    """The line that says most: the last error of the log."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    named = [line for line in lines if "Error:" in line] or lines
+    return named[-1][:_SHOWN_CHARACTERS]
+
+
+def fill(report: Report, earl: Measured, trl: Measured, chosen: Settings) -> None:
+    """The two sides' rows first, then what they amount to."""
+    ratio = trl.seconds_per_token / earl.seconds_per_token
+    ours, theirs = earl.row("EARL"), trl.row(f"TRL, best: {_words(chosen)}")
+    ours["EARL's speed over it"] = 1.0
+    theirs["EARL's speed over it"] = ratio
+    ideal: Row = {
+        "side": "limit: EARL's rollout and update bodies alone",
+        "s/iteration": median([item.seconds - item.stages["rest"] for item in earl.iterations]),
+        "EARL's speed over it": median(
+            [(item.seconds - item.stages["rest"]) / item.seconds for item in earl.iterations]
+        ),
+    }
+    report.rows[:0] = [ours, theirs, ideal]
+    report.headline["iteration_speedup_vs_trl"] = ratio
+    report.headline["peak_memory_of_trl_over_earl"] = trl.peak_bytes / earl.peak_bytes
+    report.notes += [
+        "Speedup at equal tokens: seconds per token of the games (prompts, observations and "
+        "answers), TRL's over EARL's; medians over iterations, the first of each round left out.",
+        "Update: scoring where needed, forward, backward, optimizer step; for TRL everything "
+        "outside of its rollout_func, advantages included. Rest: EARL's other stages, publishing "
+        "the weights to the engine, checkpoints as configured, tracking and Prefect.",
+        "Peak: proportional set size of all processes, EARL's with Prefect's server, MLflow and "
+        "vLLM's processes.",
+    ]
+
+
+def main() -> None:
+    options = _options()
+    config = load_config(options.config, settings_of(options.games, options.group_size))
+    report = Report("iteration", "Whole iterations: EARL and TRL")
+    with tempfile.TemporaryDirectory(prefix="earl-iteration-") as name:
+        scratch = Path(name)
+        chosen = pick_trl_settings(config, scratch, report) if options.tune else _BASE
+        earl, trl = [], []
+        for number in range(options.rounds):
+            earl.append(
+                run_earl(options.config, config, options.iterations, scratch / f"earl-{number}")
+            )
+            trl.append(run_trl(config, chosen, options.iterations, scratch / f"trl-{number}"))
+        fill(report, Measured.of(earl), Measured.of(trl), chosen)
+    report.notes.insert(
+        0,
+        f"{options.config}, model {config.model.path}, {options.games} games in groups of "
+        f"{options.group_size}, {options.rounds} rounds of {options.iterations} iterations.",
+    )
+    if options.quick:
+        report.notes.append(
+            "--quick: few games and one round, TRL's settings not searched and its vLLM mode not "
+            "tried; a rough number."
+        )
+    publish(report, options)
+
+
+def _words(candidate: Settings) -> str:
+    return ", ".join(
+        f"{name} {value}" if not isinstance(value, bool) else name if value else f"no {name}"
+        for name, value in candidate.items()
+    ).replace("_", " ")
+
+
+def _options() -> argparse.Namespace:
+    made = parser("Seconds per iteration and peak memory on EARL and on TRL.")
+    made.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    made.add_argument("--games", type=int, help="games per iteration; default 64, quick 8")
+    made.add_argument("--group-size", type=int, default=8)
+    made.add_argument("--iterations", type=int, help="per round; default 4, quick 2")
+    made.add_argument("--rounds", type=int, help="default 2, quick 1")
+    made.add_argument(
+        "--tune",
+        action=argparse.BooleanOptionalAction,
+        help="search TRL's settings, its vLLM mode included; quick does not",
+    )
+    options = made.parse_args()
+    quick = options.quick
+    options.games = options.games or (8 if quick else 64)
+    options.iterations = options.iterations or (2 if quick else 4)
+    options.rounds = options.rounds or (1 if quick else 2)
+    options.tune = not quick if options.tune is None else options.tune
+    if options.games % options.group_size or options.iterations < 2:
+        made.error("--games must be a multiple of --group-size, and --iterations at least 2")
+    return options
+
+
+if __name__ == "__main__":
+    main()

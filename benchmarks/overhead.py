@@ -1,0 +1,158 @@
+"""Orchestration: the part of an iteration's wall time that is spent outside of every stage body.
+
+(flow wall time - time inside stage bodies) / wall time, the median of iterations 3 to 8. `earl
+train` runs as it always does; the times come from the ledger and the metrics that every run keeps.
+The alternative is the same graph as synchronous Prefect flows with default settings and empty
+tasks. The limit is zero: a loop that does nothing but the stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser, publish
+from benchmarks.iterations import IterationTime, read_iterations
+from benchmarks.process_tree import MeasuredCommand
+
+MEASURED = range(3, 9)
+_ALTERNATIVE_ITERATIONS = 4
+_TIMEOUT_SECONDS = 3600.0
+_QUICK = (
+    "rollout.prompts_per_iteration=4",
+    "evaluation.every=0",
+    "checkpoint.every=3",
+    "model.builder_options.warm_start_steps=10",
+)
+
+
+def main() -> None:
+    options = _options()
+    report = Report("overhead", "Orchestration share of an iteration")
+    with tempfile.TemporaryDirectory(prefix="earl-overhead-") as name:
+        scratch = Path(name)
+        run = options.run or train(options.config, options.set, scratch)
+        found = read_iterations(run, MEASURED)
+        if not found:
+            raise SystemExit(
+                f"{run} has none of the iterations {MEASURED[0]} to {MEASURED[-1]} done in one "
+                "attempt: run it for at least nine iterations without a stop"
+            )
+        alternative = time_alternative(scratch)
+    fill(report, found, alternative)
+    what = f"the run {options.run}" if options.run else str(options.config)
+    report.notes.insert(0, f"Measured on {what}, iterations {[item.number for item in found]}.")
+    if options.quick:
+        report.notes.append(
+            "--quick: the tiny model, whose iterations are short, with few games; its share is "
+            "far above that of the demo and says nothing about it."
+        )
+    publish(report, options)
+
+
+def train(config: Path, overrides: list[str], scratch: Path) -> Path:
+    """Run the configuration up to the last measured iteration; its run directory."""
+    settings = ["name=measured", f"runs_directory={scratch / 'runs'}", *overrides]
+    if set(_QUICK) <= set(overrides):
+        settings.append(f"model.path={scratch / 'model'}")  # built anew, hardly warmed up
+    command = [sys.executable, "-m", "flows.cli", "train", str(config), "--plain"]
+    command += ["--iterations", str(MEASURED[-1] + 1)]
+    for setting in settings:
+        command += ["--set", setting]
+    # A server that happens to run elsewhere would be another system under test.
+    environment = {"PREFECT_HOME": str(scratch / "prefect")}
+    with MeasuredCommand(
+        command, scratch / "train.log", directory=REPOSITORY, environment=environment
+    ) as trained:
+        trained.wait(_TIMEOUT_SECONDS)
+    return scratch / "runs" / "measured"
+
+
+def time_alternative(scratch: Path) -> list[float]:
+    """Seconds per iteration of the same graph as synchronous flows with empty tasks."""
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(scratch / "alternative"),
+        "PREFECT_LOGGING_LEVEL": "ERROR",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+    command = [sys.executable, "-m", "benchmarks.overhead_alternative"]
+    command.append(str(_ALTERNATIVE_ITERATIONS))
+    answer = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        timeout=_TIMEOUT_SECONDS,
+    )
+    seconds: list[float] = json.loads(answer.stdout.splitlines()[-1])
+    return seconds[1:]  # the first one warms up
+
+
+def fill(report: Report, found: list[IterationTime], alternative: list[float]) -> None:
+    """Rows: the stages, what is left, and the alternative, each as seconds and as a share."""
+    wall = median([item.wall for item in found])
+    stages = list(dict.fromkeys(stage for item in found for stage in item.stages))
+    for stage in stages:
+        values = [item.stages[stage] for item in found if stage in item.stages]
+        shares = [item.stages[stage] / item.wall for item in found if stage in item.stages]
+        report.rows.append(_row(f"stage body: {stage}", values, shares))
+    outside = [item.wall - item.inside for item in found]
+    report.rows.append(_row("whole iteration", [item.wall for item in found], [1.0]))
+    report.rows.append(
+        _row("EARL: outside of stage bodies", outside, [item.share for item in found])
+    )
+    inside = median([item.inside for item in found])
+    report.rows.append(
+        _row(
+            "alternative: synchronous Prefect flows, empty tasks",
+            alternative,
+            [seconds / (inside + seconds) for seconds in alternative],
+        )
+    )
+    report.rows.append(
+        {"what": "limit: only the stages", "seconds": 0.0, "share of wall": 0.0, "share range": ""}
+    )
+    report.headline["orchestration_share"] = median([item.share for item in found])
+    report.notes.append(
+        f"An iteration took {wall:.2f} s; with empty tasks as synchronous Prefect flows EARL's "
+        f"{median(outside):.3f} s outside of the stages would have been {median(alternative):.3f} "
+        "s, without checkpoints, metrics, artifacts or tracking."
+    )
+    report.notes.append("Medians over the iterations; evaluations between them are left out.")
+
+
+def _row(what: str, seconds: list[float], shares: list[float]) -> Row:
+    return {
+        "what": what,
+        "seconds": median(seconds),
+        "share of wall": median(shares),
+        "share range": interval(shares),
+    }
+
+
+def _options() -> argparse.Namespace:
+    made = parser("The part of an iteration that is not spent in its stages.")
+    made.add_argument("--config", type=Path, help="default: configs/demo.yaml, unchanged")
+    made.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="change a setting"
+    )
+    made.add_argument("--run", type=Path, help="read this run's directory instead of training")
+    options = made.parse_args()
+    if options.config is None:
+        file = "tictactoe_tiny" if options.quick else "demo"
+        options.config = Path("configs") / f"{file}.yaml"
+        if options.quick:
+            options.set = [*_QUICK, *options.set]
+    return options
+
+
+if __name__ == "__main__":
+    main()

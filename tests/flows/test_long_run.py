@@ -1,0 +1,66 @@
+"""Three hundred iterations keep memory, open files and shared memory flat."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from tests.flows.runs import Runs
+
+ITERATIONS = 300
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the controller and its workers hold."""
+
+    memory: int
+    files: int
+    shared_memory: int
+
+
+def footprint(runs: Runs, controller: psutil.Process) -> Footprint:
+    processes = [controller, *runs.workers()]
+    return Footprint(
+        memory=sum(process.memory_info().rss for process in processes),
+        files=sum(process.num_fds() for process in processes),
+        shared_memory=sum(path.stat().st_size for path in runs.shared_memory()),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_three_hundred_iterations_stay_flat(runs: Runs) -> None:
+    process = runs.start(
+        f"iterations={ITERATIONS}",
+        "rollout.prompts_per_iteration=2",
+        "rollout.group_size=2",
+        "update.minibatches=1",
+        "algorithm.kl.placement=none",
+        "algorithm.kl.coefficient=0",
+        "checkpoint.every=10",
+        "tracking.enabled=true",
+        f"tracking.uri=sqlite:///{runs.directory}/mlflow.db",
+    )
+    controller = psutil.Process(process.pid)
+    seen: dict[int, Footprint] = {}
+    metrics = runs.run() / "metrics.jsonl"
+    while process.poll() is None:
+        done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        for mark in (60, 180, 290):
+            if done >= mark and mark not in seen:
+                seen[mark] = footprint(runs, controller)
+        time.sleep(0.2)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    early, late = seen[60], seen[290]
+    assert late.memory < early.memory * 1.15 + 30e6, seen
+    assert late.files <= early.files + 10, seen
+    assert late.shared_memory <= 2 * early.shared_memory + 2**20, seen
+    assert runs.shared_memory() == []
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(ITERATIONS))
