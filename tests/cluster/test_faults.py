@@ -323,12 +323,16 @@ def test_fifty_starts_leave_no_descriptor_thread_or_process(
         assert group.call("echo", value=1, **site) == [1]
         group.stop()
 
+    def children() -> set[str]:
+        return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+    # Other tests' fixtures (a shared server) and helpers of the interpreter may be alive.
     round_trip()
     before = sorted(os.listdir("/proc/self/fd"))
     threads = threading.active_count()
+    elsewhere = children()
     for _ in range(50):
         round_trip()
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert threading.active_count() == threads
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert children == []
+    assert children() <= elsewhere

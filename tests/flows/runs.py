@@ -63,8 +63,9 @@ class Runs:
         return self.directory / "runs" / name
 
     def ledger(self, name: str = "run") -> list[dict[str, Any]]:
-        """What was really executed."""
-        lines = (self.run(name) / "ledger.jsonl").read_text().splitlines()
+        """What was really executed; nothing yet where the run has no ledger."""
+        ledger = self.run(name) / "ledger.jsonl"
+        lines = ledger.read_text().splitlines() if ledger.exists() else []
         return [json.loads(line) for line in lines]
 
     def executed(self, event: str, name: str = "run") -> list[tuple[int, str]]:
