@@ -53,24 +53,7 @@ def read_model_shape(directory: Path) -> ModelShape:
         ) from error
     except ValueError as error:
         raise ConfigError(f"{directory / 'config.json'} is not valid JSON: {error}") from error
-    nested = raw.get("text_config")
-    text: dict[str, Any] = nested if isinstance(nested, dict) else raw
-
-    def number(*names: str, default: int | None = None) -> int:
-        for name in names:
-            if isinstance(text.get(name), int):
-                return int(text[name])
-        if default is None:
-            raise ConfigError(f"{directory / 'config.json'} has none of {', '.join(names)}")
-        return default
-
-    heads = number("num_attention_heads", "n_head")
-    return ModelShape(
-        model_type=str(raw.get("model_type", "unknown")),
-        hidden_size=number("hidden_size", "n_embd"),
-        layers=number("num_hidden_layers", "n_layer"),
-        attention_heads=heads,
-        key_value_heads=number("num_key_value_heads", default=heads),
-        vocabulary=number("vocab_size"),
-        max_positions=number("max_position_embeddings", "n_positions", default=2**20),
-    )
+    try:
+        return ModelShape.from_config(raw)
+    except ValueError as error:
+        raise ConfigError(f"{directory / 'config.json'} cannot be used: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -24,6 +25,10 @@ def collect_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[st
     metrics["dispatch/manifest_bytes"] = float(sum(moved))
     metrics["dispatch/tensor_bytes"] = float(sum(m.tensor_bytes for m in manifests.values()))
     metrics["dispatch/shared_memory_bytes"] = float(session.run.store.used_bytes())
+    if session.run.spill is not None:
+        # How much a crash of the machine would cost right now.
+        metrics["dispatch/spill_lag_bytes"] = float(session.run.spill.lag_bytes)
+        metrics["dispatch/spilled_bytes"] = float(session.run.spill.spilled_bytes)
     return metrics
 
 
@@ -75,11 +80,15 @@ async def publish_artifacts(
         {"stage": stage, **_layout(plan, stage), "reason": plan.reasons[stage]}
         for stage in plan.stages
     ]
-    await acreate_table_artifact(rows, key=f"{name}-plan", description=f"Plan of {iteration}")
-    await acreate_markdown_artifact(_curve(session), key=f"{name}-curve")
     examples = manifests["rollout"].outputs.get("examples", [])
-    if examples:
-        await acreate_markdown_artifact(_transcript(examples[0]), key=f"{name}-episode")
+    await asyncio.gather(
+        acreate_table_artifact(rows, key=f"{name}-plan", description=f"Plan of {iteration}"),
+        acreate_markdown_artifact(_curve(session), key=f"{name}-curve"),
+        *(
+            acreate_markdown_artifact(_transcript(example), key=f"{name}-episode")
+            for example in examples[:1]
+        ),
+    )
 
 
 def _layout(plan: DeploymentPlan, stage: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from prefect import task
 
+from earl_core.cluster.results import merge_results
+from earl_core.experience.reward import REWARD_RULES
 from tasks.select import plan_of
 from tasks.session import get_session
 from tasks.stage import StageRef, resolve, run_stage
@@ -20,8 +22,9 @@ def reward(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> Stage
 
     def body() -> dict[str, Any]:
         manifests = [played.model_dump(mode="json")]
-        return session.call(
+        results = session.call_all(
             deployment, "experience", "reward", iteration, stage="reward", manifests=manifests
         )
+        return merge_results(results, REWARD_RULES)
 
     return run_stage(session, iteration, "reward", [played.data_digest()], body)

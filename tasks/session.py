@@ -18,8 +18,8 @@ from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.dispatch import StoreFull
 from earl_core.run import RunDirectory
-from earl_core.run.shards import sweep
-from earl_core.selector import Hardware, ModelShape, StageDeployment
+from earl_core.run.shards import sweep_unneeded
+from earl_core.selector import Hardware, ModelShape, StageDeployment, experience_deployment
 from tasks.hardware import read_hardware, read_model_shape
 from tasks.tracking import Status, Tracker
 
@@ -82,7 +82,7 @@ class Session:
             raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
 
     def _check_environment(self) -> None:
-        deployment = StageDeployment(stage="experience")
+        deployment = experience_deployment(self.config.experience)
         self.call(deployment, "experience", "check", self.next_iteration())
 
     def next_iteration(self) -> int:
@@ -164,11 +164,28 @@ class Session:
     ) -> dict[str, Any]:
         """Run a method in every rank of the role's group; rank 0's JSON result.
 
-        `stage` names the stage in errors and progress when it is not the deployment's.
+        For stages whose ranks return the same. Arguments as in `call_all`.
+        """
+        return self.call_all(deployment, role, method, iteration, stage=stage, **arguments)[0]
+
+    def call_all(
+        self,
+        deployment: StageDeployment,
+        role: str,
+        method: str,
+        iteration: int,
+        *,
+        stage: str | None = None,
+        **arguments: Any,
+    ) -> list[dict[str, Any]]:
+        """Run a method in every rank of the role's group; all JSON results in rank order.
+
+        `stage` names the stage in errors and progress when it is not the deployment's. Where each
+        rank did a part, `earl_core.cluster.results.merge_results` makes them one.
         """
         group = self.group(role, deployment)
         name = stage or deployment.stage
-        results = group.call(
+        results: list[dict[str, Any]] = group.call(
             method,
             stage=name,
             iteration=iteration,
@@ -176,8 +193,7 @@ class Session:
             on_progress=lambda progress: self.listener(name, iteration, progress),
             **arguments,
         )
-        result: dict[str, Any] = results[0]
-        return result
+        return results
 
     def peak_bytes(self, role: str) -> float:
         """Most private memory that the role's ranks used during their last call, together."""
@@ -212,8 +228,8 @@ _sessions: dict[str, Session] = {}
 
 def open_session(config: RunConfig, listener: Progress | None = None) -> Session:
     """Open the run of this configuration and register its session in this process."""
-    sweep(Path(config.dispatch.directory), config.dispatch.retain_hours)
     run = RunDirectory.open(config)
+    sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
     session = Session.__new__(Session)
     try:
         session.__init__(run, listener)  # type: ignore[misc]

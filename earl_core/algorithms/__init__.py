@@ -12,7 +12,6 @@ from earl_core.algorithms.advantage_batch import (
     Advantages,
     BatchStatistics,
     apply_statistics,
-    compute_advantages,
     local_statistics,
 )
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
@@ -51,7 +50,6 @@ __all__ = [
     "Registry",
     "Totals",
     "apply_statistics",
-    "compute_advantages",
     "filter_episodes",
     "local_statistics",
     "mismatch_metrics",

@@ -1,7 +1,8 @@
 """From the rewards of a batch of episodes to the advantages of its trained tokens.
 
-In one place: :func:`compute_advantages`. On many ranks: each calls :func:`local_statistics` on its
-episodes, all merge the results in one order, each calls :func:`apply_statistics` on its episodes.
+Each rank calls :func:`local_statistics` on its episodes, all merge the results in one order, each
+calls :func:`apply_statistics` on its episodes. One rank that has all episodes is the special case
+without a merge.
 
 Layout: E episodes; T trained tokens, flat, episode after episode and within an episode in the
     order they were sampled, over all its samples. ``token_counts`` int64 [E] sums to T.
@@ -92,14 +93,14 @@ class Advantages:
         )
 
 
-def compute_advantages(
+def local_statistics(
     estimator: AdvantageEstimator,
     rewards: ArrayLike,
     group_ids: ArrayLike,
     token_counts: ArrayLike,
     token_penalties: ArrayLike | None = None,
-) -> Advantages:
-    """Advantages of a whole batch in one place. Failed episodes must have been filtered out before.
+) -> BatchStatistics:
+    """The statistics of these episodes alone. Failed ones must have been filtered out before.
 
     Args:
         estimator: Built by ``ADVANTAGE_ESTIMATORS``.
@@ -110,21 +111,6 @@ def compute_advantages(
 
     Raises:
         ValueError: Shapes that do not fit together, or numbers that are not finite.
-    """
-    statistics = local_statistics(estimator, rewards, group_ids, token_counts, token_penalties)
-    return apply_statistics(
-        estimator, statistics, rewards, group_ids, token_counts, token_penalties
-    )
-
-
-def local_statistics(
-    estimator: AdvantageEstimator,
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
-    token_counts: ArrayLike,
-    token_penalties: ArrayLike | None = None,
-) -> BatchStatistics:
-    """The statistics of these episodes alone; arguments as in :func:`compute_advantages`.
 
     Each episode must be counted by exactly one rank, whole. Groups may be spread over ranks.
     Group moments are over the episodes' returns; for a token-level estimator over their plain
@@ -154,7 +140,8 @@ def apply_statistics(
     token_counts: ArrayLike,
     token_penalties: ArrayLike | None = None,
 ) -> Advantages:
-    """Advantages of these episodes, given the merged statistics of the whole batch."""
+    """Advantages of these episodes, given the merged statistics of the whole batch; other
+    arguments and errors as in :func:`local_statistics`."""
     episodes = _Episodes.checked(rewards, group_ids, token_counts, token_penalties)
     per_token = estimator.token_level and episodes.penalties is not None
     returns = episodes.token_returns() if per_token else episodes.episode_returns()

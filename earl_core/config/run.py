@@ -12,6 +12,7 @@ from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.base import Settings
+from earl_core.config.experience import ExperienceConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.rollout import EnvironmentConfig, RolloutConfig
 from earl_core.config.services import (
@@ -22,6 +23,7 @@ from earl_core.config.services import (
     TrackingConfig,
 )
 from earl_core.config.update import UpdateConfig
+from earl_core.selector.settings import SelectorConfig
 
 
 class RunConfig(Settings):
@@ -38,8 +40,10 @@ class RunConfig(Settings):
     model: ModelConfig
     environment: EnvironmentConfig
     rollout: RolloutConfig
+    experience: ExperienceConfig = ExperienceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()
+    selector: SelectorConfig = SelectorConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dispatch: DispatchConfig = DispatchConfig()
@@ -85,6 +89,7 @@ class RunConfig(Settings):
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
+        self.selector.check_rollout(rollout)
         return self
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from earl_core.config.base import Settings
 
@@ -18,12 +19,43 @@ class DispatchConfig(Settings):
     max_bytes: int = Field(
         default=8 * 2**30, ge=1, description="Shared memory that one run may hold."
     )
+    wait_seconds: float = Field(
+        default=30.0, ge=0, description="How long a writer waits for releases when it is full."
+    )
     verify: Literal["resume", "always"] = Field(
         default="resume", description="When checksums are verified: on resume, or on every read."
     )
     retain_hours: float = Field(
         default=72.0, ge=0, description="How long a stopped run's shards wait for a resume."
     )
+    retain_bytes: int = Field(
+        default=16 * 2**30,
+        ge=0,
+        description="Shared memory that stopped runs may hold together; the oldest goes first.",
+    )
+    durability: Literal["memory", "spill"] = Field(
+        default="memory",
+        description="memory: shards lost with the machine are computed again. spill: they are "
+        "copied to spill_url in the background and read back on resume.",
+    )
+    spill_url: str | None = Field(
+        default=None,
+        description="Any fsspec URL; credentials come from the storage's environment.",
+    )
+
+    @model_validator(mode="after")
+    def _spill(self) -> DispatchConfig:
+        if (self.durability == "spill") != (self.spill_url is not None):
+            raise ValueError(
+                "dispatch.durability and dispatch.spill_url contradict each other: set durability "
+                "to `spill` and give a URL, or neither"
+            )
+        if self.spill_url is not None and re.match(r"^[^/]*://[^/@]*:[^/@]*@", self.spill_url):
+            raise ValueError(
+                "dispatch.spill_url holds a password, which would be written into the run "
+                "directory: give credentials through the storage's environment variables"
+            )
+        return self
 
 
 class CheckpointConfig(Settings):

@@ -1,15 +1,26 @@
-"""Data Dispatcher: Arrow shards in shared memory, manifests that describe them, reads by range."""
+"""Data Dispatcher: Arrow shards in recycled shared memory, manifests that describe them, plans of
+who reads what, and transports that bring it there."""
 
-from earl_core.dispatch.batch import Batch
-from earl_core.dispatch.manifest import Manifest, ManifestError, ShardEntry, read_manifest
+from earl_core.dispatch.batch import Batch, Located
+from earl_core.dispatch.manifest import (
+    Manifest,
+    ManifestError,
+    ShardCorrupt,
+    ShardEntry,
+    read_manifest,
+)
+from earl_core.dispatch.shard import ShardWriter
 from earl_core.dispatch.store import ShardStore, StoreFull
 
 __all__ = [
     "Batch",
+    "Located",
     "Manifest",
     "ManifestError",
+    "ShardCorrupt",
     "ShardEntry",
     "ShardStore",
+    "ShardWriter",
     "StoreFull",
     "read_manifest",
 ]

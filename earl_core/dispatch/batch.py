@@ -7,54 +7,54 @@ is alive, because the memory under it may be reused.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
+from typing import Literal, Protocol
 
 import numpy as np
 
-from earl_core.dispatch.manifest import Manifest, ManifestError, ShardEntry
+from earl_core.dispatch.manifest import ColumnRange, Manifest, ManifestError, ShardEntry
 from earl_core.dispatch.store import ShardStore
 
+Kind = Literal["scalar", "list", "string"]
 
-class _Mapping:
-    """A shard mapped read-only under a shared lease."""
 
-    def __init__(self, store: ShardStore, entry: ShardEntry, verify: bool) -> None:
-        path = store.path(entry)
-        try:
-            self.descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise ManifestError(f"the shard {path} is gone") from error
-        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
-        try:
-            # The lease comes first: a collector may have unlinked the file in between.
-            store.verify(entry, checksum=verify)
-            self.memory = mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-        self.entry = entry
+class Lease(Protocol):
+    """Memory that a batch reads; `close` raises `BufferError` while views of it are alive."""
 
-    def array(self, dtype: str, span: tuple[int, int]) -> np.ndarray:
-        kind = np.dtype(dtype)
-        start, length = span
-        if start < 0 or start + length > self.entry.bytes:
-            raise ManifestError(f"the manifest's range {span} lies outside of {self.entry.file}")
-        return np.frombuffer(self.memory, dtype=kind, count=length // kind.itemsize, offset=start)
+    def close(self) -> None: ...
 
-    def close(self) -> None:
-        self.memory.close()
-        os.close(self.descriptor)
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """Where one column lies, for the rows of a batch in their order.
+
+    buffers: flat read-only arrays of the column's dtype, uint8 for strings. buffer: int32 per row,
+    which of them holds it. start, stop: int64 per row, in elements of that buffer.
+    """
+
+    buffers: tuple[np.ndarray, ...]
+    buffer: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    kind: Kind = "list"
+
+    @cached_property
+    def places(self) -> list[tuple[np.ndarray, int, int]]:
+        """Buffer, start and stop of every row; indexing numpy arrays one by one is slow."""
+        rows = zip(self.buffer.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+        return [(self.buffers[number], start, stop) for number, start, stop in rows]
 
 
 class Batch:
     """Rows of one or more manifests, joined by `sample_id`.
 
     `rows` defaults to the rows of the last manifest given, so that a later stage that kept fewer
-    samples decides. Raises `ManifestError` when a shard is missing or damaged.
+    samples decides. `columns` limits what is read; a column of several manifests comes from the
+    first. With `verify` the shards' bytes are checked. Raises `ManifestError` when a shard is
+    missing or damaged or has not all rows, `ValueError` when no manifest has a wanted column.
     """
 
     def __init__(
@@ -63,34 +63,59 @@ class Batch:
         manifests: Sequence[Manifest],
         rows: Iterable[int] | None = None,
         verify: bool = False,
+        columns: Sequence[str] | None = None,
     ) -> None:
-        self._mappings: list[_Mapping] = []
-        self._columns: dict[str, list[tuple[_Mapping, np.ndarray, np.ndarray | None]]] = {}
-        self._index: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         wanted = rows if rows is not None else row_ids(manifests[-1])
         self.rows = np.asarray(list(wanted), dtype=np.int64)
+        self._columns: dict[str, Located] = {}
+        self._leases: list[Lease] = []
         try:
             for manifest in manifests:
-                self._add(store, manifest, verify)
+                self._add(store, manifest, verify, columns)
+            missing = sorted(set(columns or ()) - set(self._columns))
+            if missing:
+                raise ValueError(
+                    f"no manifest has the columns {missing}: the stages "
+                    f"{[manifest.stage for manifest in manifests]} wrote others"
+                )
         except BaseException:
             self._abandon()
             raise
 
-    def _add(self, store: ShardStore, manifest: Manifest, verify: bool) -> None:
-        mappings = [_Mapping(store, entry, verify) for entry in manifest.shards]
-        self._mappings.extend(mappings)
+    @classmethod
+    def from_located(
+        cls, rows: np.ndarray, columns: Mapping[str, Located], leases: Sequence[Lease]
+    ) -> Batch:
+        """A batch over memory that was brought here otherwise; it closes the leases, last first.
+
+        rows: int64 sample_ids.
+        """
+        batch = cls.__new__(cls)
+        batch.rows = rows
+        batch._columns = dict(columns)
+        batch._leases = list(leases)
+        return batch
+
+    def _add(
+        self, store: ShardStore, manifest: Manifest, verify: bool, columns: Sequence[str] | None
+    ) -> None:
+        new = manifest.column_names() - set(self._columns)
+        names = sorted(new if columns is None else new & set(columns))
         shard_of, row_of = _locate(manifest, self.rows)
-        for name in sorted(manifest.column_names()):
-            if name in self._columns:
-                continue
-            parts = []
-            for mapping in mappings:
-                column = mapping.entry.columns[name]
-                kind = "uint8" if column.dtype == "string" else column.dtype
-                offsets = mapping.array("int64", column.offsets) if column.offsets else None
-                parts.append((mapping, mapping.array(kind, column.values), offsets))
-            self._columns[name] = parts
-            self._index[name] = (shard_of, row_of)
+        if not names:
+            return
+        # Shards without a wanted row are not opened: they may lie on other hosts.
+        needed = np.unique(shard_of)
+        place = np.searchsorted(needed, shard_of).astype(np.int32)
+        entries = [manifest.shards[number] for number in needed.tolist()]
+        memories = []
+        for entry in entries:
+            lease = store.open(entry, verify=verify)
+            self._leases.append(lease)
+            memories.append(lease.memory)
+        for name in names:
+            example = manifest.shards[0].columns[name]
+            self._columns[name] = _located(name, example, entries, memories, place, row_of)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,36 +124,55 @@ class Batch:
         """Columns that can be read."""
         return sorted(self._columns)
 
-    def row(self, name: str, index: int) -> np.ndarray:
-        """Row `index` of a list column, as a read-only view into shared memory."""
-        shard, row = (int(part[index]) for part in self._index[name])
-        _, values, offsets = self._columns[name][shard]
-        if offsets is None:
-            raise ValueError(f"{name!r} is not a list column; use scalars()")
-        return values[offsets[row] : offsets[row + 1]]
+    def located(self, name: str) -> Located:
+        """Where a column lies; its buffers are views, and must go before the batch is closed."""
+        column = self._columns.get(name)
+        if column is None:
+            raise ValueError(f"the batch has no column {name!r}: it has {self.names()}")
+        return column
+
+    def _of_kind(self, name: str, kind: Kind, use: str) -> Located:
+        column = self.located(name)
+        if column.kind != kind:
+            raise ValueError(f"{name!r} is a {column.kind} column; use {use}")
+        return column
+
+    def row(
+        self, name: str, index: int, start: int | None = None, stop: int | None = None
+    ) -> np.ndarray:
+        """Row `index` of a list column, as a read-only view; `start:stop` cuts it as a slice."""
+        column = self._of_kind(name, "list", _OTHER_WAYS)
+        buffer, first, end = column.places[index]
+        view = buffer[first:end]
+        return view if start is None and stop is None else view[start:stop]
 
     def list_rows(self, name: str) -> list[np.ndarray]:
         """Every row of a list column, each a read-only view."""
-        return [self.row(name, index) for index in range(len(self))]
+        column = self._of_kind(name, "list", _OTHER_WAYS)
+        return [buffer[start:stop] for buffer, start, stop in column.places]
 
     def scalars(self, name: str) -> np.ndarray:
         """A numeric scalar column for all rows (a small copy)."""
-        shard_of, row_of = self._index[name]
-        parts = self._columns[name]
-        if any(offsets is not None for _, _, offsets in parts):
-            raise ValueError(f"{name!r} is a list column; use row() or list_rows()")
-        out = np.empty(len(self), dtype=parts[0][1].dtype if parts else np.int64)
-        for shard, (_, values, _) in enumerate(parts):
-            chosen = shard_of == shard
-            out[chosen] = values[row_of[chosen]]
+        column = self._of_kind(name, "scalar", "row(), list_rows() or strings()")
+        # A batch without rows may have no buffer either.
+        dtype = column.buffers[0].dtype if column.buffers else np.dtype(np.int64)
+        out = np.empty(len(self), dtype=dtype)
+        for number, buffer in enumerate(column.buffers):
+            chosen = column.buffer == number
+            out[chosen] = buffer[column.start[chosen]]
         return out
+
+    def strings(self, name: str) -> list[str]:
+        """A string column for all rows (a copy)."""
+        column = self._of_kind(name, "string", "scalars(), row() or list_rows()")
+        return [buffer[start:stop].tobytes().decode() for buffer, start, stop in column.places]
 
     def close(self) -> None:
         """Give the leases back. Raises `BufferError` while a view is still alive."""
         self._columns.clear()
-        while self._mappings:
-            self._mappings[-1].close()
-            self._mappings.pop()
+        while self._leases:
+            self._leases[-1].close()
+            self._leases.pop()
 
     def __enter__(self) -> Batch:
         return self
@@ -146,13 +190,51 @@ class Batch:
 
     def _abandon(self) -> None:
         """Close on the way of an error, whose traceback may keep views alive."""
-        with contextlib.suppress(BufferError):
-            self.close()
+        self._columns.clear()
+        leases, self._leases = self._leases, []
+        for lease in reversed(leases):
+            with contextlib.suppress(BufferError):
+                lease.close()
+
+
+_OTHER_WAYS = "scalars() or strings()"
 
 
 def row_ids(manifest: Manifest) -> list[int]:
     """sample_id of every row of a manifest, ascending over its shards."""
     return sorted(row for entry in manifest.shards for row in entry.row_ids)
+
+
+def _located(
+    name: str,
+    example: ColumnRange,
+    entries: Sequence[ShardEntry],
+    memories: Sequence[memoryview],
+    place: np.ndarray,
+    row_of: np.ndarray,
+) -> Located:
+    """One column: `place` is the shard of each row among `entries`, `row_of` its number there."""
+    dtype = np.dtype("uint8" if example.dtype == "string" else example.dtype)
+    kind: Kind = "scalar" if example.axis is None else "list"
+    kind = "string" if example.dtype == "string" else kind
+    buffers = []
+    starts, stops = np.empty(len(place), np.int64), np.empty(len(place), np.int64)
+    for number, (entry, memory) in enumerate(zip(entries, memories, strict=True)):
+        column = entry.columns[name]
+        if column.dtype != example.dtype or (column.axis is None) != (example.axis is None):
+            raise ManifestError(f"the shards have column {name!r} in different types")
+        start, length = column.values
+        count = length // dtype.itemsize
+        buffers.append(np.frombuffer(memory, dtype=dtype, count=count, offset=start))
+        chosen = place == number
+        rows = row_of[chosen]
+        if column.axis is None:
+            starts[chosen], stops[chosen] = rows, rows + 1
+        else:
+            # From the manifest, which was checked, not from the offsets in shared memory.
+            bounds = np.concatenate([[0], np.cumsum(entry.axes[column.axis], dtype=np.int64)])
+            starts[chosen], stops[chosen] = bounds[rows], bounds[rows + 1]
+    return Located(tuple(buffers) or (np.empty(0, dtype),), place, starts, stops, kind)
 
 
 def _locate(manifest: Manifest, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

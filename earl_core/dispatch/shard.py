@@ -1,119 +1,173 @@
-"""One shard: columns written as an Arrow IPC file, and where its buffers came to lie."""
+"""A shard being written: the producer fills its columns in place, then publishes it."""
 
 from __future__ import annotations
 
-import socket
+import fcntl
+import itertools
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
-import pyarrow as pa
-import xxhash
 
-from earl_core.dispatch.manifest import ColumnRange, ShardEntry
-from earl_core.trajectory.samples import Columns, ListColumn
+from earl_core.dispatch.checksums import BLOCK_BYTES, fill_table, pending_tables, table_bytes
+from earl_core.dispatch.host import host_name
+from earl_core.dispatch.manifest import ColumnRange, ShardEntry, Span
+from earl_core.dispatch.segment import Segment
+from earl_core.dispatch.skeleton import END_OF_STREAM, Skeleton
+
+_ROW_IDS = "sample_id"
 
 
-def record_batch(schema: pa.Schema, columns: Columns) -> pa.RecordBatch:
-    """A record batch over the columns' own memory (no copy of numeric buffers).
+class ShardWriter:
+    """Writable views into a shard that no reader sees before `seal`.
 
-    Raises `ValueError` when a column is missing, unknown, or of another length or dtype.
+    Values are undefined until they are written, because the memory was used before: write every
+    one. As a context manager the shard is abandoned at the end unless it was sealed.
     """
-    if set(columns) != set(schema.names):
-        raise ValueError(f"columns {sorted(columns)} do not match the schema {schema.names}")
-    arrays = [_array(schema.field(name), columns[name]) for name in schema.names]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
+    def __init__(
+        self,
+        segment: Segment,
+        skeleton: Skeleton,
+        name: str,
+        strings: Mapping[str, Sequence[bytes]],
+    ) -> None:
+        self._segment = segment
+        self._skeleton = skeleton
+        self._name = name
+        self._memory = segment.memory
+        self._offsets: dict[str, np.ndarray] = {}
+        self._table = skeleton.table(segment.size, table_bytes(skeleton.body[1]))
+        self._lay_out(strings)
 
-def _array(field: pa.Field, column: np.ndarray | ListColumn | list[str]) -> pa.Array:
-    if isinstance(column, ListColumn):
-        values = _numeric(field, field.type.value_type, column.values)
-        offsets = np.ascontiguousarray(column.offsets, dtype=np.int64)
-        buffers = [None, pa.py_buffer(offsets)]
-        return pa.Array.from_buffers(field.type, len(offsets) - 1, buffers, children=[values])
-    if isinstance(column, np.ndarray):
-        return _numeric(field, field.type, column)
-    return pa.array(column, type=field.type)
+    def _lay_out(self, strings: Mapping[str, Sequence[bytes]]) -> None:
+        """Write all but the values; padding is zero, so that checksums depend on data alone."""
+        skeleton, memory = self._skeleton, self._memory
+        memory[: len(skeleton.prefix)] = skeleton.prefix
+        end = skeleton.body_end
+        memory[end : end + len(END_OF_STREAM)] = END_OF_STREAM
+        memory[len(memory) - len(skeleton.footer) :] = skeleton.footer
+        spans: list[Span] = []
+        for column in skeleton.columns.values():
+            spans += [column.offsets] if column.offsets is not None else []
+            spans.append(column.values)
+            if column.offsets is not None:
+                offsets = self._array("int64", column.offsets)
+                offsets[:] = self._axis_offsets(column)
+        for name, parts in strings.items():
+            start, length = skeleton.columns[name].values
+            memory[start : start + length] = b"".join(parts)
+        ends = [*(start for start, _ in spans[1:]), end]
+        for (start, length), stop in zip(spans, ends, strict=True):
+            memory[start + length : stop] = bytes(stop - start - length)
 
+    def _axis_offsets(self, column: ColumnRange) -> np.ndarray:
+        """int64 [rows + 1]: the first element of each row, and the number of all elements."""
+        axis = column.axis
+        if axis is None:
+            return np.arange(self._skeleton.rows + 1, dtype=np.int64)
+        if axis not in self._offsets:
+            offsets = np.zeros(self._skeleton.rows + 1, dtype=np.int64)
+            np.cumsum(self._skeleton.axes[axis], out=offsets[1:])
+            self._offsets[axis] = offsets
+        return self._offsets[axis]
 
-def _numeric(field: pa.Field, kind: pa.DataType, values: np.ndarray) -> pa.Array:
-    if values.dtype != np.dtype(kind.to_pandas_dtype()):
-        raise ValueError(f"column {field.name!r} wants {kind}, not {values.dtype}")
-    contiguous = np.ascontiguousarray(values)
-    return pa.Array.from_buffers(kind, len(contiguous), [None, pa.py_buffer(contiguous)])
+    def _array(self, dtype: str, span: Span) -> np.ndarray:
+        kind = np.dtype(dtype)
+        count = span[1] // kind.itemsize
+        # Raises once the segment is not ours any more.
+        memory = self._segment.memory
+        return np.frombuffer(memory, dtype=kind, count=count, offset=span[0])
 
+    def _column(self, name: str) -> ColumnRange:
+        column = self._skeleton.columns.get(name)
+        if column is None or column.dtype == "string":
+            numeric = [n for n, c in self._skeleton.columns.items() if c.dtype != "string"]
+            raise ValueError(f"{name!r} is no numeric column of this shard: it has {numeric}")
+        return column
 
-def write_file(path: Path, batch: pa.RecordBatch, metadata: dict[str, str]) -> None:
-    """Write the batch as an Arrow IPC file with `metadata` in its schema."""
-    schema = batch.schema.with_metadata(metadata)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(batch.replace_schema_metadata(metadata))
+    def values(self, name: str) -> np.ndarray:
+        """A scalar column [rows], or all elements of a list column row after row; writable."""
+        column = self._column(name)
+        return self._array(column.dtype, column.values)
 
+    def row(self, name: str, index: int) -> np.ndarray:
+        """The elements of one row of a list column; writable."""
+        return self.rows(name, index, index + 1)[0]
 
-def describe_file(path: Path, generation: int) -> ShardEntry:
-    """The entry of a written shard: byte ranges found by address, row lengths, checksum."""
-    with pa.memory_map(str(path)) as source:
-        whole = source.read_buffer()
-        batch = pa.ipc.open_file(pa.BufferReader(whole)).get_batch(0)
-        columns = {
-            name: _column_range(batch.column(name), whole.address) for name in batch.schema.names
-        }
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> list[np.ndarray]:
+        """The elements of each of the rows `start:stop` of a list column; writable."""
+        column = self._column(name)
+        if column.axis is None:
+            raise ValueError(f"{name!r} is not a list column; use values()")
+        values = self._array(column.dtype, column.values)
+        stop = self._skeleton.rows if stop is None else stop
+        if not 0 <= start <= stop <= self._skeleton.rows:
+            raise IndexError(f"rows {start}:{stop} of a shard with {self._skeleton.rows} rows")
+        bounds = self._axis_offsets(column)[start : stop + 1].tolist()
+        return [values[a:b] for a, b in itertools.pairwise(bounds)]
+
+    def seal(self) -> ShardEntry:
+        """Publish the shard: readers see it at once. The entry's checksum is pending.
+
+        Drop all views before; what is written through one afterwards damages the shard. Raises
+        `ValueError` when `sample_id` does not ascend.
+        """
+        ids = self.values(_ROW_IDS).tolist()
+        if any(b <= a for a, b in itertools.pairwise(ids)):
+            raise ValueError(f"sort the rows by {_ROW_IDS}, and give each its own")
         entry = ShardEntry(
-            host=socket.gethostname(),
-            file=path.name,
-            bytes=whole.size,
-            generation=generation,
-            rows=batch.num_rows,
-            row_ids=tuple(batch.column("sample_id").to_pylist()),
-            row_lengths=_row_lengths(batch),
-            columns=columns,
-            checksum=checksum(memoryview(whole), columns),
+            host=host_name(),
+            file=self._name,
+            bytes=self._segment.size,
+            generation=self._segment.generation,
+            rows=self._skeleton.rows,
+            row_ids=tuple(ids),
+            axes={axis: tuple(n.tolist()) for axis, n in self._skeleton.axes.items()},
+            columns=self._skeleton.columns,
+            body=self._skeleton.body,
+            checksums=self._table,
+            block_bytes=BLOCK_BYTES,
+            checksum="",
         )
-        del whole, batch
-    return entry
+        # Taken before anybody can release the shard: the table is written into it, and the
+        # segment must not be recycled meanwhile.
+        lease = os.open(self._segment.path, os.O_RDONLY)
+        try:
+            fcntl.flock(lease, fcntl.LOCK_SH)
+            path = self._segment.seal(self._name)
+            self._checksum_later(path, lease)
+        except BaseException:
+            os.close(lease)
+            raise
+        return entry
 
+    def _checksum_later(self, path: Path, lease: int) -> None:
+        memory, body, table = self._memory, self._skeleton.body, self._table
 
-def checksum(memory: memoryview, columns: dict[str, ColumnRange]) -> str:
-    """xxh3_64 over the columns' buffers in order of their names, in hex.
+        def job() -> str:
+            try:
+                return fill_table(memory, body, table)
+            finally:
+                # Said, not left to closing: a child forked meanwhile has the descriptor too.
+                fcntl.flock(lease, fcntl.LOCK_UN)
+                os.close(lease)
 
-    Equal data has an equal checksum: the schema's metadata, which names a generation, is left out.
-    """
-    digest = xxhash.xxh3_64()
-    for name in sorted(columns):
-        for span in (columns[name].offsets, columns[name].values):
-            if span is not None:
-                digest.update(memory[span[0] : span[0] + span[1]])
-    return digest.hexdigest()
+        pending_tables.start(path, job)
 
+    def abandon(self) -> None:
+        """Give the memory back; nothing happens to a shard that was sealed."""
+        self._segment.abandon()
 
-def _row_lengths(batch: pa.RecordBatch) -> tuple[int, ...]:
-    for name in ("tokens", "reference_logprobs", "advantages", "old_logprobs"):
-        if name in batch.schema.names:
-            offsets = np.asarray(batch.column(name).offsets)
-            return tuple(int(length) for length in np.diff(offsets))
-    return ()
+    def __enter__(self) -> ShardWriter:
+        return self
 
-
-def _column_range(array: pa.Array, base: int) -> ColumnRange:
-    def span(buffer: pa.Buffer | None, itemsize: int, count: int) -> tuple[int, int]:
-        # An empty array may have no buffer, or one outside of the file.
-        return (buffer.address - base, itemsize * count) if buffer and count else (0, 0)
-
-    rows = len(array)
-    if pa.types.is_large_list(array.type):
-        kind = array.type.value_type
-        values = array.values
-        width = np.dtype(kind.to_pandas_dtype()).itemsize
-        return ColumnRange(
-            dtype=np.dtype(kind.to_pandas_dtype()).name,
-            values=span(values.buffers()[1], width, len(values)),
-            offsets=span(array.buffers()[1], 8, rows + 1),
-        )
-    if pa.types.is_large_string(array.type):
-        _, offsets, data = array.buffers()
-        return ColumnRange(
-            dtype="string",
-            values=span(data, 1, data.size if data else 0),
-            offsets=span(offsets, 8, rows + 1),
-        )
-    kind = np.dtype(array.type.to_pandas_dtype())
-    return ColumnRange(dtype=kind.name, values=span(array.buffers()[1], kind.itemsize, rows))
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abandon()

@@ -1,47 +1,42 @@
-"""The shards of one run in shared memory: write, verify, release, sweep.
-
-States of a shard's file: writing (a hidden name that carries its owner's boot id, pid and start
-time) → sealed (renamed into place, never changed again) → released (unlinked, once no reader
-holds a lease). A crash before the rename leaves nothing visible, and `sweep_unsealed` removes
-what dead writers left.
-"""
+"""The shards of one run on this host: create, complete, verify, release, sweep."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-import shutil
-import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
+from earl_core.dispatch.checksums import pending_tables, table_bytes, verify_body
+from earl_core.dispatch.leases import Mapped, ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.manifest import ManifestError, ShardEntry
-from earl_core.dispatch.shard import checksum as buffers_checksum
-from earl_core.dispatch.shard import describe_file, record_batch, write_file
-from earl_core.process import ProcessId
-from earl_core.trajectory.samples import Columns
+from earl_core.dispatch.pool import PoolFull, SegmentPool
+from earl_core.dispatch.shard import ShardWriter
+from earl_core.dispatch.skeleton import make_skeleton
+from earl_core.trajectory.samples import Columns, CopiedRows, RowSource
 
-_WRITING = ".writing."
+StoreFull = PoolFull
 
-
-class StoreFull(OSError):
-    """Shared memory, or this run's share of it, is used up."""
+# Wide enough for every generation; the real one takes its place when the segment is had.
+_NO_GENERATION = "0" * 20
 
 
 class ShardStore:
     """All shards (and published weights) of one run on this host.
 
-    `directory` is `<dispatch.directory>/<run uid>`, made on first use with mode 0700.
+    `directory` is `<dispatch.directory>/<run uid>`, made on first use with mode 0700. `max_bytes`
+    and `wait_seconds` are the pool's: the bytes that all its files may have, and how long a writer
+    waits for releases when there is no room.
     """
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(self, directory: Path, max_bytes: int, wait_seconds: float = 0.0) -> None:
         self.directory = Path(directory)
-        self.max_bytes = max_bytes
+        self.pool = SegmentPool(self.directory, max_bytes, wait_seconds)
 
     def prepare(self) -> None:
-        """Make the directory; raise `StoreFull` or `OSError` with what to change if it cannot."""
+        """Make the directory; raise `OSError` with what to change if it cannot be made."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -51,129 +46,159 @@ class ShardStore:
                 "dispatch.directory to a folder you can write, best on tmpfs",
             ) from error
 
-    def write(
-        self, *, stage: str, iteration: int, rank: int, schema: pa.Schema, columns: Columns
-    ) -> ShardEntry:
-        """Write and seal one shard; returns its entry for the manifest.
+    # Writing
 
-        Raises `StoreFull` when it does not fit, `ValueError` when columns do not match.
+    def create(
+        self,
+        *,
+        stage: str,
+        iteration: int,
+        rank: int,
+        schema: pa.Schema,
+        rows: int,
+        lengths: Mapping[str, np.ndarray] | None = None,
+        strings: Mapping[str, Sequence[str]] | None = None,
+    ) -> ShardWriter:
+        """Begin a shard whose columns are then filled in place.
+
+        lengths: int64 [rows] elements of each row, for every list column. strings: the values of
+        the string columns. Raises `StoreFull` when it does not fit, `ValueError` when the columns
+        do not match the schema.
         """
-        self.prepare()
-        batch = record_batch(schema, columns)
-        self.reserve(batch.nbytes)
-        generation = time.time_ns()
-        aside = self.directory / f"{_WRITING}{ProcessId.current()}.{generation}"
+        encoded = {name: [v.encode() for v in column] for name, column in (strings or {}).items()}
+        sizes = {name: np.array([len(v) for v in c], np.int64) for name, c in encoded.items()}
         metadata = {
             "earl.stage": stage,
             "earl.iteration": str(iteration),
             "earl.rank": str(rank),
-            "earl.generation": str(generation),
+            "earl.generation": _NO_GENERATION,
         }
+        if "sample_id" not in schema.names or schema.field("sample_id").type != pa.int64():
+            raise ValueError("a shard needs the column `sample_id` of type int64")
+        skeleton = make_skeleton(schema, rows, {**(lengths or {}), **sizes}, metadata)
+        self.prepare()
+        segment = self.pool.acquire(skeleton.least_bytes(table_bytes(skeleton.body[1])))
         try:
-            write_file(aside, batch, metadata)
-            sealed = self.directory / f"{iteration:06d}-{stage}-{rank}-{generation}.arrow"
-            os.rename(aside, sealed)
-        except OSError as error:
-            if error.errno == errno.ENOSPC or "No space left" in str(error):
-                raise self._full(batch.nbytes, "the file system is full") from error
+            generation = segment.generation
+            skeleton = skeleton.with_text(_NO_GENERATION, str(generation).zfill(20))
+            name = f"{iteration:06d}-{stage}-{rank}-{generation}.arrow"
+            return ShardWriter(segment, skeleton, name, encoded)
+        except BaseException:
+            segment.abandon()
             raise
-        finally:
-            aside.unlink(missing_ok=True)
-        return describe_file(sealed, generation)
 
-    def reserve(self, size: int) -> None:
-        """Check that `size` more bytes fit, in this run's share and on the file system."""
-        if self.used_bytes() + size > self.max_bytes:
-            raise self._full(size, f"dispatch.max_bytes is {self.max_bytes:,}")
-        status = os.statvfs(self.directory)
-        free = status.f_bavail * status.f_frsize
-        if size > free:
-            raise self._full(size, f"{free:,} bytes are free on the file system")
+    def publish(
+        self, *, stage: str, iteration: int, rank: int, schema: pa.Schema, rows: RowSource
+    ) -> ShardEntry:
+        """Let rows write themselves into a shard, publish and complete it; errors of `create`."""
+        with self.create(
+            stage=stage,
+            iteration=iteration,
+            rank=rank,
+            schema=schema,
+            rows=len(rows),
+            lengths=rows.lengths,
+            strings=rows.strings,
+        ) as writer:
+            rows.fill(writer)
+            return self.complete(writer.seal())
 
-    def _full(self, size: int, why: str) -> StoreFull:
-        holders = sorted(self._files(), key=lambda item: -item[1])[:5]
-        listed = ", ".join(f"{path.name} ({used:,})" for path, used in holders) or "nothing"
-        return StoreFull(
-            errno.ENOSPC,
-            f"{size:,} bytes do not fit into {self.directory}: {why}. It holds {listed}. Enlarge "
-            "the shared memory, raise dispatch.max_bytes, or run `earl shards sweep`",
-        )
+    def write(
+        self, *, stage: str, iteration: int, rank: int, schema: pa.Schema, columns: Columns
+    ) -> ShardEntry:
+        """`publish` of columns that lie elsewhere: a copy, for the small ones."""
+        rows = CopiedRows(columns, schema)
+        return self.publish(stage=stage, iteration=iteration, rank=rank, schema=schema, rows=rows)
 
-    def used_bytes(self) -> int:
-        """Bytes of all files of this run, unsealed ones included."""
-        return sum(size for _, size in self._files())
+    def complete(self, entry: ShardEntry, timeout_seconds: float = 120.0) -> ShardEntry:
+        """The entry with its checksum, once the background thread has it; then it may be sealed
+        in a manifest. Only in the process that wrote the shard.
 
-    def _files(self) -> list[tuple[Path, int]]:
-        found = []
-        for path in self.directory.glob("*") if self.directory.exists() else ():
-            try:
-                found.append((path, path.stat().st_size))
-            except FileNotFoundError:
-                continue
-        return found
+        Raises `TimeoutError` at the deadline.
+        """
+        if entry.checksum:
+            return entry
+        checksum = pending_tables.wait(self.path(entry), timeout_seconds)
+        return entry.model_copy(update={"checksum": checksum})
+
+    # Reading
 
     def path(self, entry: ShardEntry) -> Path:
         """Where an entry's file lies; the entry's name cannot leave the directory."""
         return self.directory / entry.file
 
-    def verify(self, entry: ShardEntry, checksum: bool) -> None:
-        """Raise `ManifestError` unless the shard is there, whole and of this generation."""
+    def open(self, entry: ShardEntry, verify: bool = False) -> Mapped:
+        """A lease on a shard, mapped read-only; with `verify` its whole body is checked.
+
+        Raises `ManifestError` unless the shard is there, of this size and generation, and
+        `ShardCorrupt` (one of them) when bytes do not match their checksum.
+        """
         path = self.path(entry)
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise ManifestError(f"the shard {path} is gone") from error
-        if size != entry.bytes:
-            raise ManifestError(
-                f"the shard {path} has {size} bytes, its manifest says {entry.bytes}"
-            )
-        if not path.name.endswith(f"-{entry.generation}.arrow"):
+        if not entry.file.endswith(f"-{entry.generation}.arrow"):
             raise ManifestError(f"the shard {path} is of another generation than its manifest")
-        if checksum:
-            with pa.memory_map(str(path)) as source:
-                found = buffers_checksum(memoryview(source.read_buffer()), entry.columns)
-            if found != entry.checksum:
-                raise ManifestError(f"the shard {path} is corrupt: its checksum does not match")
+        try:
+            mapped = map_shared(path, entry.bytes)
+        except ShardGone as error:
+            raise ManifestError(f"the shard {path} of host {entry.host} is gone") from error
+        except ShardMismatch as error:
+            raise ManifestError(f"the shard is damaged: {error.strerror}") from error
+        if verify:
+            try:
+                verify_body(mapped.memory, entry)
+            except BaseException:
+                # The traceback keeps views alive; the lease then goes with the last of them.
+                with suppress(BufferError):
+                    mapped.close()
+                raise
+        return mapped
+
+    def verify(self, entry: ShardEntry, checksum: bool) -> None:
+        """Raise as `open` does; without `checksum` bytes are not looked at."""
+        self.open(entry, verify=checksum).close()
+
+    # Life
 
     def release(self, entry: ShardEntry) -> bool:
-        """Unlink a shard; False when a reader still holds it."""
-        return self.release_file(self.path(entry))
+        """Let the shard's memory be used again; False when a reader still holds it."""
+        return self.pool.release(self.path(entry))
 
     def release_file(self, path: Path) -> bool:
-        """Unlink any file of the store unless a reader holds a lease on it."""
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
-            path.unlink(missing_ok=True)
-            return True
-        finally:
-            os.close(descriptor)
+        """Release any sealed file of the store unless a reader holds a lease on it."""
+        return self.pool.release(path)
+
+    def reserve(self, size: int) -> None:
+        """Check that `size` more bytes fit, in this run's share and on the file system.
+
+        Free segments make room if need be. Raises `StoreFull`.
+        """
+        self.prepare()
+        self.pool.reserve(size)
+
+    def used_bytes(self) -> int:
+        """Bytes of all files of this run: free, being written, sealed and others."""
+        return self.pool.used_bytes()
 
     def sweep_unsealed(self) -> int:
-        """Remove what dead writers left; returns how many files."""
-        removed = 0
-        for path in self.directory.glob(f"{_WRITING}*") if self.directory.exists() else ():
-            owner = ProcessId.parse(path.name.removeprefix(_WRITING).rpartition(".")[0])
-            if owner is None or not owner.alive():
-                path.unlink(missing_ok=True)
-                removed += 1
-        return removed
+        """Take back what dead writers left; returns how many files."""
+        return self.pool.sweep_unsealed()
 
-    def keep_only(self, files: set[str]) -> int:
-        """Release every sealed file that is not in `files`; returns how many went."""
-        self.sweep_unsealed()
+    def adopt(self, files: set[str]) -> int:
+        """Release every shard that is not in `files`, which no manifest names; returns how many.
+
+        Called when a run is taken over: what dead processes sealed, received or were writing goes.
+        """
+        self.pool.sweep_unsealed()
         gone = 0
-        for path, _ in self._files():
-            if path.name not in files and not path.name.startswith(_WRITING):
-                gone += self.release_file(path)
+        for pattern in ("*.arrow", "*.part"):
+            for path in self.directory.glob(pattern):
+                if path.name not in files and not path.name.startswith("."):
+                    gone += self.pool.release(path)
         return gone
+
+    def trim(self) -> int:
+        """Give the free segments back to the system; returns their bytes."""
+        return self.pool.trim()
 
     def remove(self) -> None:
         """Remove everything of this run; readers keep what they have mapped."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self.pool.remove()

@@ -1,54 +1,156 @@
-"""The advantage stage: an episode's advantage goes to all trained tokens of all its samples."""
+"""The advantage stage: an episode's advantage goes to all trained tokens of all its samples.
+
+Each rank works on whole groups of its own, in two steps: `advantage_statistics` says what the
+other ranks must know of its episodes, `advantage_rows` takes the merged statistics of all.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from earl_core.algorithms.advantage_batch import compute_advantages
-from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from earl_core.algorithms.batch_filter import filter_episodes
+from earl_core.algorithms.advantage_batch import (
+    BatchStatistics,
+    apply_statistics,
+    local_statistics,
+)
+from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
+from earl_core.algorithms.batch_filter import FilterResult, filter_episodes
 from earl_core.algorithms.kl import KL_ESTIMATORS
+from earl_core.cluster.results import Rule
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch.batch import Batch
-from earl_core.trajectory.samples import Columns, ListColumn
+from earl_core.experience.statistics import RankStatistics
+from earl_core.trajectory.samples import ColumnTarget
+
+ADVANTAGE_RULES: dict[str, Rule] = {
+    "mean": "mean",
+    "std": "std",
+    "nonzero_share": "mean",
+    "episodes_kept": "sum",
+    "episodes_failed": "sum",
+    # A group is whole on one rank, so none is counted twice.
+    "groups_dropped": "sum",
+    "episodes_dropped_with_group": "sum",
+    "seconds": "max",
+}
+"""How the metrics of several ranks become one; their weight is their number of trained tokens."""
 
 
-class NothingToTrain(RuntimeError):
-    """Every group of the batch was dropped."""
+def advantage_statistics(batch: Batch, algorithm: AlgorithmConfig) -> RankStatistics:
+    """What other ranks must know of this rank's episodes: never a reward, never a group's mean."""
+    estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
+    if not len(batch):
+        return RankStatistics(0, None)
+    part = _Part.of(batch, algorithm, estimator)
+    if not estimator.needs_batch:
+        return RankStatistics(len(part.rewards), None)
+    return RankStatistics(len(part.rewards), part.statistics(estimator).batch)
 
 
-def advantage_columns(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Columns, dict[str, float]]:
-    """Columns of `ADVANTAGE_SCHEMA` for the samples that are trained on, and metrics.
+class AdvantageRows:
+    """Rows of `ADVANTAGE_SCHEMA`: the advantages of trained tokens, 0 on all others.
 
-    Groups with fewer than two episodes are dropped and counted if the estimator compares the
+    sample_ids: int64 [rows], ascending. trained: the trained positions of each row.
+    advantages: float [trained tokens], row after row.
+    """
+
+    def __init__(
+        self,
+        sample_ids: np.ndarray,
+        lengths: np.ndarray,
+        trained: list[np.ndarray],
+        advantages: np.ndarray,
+    ) -> None:
+        self.lengths = {"advantages": lengths}
+        self.strings: dict[str, list[str]] = {}
+        self._sample_ids = sample_ids
+        self._trained = trained
+        self._advantages = advantages
+
+    def __len__(self) -> int:
+        return len(self._sample_ids)
+
+    def fill(self, target: ColumnTarget) -> None:
+        """Write both columns."""
+        target.values("sample_id")[:] = self._sample_ids
+        flat = target.values("advantages")
+        flat[:] = 0.0
+        first = read = 0
+        for length, at in zip(self.lengths["advantages"].tolist(), self._trained, strict=True):
+            flat[first + at] = self._advantages[read : read + len(at)]
+            first, read = first + length, read + len(at)
+
+
+def advantage_rows(
+    batch: Batch, algorithm: AlgorithmConfig, statistics: RankStatistics
+) -> tuple[AdvantageRows, dict[str, float], int]:
+    """Advantages of the samples that are trained on, metrics, and the number of trained tokens
+    they are over.
+
+    `statistics` are those of all ranks together; the groups of the batch's episodes are whole in
+    it. Groups with fewer than two episodes are dropped and counted if the estimator compares the
     episodes of a group. With KL in the reward, each trained token pays the coefficient times the
     estimate of KL(policy || reference) under the log-probs it was sampled with.
     """
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
-    episode_of_row = batch.scalars("episode_id")
-    episodes, first_row, inverse = np.unique(episode_of_row, return_index=True, return_inverse=True)
-    groups = batch.scalars("group_id")[first_row]
-    kept = filter_episodes(
-        groups, np.zeros(len(episodes), dtype=bool), group_relative=estimator.needs_groups
-    )
-    if not kept.keep.any():
-        raise NothingToTrain(
-            "no group has two episodes left, so no advantage can be computed: look at the "
-            "rollout's failed episodes, or raise rollout.group_size"
+    part = _Part.of(batch, algorithm, estimator)
+    known = BatchStatistics(part.statistics(estimator).groups, statistics.batch)
+    values = apply_statistics(
+        estimator, known, part.rewards, part.groups, part.counts, part.penalties
+    ).tokens()
+    metrics = {**part.kept.metrics(), **_metrics(values)}
+    lengths = np.array([len(batch.row("tokens", int(row))) for row in part.rows], dtype=np.int64)
+    rows = AdvantageRows(batch.rows[part.rows], lengths, part.trained, values)
+    return rows, metrics, len(values)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The episodes of a batch that are trained on, in the layout of `advantage_batch`.
+
+    rows: indices into the batch of their samples; trained: the trained positions of each.
+    """
+
+    kept: FilterResult
+    rows: np.ndarray
+    trained: list[np.ndarray]
+    rewards: np.ndarray
+    groups: np.ndarray
+    counts: np.ndarray
+    penalties: np.ndarray | None
+
+    @classmethod
+    def of(cls, batch: Batch, algorithm: AlgorithmConfig, estimator: AdvantageEstimator) -> _Part:
+        episodes, first_row, inverse = np.unique(
+            batch.scalars("episode_id"), return_index=True, return_inverse=True
         )
-    rows = np.flatnonzero(kept.keep[inverse])
-    trained = [np.flatnonzero(batch.row("loss_mask", int(row))) for row in rows]
-    # Rows are sorted by sample_id, so the samples of an episode are neighbours and in order.
-    local = np.cumsum(kept.keep) - 1
-    counts = np.bincount(
-        local[inverse[rows]], weights=[len(t) for t in trained], minlength=int(kept.keep.sum())
-    ).astype(np.int64)
-    rewards = batch.scalars("reward")[first_row][kept.keep].astype(np.float64)
-    result = compute_advantages(
-        estimator, rewards, groups[kept.keep], counts, _penalties(batch, rows, trained, algorithm)
-    )
-    metrics = {**kept.metrics(), **_metrics(result.tokens())}
-    return _scatter(batch, rows, trained, result.tokens()), metrics
+        groups = batch.scalars("group_id")[first_row]
+        kept = filter_episodes(
+            groups, np.zeros(len(episodes), dtype=bool), group_relative=estimator.needs_groups
+        )
+        rows = np.flatnonzero(kept.keep[inverse])
+        trained = [np.flatnonzero(batch.row("loss_mask", int(row))) for row in rows]
+        # Rows are sorted by sample_id, so the samples of an episode are neighbours and in order.
+        local = np.cumsum(kept.keep) - 1
+        counts = np.bincount(
+            local[inverse[rows]],
+            weights=[len(positions) for positions in trained],
+            minlength=int(kept.keep.sum()),
+        )
+        return cls(
+            kept=kept,
+            rows=rows,
+            trained=trained,
+            rewards=batch.scalars("reward")[first_row][kept.keep].astype(np.float64),
+            groups=groups[kept.keep],
+            counts=counts.astype(np.int64),
+            penalties=_penalties(batch, rows, trained, algorithm),
+        )
+
+    def statistics(self, estimator: AdvantageEstimator) -> BatchStatistics:
+        return local_statistics(estimator, self.rewards, self.groups, self.counts, self.penalties)
 
 
 def _penalties(
@@ -64,21 +166,7 @@ def _penalties(
         )
         for row, at in zip(rows, trained, strict=True)
     ]
-    return algorithm.kl.coefficient * np.concatenate(parts)
-
-
-def _scatter(
-    batch: Batch, rows: np.ndarray, trained: list[np.ndarray], values: np.ndarray
-) -> Columns:
-    lengths = [len(batch.row("tokens", int(row))) for row in rows]
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    flat = np.zeros(int(offsets[-1]), dtype=np.float32)
-    start = 0
-    for offset, at in zip(offsets[:-1], trained, strict=True):
-        flat[offset + at] = values[start : start + len(at)]
-        start += len(at)
-    return {"sample_id": batch.rows[rows].copy(), "advantages": ListColumn(flat, offsets)}
+    return algorithm.kl.coefficient * np.concatenate([np.empty(0), *parts])
 
 
 def _metrics(values: np.ndarray) -> dict[str, float]:

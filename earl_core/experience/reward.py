@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
+from earl_core.cluster.results import Rule
 from earl_core.dispatch.batch import Batch
 from earl_core.trajectory.samples import Columns
 
+REWARD_RULES: dict[str, Rule] = {
+    "mean": "mean",
+    "std": "std",
+    "min": "min",
+    "max": "max",
+    "seconds": "max",
+}
+"""How the metrics of several ranks become one; their weight is their number of episodes."""
 
-def reward_columns(batch: Batch) -> tuple[Columns, dict[str, float]]:
-    """Columns of `REWARD_SCHEMA` and metrics.
+
+def reward_columns(batch: Batch) -> tuple[Columns, dict[str, float], int]:
+    """Columns of `REWARD_SCHEMA`, metrics, and the number of episodes they are over.
 
     An episode's reward is the sum of its turns' rewards over all its samples, float64 before it
-    is stored as float32; each of the episode's samples carries it.
+    is stored as float32; each of the episode's samples carries it. The batch holds all samples of
+    its episodes, at least one.
     """
     episodes, inverse = np.unique(batch.scalars("episode_id"), return_inverse=True)
     per_sample = np.array(
@@ -29,4 +40,4 @@ def reward_columns(batch: Batch) -> tuple[Columns, dict[str, float]]:
         "min": float(totals.min()),
         "max": float(totals.max()),
     }
-    return columns, metrics
+    return columns, metrics, len(episodes)

@@ -1,17 +1,24 @@
-"""The rank of the `experience` worker group: rewards and advantages, from manifests alone."""
+"""The rank of the `experience` worker group: rewards and advantages of its own rows.
+
+Every rank gets the same manifests and plans the same split; it reads the rows of its own groups,
+writes a shard of its own, and takes part in every call even when it has no rows.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch import Batch
 from earl_core.dispatch.manifest import ShardEntry, parse_manifest
 from earl_core.environments.registry import check
-from earl_core.experience.advantage import advantage_columns
+from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_columns
+from earl_core.experience.rows import rows_of_rank
+from earl_core.experience.statistics import RankStatistics
 from earl_core.run.shards import run_store
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REWARD_SCHEMA
 
@@ -41,10 +48,12 @@ class ExperienceWorker:
         return {}
 
     def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Rewards of the episodes in the rollout manifest."""
+        """Rewards of the rank's episodes in the rollout manifest."""
         started = time.perf_counter()
         with self._open(manifests) as batch:
-            columns, metrics = reward_columns(batch)
+            if not len(batch):
+                return _result([], {}, 0, started)
+            columns, metrics, episodes = reward_columns(batch)
         entry = self._store.write(
             stage="reward",
             iteration=self._context.iteration or 0,
@@ -52,27 +61,58 @@ class ExperienceWorker:
             schema=REWARD_SCHEMA,
             columns=columns,
         )
-        return _result(entry, metrics, started)
+        return _result([entry], metrics, episodes, started)
 
-    def advantage(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Advantages from the rollout's, the reward's and, if given, the reference's manifest."""
+    def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
+        """What `advantage` must know of this rank's episodes in every rank; manifests as there."""
+        with self._open(manifests) as batch:
+            return advantage_statistics(batch, self._config.algorithm).to_json()
+
+    def advantage(
+        self, manifests: list[dict[str, Any]], statistics: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Advantages from the rollout's, the reward's and, if given, the reference's manifest.
+
+        statistics: those of all ranks, merged.
+        """
         started = time.perf_counter()
         with self._open(manifests) as batch:
-            columns, metrics = advantage_columns(batch, self._config.algorithm)
-        entry = self._store.write(
+            if not len(batch):
+                return _result([], {}, 0, started)
+            rows, metrics, tokens = advantage_rows(
+                batch, self._config.algorithm, RankStatistics.from_json(statistics)
+            )
+        if not metrics["episodes_kept"]:
+            return _result([], metrics, tokens, started)
+        entry = self._store.publish(
             stage="advantage",
             iteration=self._context.iteration or 0,
             rank=self._context.rank,
             schema=ADVANTAGE_SCHEMA,
-            columns=columns,
+            rows=rows,
         )
-        return _result(entry, metrics, started)
+        return _result([entry], metrics, tokens, started)
 
     def _open(self, manifests: list[dict[str, Any]]) -> Batch:
+        """The rank's own rows; `manifests` begin with the rollout's."""
         parsed = [parse_manifest(manifest) for manifest in manifests]
-        return Batch(self._store, parsed, verify=self._verify)
+        estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
+        rows = rows_of_rank(
+            self._store,
+            parsed[0],
+            self._context.rank,
+            self._context.world_size,
+            whole_groups=estimator.needs_groups,
+        )
+        return Batch(self._store, parsed, rows=rows, verify=self._verify)
 
 
-def _result(entry: ShardEntry, metrics: dict[str, float], started: float) -> dict[str, Any]:
+def _result(
+    shards: list[ShardEntry], metrics: dict[str, float], weight: int, started: float
+) -> dict[str, Any]:
     seconds = time.perf_counter() - started
-    return {"shards": [entry.model_dump(mode="json")], "metrics": {**metrics, "seconds": seconds}}
+    return {
+        "shards": [entry.model_dump(mode="json") for entry in shards],
+        "metrics": {**metrics, "seconds": seconds},
+        "weight": weight,
+    }

@@ -4,12 +4,14 @@ transformers builds a dense T x T mask when `position_ids` restart inside a sequ
 32K tokens). `earl_varlen` is registered with transformers' AttentionInterface instead: the model
 forward gets the keyword `sample_boundaries`, every layer hands it to the attention function, and
 attention runs causally inside each sample. Samples of similar length share one batched call;
-right padding needs no mask there, because causal attention never looks to the right.
+right padding needs no mask there, because causal attention never looks to the right. Tokens that
+several samples begin with lie in the pack once (`prefix_tree`): the runs that continue them attend
+to them and to themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
 from earl_core.learner import attention_cuda
+from earl_core.learner.prefix_tree import PrefixTree, TokenRun
 
 ATTENTION_NAME = "earl_varlen"
 
@@ -27,37 +30,48 @@ ATTENTION_NAME = "earl_varlen"
 _SHORT = 128
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512
-# Query rows of one call when a sliding window cuts the keys.
-_WINDOW_BLOCK = 512
+# The same for runs that continue a shared prefix, by the number of keys.
+_SHORT_AFTER_PREFIX = 256
+# Query rows of one call when a sliding window or a shared prefix needs a mask.
+_QUERY_BLOCK = 512
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Samples attended in one batched call.
+    """Runs attended in one batched call: each sees the same number of tokens before it.
 
-    count, length: the call's batch size and padded length. start: first token of the bucket in
-    the pack. gather: int64 [count * length], the pack position of each padded position, or None
-    when the bucket's tokens lie in the pack in order and without padding.
+    count, length: the call's batch size and padded length. prefix: tokens before each run that it
+    attends to. start: first token of the bucket in the pack. gather: int64 [count * length], the
+    pack position of each padded position, or None when the bucket's tokens lie in the pack in
+    order and without padding. keys: int64 [count * (prefix + length)], the pack position of each
+    key, or None when the keys are the queries' own positions (prefix 0).
     """
 
     count: int
     length: int
+    prefix: int
     start: int
     gather: torch.Tensor | None
+    keys: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class SampleBoundaries:
-    """Where the samples of a pack begin and end, made once per pack on the host.
+    """Which tokens of a pack see which, made once per pack on the host.
 
-    lengths: tokens of each sample, in pack order. cu_seqlens: int32 [samples + 1], on the device.
-    scatter: int64 [T], the position of each pack token among the buckets' concatenated padded
-    positions, or None for the identity. padded_tokens: positions that attention computes.
+    cu_seqlens: int32 [runs + 1], on the device; without shared prefixes a run is a sample.
+    cu_keys: int32 [runs + 1], keys: int64 [cu_keys[-1]], the pack positions that each run attends
+    to; both None without shared prefixes. longest: tokens of the longest sample; longest_run: of
+    the longest run. scatter: int64 [T], the position of each pack token among the buckets'
+    concatenated padded positions, or None for the identity. padded_tokens: positions that
+    attention computes.
     """
 
-    lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
+    cu_keys: torch.Tensor | None
+    keys: torch.Tensor | None
     longest: int
+    longest_run: int
     buckets: tuple[Bucket, ...]
     scatter: torch.Tensor | None
     padded_tokens: int
@@ -66,44 +80,87 @@ class SampleBoundaries:
     def from_lengths(
         cls, lengths: Sequence[int], device: torch.device | str = "cpu"
     ) -> SampleBoundaries:
-        """Plan the buckets for samples of these lengths (all positive)."""
-        sizes = np.asarray(lengths, dtype=np.int64)
-        if sizes.ndim != 1 or sizes.size == 0 or sizes.min() < 1:
+        """Samples of these lengths (all positive) that share nothing, end to end."""
+        if len(lengths) == 0 or min(lengths) < 1:
             raise ValueError(f"A pack needs at least one sample of at least one token: {lengths}.")
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        order = np.argsort(-sizes, kind="stable")
-        scatter = np.empty(int(starts[-1]), dtype=np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        runs = tuple(
+            TokenRun(start, int(length), 0, -1)
+            for start, length in zip(starts, lengths, strict=False)
+        )
+        return cls.from_tree(PrefixTree(runs, tuple(range(len(runs)))), device)
+
+    @classmethod
+    def from_tree(cls, tree: PrefixTree, device: torch.device | str = "cpu") -> SampleBoundaries:
+        """Plan the buckets for the runs of a pack."""
+        runs = tree.runs
+        starts = np.array([run.start for run in runs], dtype=np.int64)
+        sizes = np.array([run.length for run in runs], dtype=np.int64)
+        scatter = np.empty(int(sizes.sum()), dtype=np.int64)
         buckets: list[Bucket] = []
         offset = 0
-        for members in _group_similar(sizes, order):
+        for parent, members in _alike(runs, sizes):
             length = int(sizes[members[0]])
             positions = starts[members][:, None] + np.arange(length)
             real = np.arange(length) < sizes[members][:, None]
             padded = offset + np.arange(members.size * length).reshape(positions.shape)
             scatter[positions[real]] = padded[real]
-            # A padding position repeats its sample's first token: any valid index will do, since
+            # A padding position repeats its run's first token: any valid index will do, since
             # nothing real attends to it and its own output is dropped.
-            gather = np.where(real, positions, starts[members][:, None]).reshape(-1)
-            start = int(gather[0])
-            in_order = np.array_equal(gather, np.arange(start, start + gather.size))
+            gather = np.where(real, positions, starts[members][:, None])
+            start = int(gather[0, 0])
+            flat = gather.reshape(-1)
+            in_order = np.array_equal(flat, np.arange(start, start + flat.size))
+            before = tree.path(parent) if parent >= 0 else np.empty(0, dtype=np.int64)
+            seen = np.concatenate([np.tile(before, (members.size, 1)), gather], axis=1)
             buckets.append(
                 Bucket(
                     count=int(members.size),
                     length=length,
+                    prefix=before.size,
                     start=start,
-                    gather=None if in_order else torch.from_numpy(gather).to(device),
+                    gather=None if in_order else torch.from_numpy(flat).to(device),
+                    keys=torch.from_numpy(seen.reshape(-1)).to(device) if before.size else None,
                 )
             )
-            offset += gather.size
+            offset += flat.size
         identity = np.array_equal(scatter, np.arange(offset))
+        cu_keys, keys = _all_keys(tree, device)
         return cls(
-            lengths=tuple(int(size) for size in sizes),
-            cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
-            longest=int(sizes.max()),
+            cu_seqlens=_cumulative(sizes).to(device),
+            cu_keys=cu_keys,
+            keys=keys,
+            longest=max(run.depth + run.length for run in runs),
+            longest_run=int(sizes.max()),
             buckets=tuple(buckets),
             scatter=None if identity else torch.from_numpy(scatter).to(device),
             padded_tokens=offset,
         )
+
+
+def _cumulative(sizes: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+
+
+def _all_keys(
+    tree: PrefixTree, device: torch.device | str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Keys of all runs in pack order, for kernels that take them in one list; CUDA only."""
+    if torch.device(device).type == "cpu" or all(run.parent < 0 for run in tree.runs):
+        return None, None
+    paths = [tree.path(index) for index in range(len(tree.runs))]
+    cumulative = _cumulative(np.array([path.size for path in paths]))
+    return cumulative.to(device), torch.from_numpy(np.concatenate(paths)).to(device)
+
+
+def _alike(runs: Sequence[TokenRun], sizes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Runs that one call may attend together: same parent, similar length; longest first."""
+    parents = np.array([run.parent for run in runs], dtype=np.int64)
+    for parent in np.unique(parents):
+        members = np.flatnonzero(parents == parent)
+        order = members[np.argsort(-sizes[members], kind="stable")]
+        for group in _group_similar(sizes, order):
+            yield int(parent), group
 
 
 def _group_similar(sizes: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
@@ -161,7 +218,7 @@ def varlen_attention(
     outputs = []
     for bucket in sample_boundaries.buckets:
         attended = _attend_bucket(
-            _take(q, bucket), _take(k, bucket), _take(v, bucket), scale, sliding_window
+            _queries(q, bucket), _keys(k, bucket), _keys(v, bucket), scale, sliding_window
         )
         outputs.append(attended.transpose(1, 2).reshape(-1, *attended.shape[1::2]))
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -194,7 +251,7 @@ def _check_supported(
         raise ValueError(f"{type(module).__name__} is not causal: choose a causal language model.")
 
 
-def _take(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+def _queries(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     """[T, heads, dim] -> the bucket's [count, heads, length, dim]."""
     if bucket.gather is None:
         chosen = states.narrow(0, bucket.start, bucket.count * bucket.length)
@@ -203,54 +260,75 @@ def _take(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     return chosen.reshape(bucket.count, bucket.length, *states.shape[1:]).transpose(1, 2)
 
 
+def _keys(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """[T, kv_heads, dim] -> the bucket's [count, kv_heads, prefix + length, dim]."""
+    if bucket.keys is None:
+        return _queries(states, bucket)
+    chosen = states.index_select(0, bucket.keys)
+    return chosen.reshape(bucket.count, -1, *states.shape[1:]).transpose(1, 2)
+
+
 def _attend_bucket(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Causal attention of [count, heads, length, dim]; key and value may have fewer heads."""
-    if query.device.type == "cpu" and query.shape[2] <= _SHORT:
+    """Causal attention of [count, heads, length, dim] to keys and values [count, kv_heads, keys,
+    dim], whose last `length` belong to the queries and whose others all come before them.
+    """
+    rows, columns = query.shape[2], key.shape[2]
+    short = _SHORT if rows == columns else _SHORT_AFTER_PREFIX
+    if query.device.type == "cpu" and columns <= short:
         return _short_attention(query, key, value, scale, window)
     # Rotary embeddings leave query and key in float32 under autocast; the fused kernels want one
     # dtype, and the value's is the one that autocast chose.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    grouped = query.shape[1] != key.shape[1]
-    if window is not None and window < query.shape[2]:
-        return _window_attention(query, key, value, scale, window)
+    if rows != columns or (window is not None and window < rows):
+        return _blocked_attention(query, key, value, scale, window)
     return F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def _short_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    count, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
+    count, heads, rows, dim = query.shape
+    kv_heads, columns = key.shape[1], key.shape[2]
     # The query heads that share a key head are stacked along the rows, so keys are not repeated.
     with torch.autocast(query.device.type, enabled=False):
-        q = query.float().reshape(count * kv_heads, heads // kv_heads * length, dim)
-        k = key.float().reshape(count * kv_heads, length, dim)
-        v = value.float().reshape(count * kv_heads, length, dim)
-        mask = _causal_mask(length, length, 0, window, q.device).repeat(heads // kv_heads, 1)
+        q = query.float().reshape(count * kv_heads, heads // kv_heads * rows, dim)
+        k = key.float().reshape(count * kv_heads, columns, dim)
+        v = value.float().reshape(count * kv_heads, columns, dim)
+        mask = _causal_mask(rows, columns, columns - rows, window, q.device)
+        mask = mask.repeat(heads // kv_heads, 1)
         scores = torch.baddbmm(mask[None], q, k.transpose(1, 2), alpha=scale)
         attended = torch.bmm(torch.softmax(scores, dim=-1), v)
-    return attended.view(count, heads, length, dim).to(value.dtype)
+    return attended.view(count, heads, rows, dim).to(value.dtype)
 
 
-def _window_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+def _blocked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Sliding window in blocks of queries, each with only the keys it can see."""
+    """Blocks of queries, each with only the keys it can see, so that masks stay small."""
     blocks = []
     grouped = query.shape[1] != key.shape[1]
-    for start in range(0, query.shape[2], _WINDOW_BLOCK):
-        stop = min(start + _WINDOW_BLOCK, query.shape[2])
-        first = max(0, start - window + 1)
-        mask = _causal_mask(stop - start, stop - first, start - first, window, query.device)
+    prefix = key.shape[2] - query.shape[2]
+    for start in range(0, query.shape[2], _QUERY_BLOCK):
+        stop = min(start + _QUERY_BLOCK, query.shape[2])
+        first = 0 if window is None else max(0, prefix + start - window + 1)
+        last = prefix + stop
+        mask = _causal_mask(
+            stop - start, last - first, prefix + start - first, window, query.device
+        )
         blocks.append(
             F.scaled_dot_product_attention(
                 query[:, :, start:stop],
-                key[:, :, first:stop],
-                value[:, :, first:stop],
+                key[:, :, first:last],
+                value[:, :, first:last],
                 attn_mask=mask.to(query.dtype),
                 scale=scale,
                 enable_gqa=grouped,

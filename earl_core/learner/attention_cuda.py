@@ -29,17 +29,25 @@ def attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention over [T, heads, dim] without a host synchronisation."""
+    """Causal attention over [T, heads, dim] without a host synchronisation.
+
+    A run that continues a shared prefix has more keys than queries; the kernel aligns the causal
+    mask to the last ones (flash attention, since version 2.1).
+    """
     from torch.nn.attention.varlen import varlen_attn
 
+    cu_keys, longest = boundaries.cu_seqlens, boundaries.longest_run
+    if boundaries.keys is not None and boundaries.cu_keys is not None:
+        key, value = key.index_select(0, boundaries.keys), value.index_select(0, boundaries.keys)
+        cu_keys, longest = boundaries.cu_keys, boundaries.longest
     attended = varlen_attn(
         query.to(value.dtype),
         key.to(value.dtype),
         value,
         boundaries.cu_seqlens,
-        boundaries.cu_seqlens,
-        boundaries.longest,
-        boundaries.longest,
+        cu_keys,
+        boundaries.longest_run,
+        longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

@@ -50,7 +50,7 @@ class PackedTensors:
         return cls(
             tokens=move(packed.tokens),
             position_ids=move(packed.position_ids),
-            boundaries=SampleBoundaries.from_lengths(packed.lengths, device),
+            boundaries=SampleBoundaries.from_tree(packed.tree, device),
             predictors=move(packed.predictors),
             targets=move(packed.targets),
         )

@@ -2,16 +2,28 @@
 
 A microbatch is a flat sequence of whole samples. Nothing is padded and nothing is truncated: a
 sample, or an episode that must stay whole, that exceeds the budget gets a microbatch of its own.
-The only copy of a sample's tokens is the one into the pack.
+The only copy of a sample's tokens is the one into the pack; tokens that several of its samples
+begin with are in the pack once (`prefix_tree`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from earl_core.learner.prefix_tree import (
+    LEAST_SHARED,
+    PrefixTree,
+    TokenRun,
+    build_tree,
+    sort_by_prefix,
+)
+
+Allocate = Callable[[int, str], np.ndarray]
+"""(count, dtype) → an uninitialised one-dimensional array: where the pack's numbers go."""
 
 # Per-token columns that follow the trained tokens into the pack when they are there.
 _COLUMNS = ("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs")
@@ -49,12 +61,13 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """Samples laid end to end: T tokens, T' of them trained, E episodes.
+    """Samples laid end to end: T tokens, T' trained ones over all samples, E episodes.
 
-    rows: the samples' indices in the caller's list, in pack order, with their `lengths` and
-    `trained_counts`. tokens, position_ids: int64 [T]; positions restart at every sample.
-    cu_seqlens: int32 [samples + 1]. predictors: int64 [T'], where the hidden state that predicts
-    the trained token stands (one before it). targets: int64 [T'], the trained tokens.
+    rows: the samples' indices in the caller's list, with their `lengths` and `trained_counts`.
+    tree: which stretch of the pack belongs to which sample; T is less than the sum of the lengths
+    when samples share their beginnings. tokens, position_ids: int64 [T]; a position is the
+    token's place in its sample. predictors: int64 [T'], row after row, where the hidden state that
+    predicts the trained token stands (one before it). targets: int64 [T'], the trained tokens.
     episode_ids: int64 [E], ascending; episode_index: int64 [T'], into it. columns: float32 [T'].
     """
 
@@ -63,7 +76,7 @@ class PackedMicrobatch:
     trained_counts: tuple[int, ...]
     tokens: np.ndarray
     position_ids: np.ndarray
-    cu_seqlens: np.ndarray
+    tree: PrefixTree
     predictors: np.ndarray
     targets: np.ndarray
     episode_ids: np.ndarray
@@ -71,7 +84,7 @@ class PackedMicrobatch:
     columns: dict[str, np.ndarray]
 
     def split_by_row(self, values: np.ndarray) -> list[np.ndarray]:
-        """Cut an array over the trained tokens [T'] into one array per row, in pack order."""
+        """Cut an array over the trained tokens [T'] into one array per row of `rows`."""
         return np.split(values, np.cumsum(self.trained_counts)[:-1])
 
 
@@ -121,53 +134,122 @@ def plan_microbatches(
     return plan
 
 
-def pack(samples: Sequence[TrainingSample], rows: Sequence[int]) -> PackedMicrobatch:
+def plan_shared(
+    tokens: Sequence[np.ndarray],
+    budget: int,
+    *,
+    keep_together: Sequence[int] | np.ndarray | None = None,
+) -> list[list[int]]:
+    """Like `plan_microbatches`, for samples whose tokens are known: those with one beginning
+    share a microbatch, and the budget counts what is computed after sharing.
+
+    Units (samples, or episodes that stay whole) are taken in the lexicographic order of their
+    first sample. Falls back to `plan_microbatches` where sharing saves less than a twentieth.
+    """
+    lengths = np.array([len(sample) for sample in tokens], dtype=np.int64)
+    plan = plan_microbatches(lengths, budget, keep_together=keep_together)
+    labels = range(len(tokens)) if keep_together is None else keep_together
+    order, shared = sort_by_prefix(tokens)
+    if shared[shared >= LEAST_SHARED].sum() < lengths.sum() / 20:
+        return plan
+    units: dict[int, list[int]] = {}
+    for row in order:
+        units.setdefault(int(labels[row]), []).append(row)
+    sharing: list[list[int]] = []
+    bound = budget
+    for unit in units.values():
+        grown = [*sharing[-1], *unit] if sharing else unit
+        # The upper bound is cheap; the exact size is asked for only where it decides.
+        bound += int(lengths[unit].sum())
+        if bound > budget:
+            bound = build_tree([tokens[row] for row in grown]).size
+        if sharing and bound <= budget:
+            sharing[-1] = grown
+        else:
+            sharing.append(list(unit))
+            bound = int(lengths[unit].sum())
+    return sharing
+
+
+def pack(
+    samples: Sequence[TrainingSample], rows: Sequence[int], allocate: Allocate = np.empty
+) -> PackedMicrobatch:
     """Copy the chosen samples into one microbatch.
+
+    allocate: gives the memory of `tokens`, `position_ids`, `predictors`, `targets`,
+    `episode_index` and the columns, so that they can be written straight into a buffer that a
+    device reads from.
 
     Raises ValueError when a sample's first token is trained: nothing predicts it.
     """
     chosen = [samples[row] for row in rows]
-    lengths = np.array([len(sample.tokens) for sample in chosen], dtype=np.int64)
-    starts = np.zeros(lengths.size + 1, dtype=np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    tokens = np.empty(int(starts[-1]), dtype=np.int64)
-    mask = np.empty(tokens.size, dtype=bool)
-    for sample, start, stop in zip(chosen, starts[:-1], starts[1:], strict=True):
-        tokens[start:stop] = sample.tokens
-        mask[start:stop] = sample.loss_mask
-    for row, sample_start in zip(rows, starts[:-1], strict=True):
-        if mask[sample_start]:
+    tree = build_tree([sample.tokens for sample in chosen])
+    tokens, position_ids = (allocate(tree.size, "int64") for _ in range(2))
+    for run, sample in _runs_with_a_sample(tree, chosen):
+        place = slice(run.start, run.start + run.length)
+        tokens[place] = sample.tokens[run.depth : run.depth + run.length]
+        position_ids[place] = np.arange(run.depth, run.depth + run.length)
+    trained = [np.flatnonzero(sample.loss_mask) for sample in chosen]
+    for sample, at in zip(chosen, trained, strict=True):
+        if at.size and at[0] == 0:
             raise ValueError(
-                f"Sample {samples[row].sample_id} trains its first token, which nothing predicts: "
+                f"Sample {sample.sample_id} trains its first token, which nothing predicts: "
                 "every sample must begin with a given token."
             )
-    trained = np.flatnonzero(mask)
-    row_of_trained = np.searchsorted(starts, trained, side="right") - 1
+    counts = [at.size for at in trained]
+    count = sum(counts)
+    predictors, targets, episode_index = (allocate(count, "int64") for _ in range(3))
     episode_ids, episode_of_row = np.unique(
         np.array([sample.episode_id for sample in chosen], dtype=np.int64), return_inverse=True
     )
+    start = 0
+    for index, (sample, at) in enumerate(zip(chosen, trained, strict=True)):
+        place = slice(start, start + at.size)
+        predictors[place] = tree.positions(index)[at - 1]
+        targets[place] = sample.tokens[at]
+        episode_index[place] = episode_of_row[index]
+        start += at.size
     return PackedMicrobatch(
         rows=tuple(rows),
-        lengths=tuple(int(length) for length in lengths),
-        trained_counts=tuple(np.bincount(row_of_trained, minlength=len(chosen)).tolist()),
+        lengths=tuple(len(sample.tokens) for sample in chosen),
+        trained_counts=tuple(counts),
         tokens=tokens,
-        position_ids=np.arange(tokens.size) - np.repeat(starts[:-1], lengths),
-        cu_seqlens=starts.astype(np.int32),
-        predictors=trained - 1,
-        targets=tokens[trained],
+        position_ids=position_ids,
+        tree=tree,
+        predictors=predictors,
+        targets=targets,
         episode_ids=episode_ids,
-        episode_index=episode_of_row[row_of_trained],
-        columns=_trained_columns(chosen),
+        episode_index=episode_index,
+        columns=_trained_columns(chosen, count, allocate),
     )
 
 
-def _trained_columns(chosen: Sequence[TrainingSample]) -> dict[str, np.ndarray]:
+def _runs_with_a_sample(
+    tree: PrefixTree, chosen: Sequence[TrainingSample]
+) -> Iterator[tuple[TokenRun, TrainingSample]]:
+    """Every run once, with one of the samples that have it."""
+    done: set[int] = set()
+    for last, sample in zip(tree.last_run, chosen, strict=True):
+        run = last
+        while run >= 0 and run not in done:
+            done.add(run)
+            yield tree.runs[run], sample
+            run = tree.runs[run].parent
+
+
+def _trained_columns(
+    chosen: Sequence[TrainingSample], count: int, allocate: Allocate
+) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
     masks = [sample.loss_mask.astype(bool, copy=False) for sample in chosen]
     for name in _COLUMNS:
         parts = [getattr(sample, name) for sample in chosen]
         if any(part is None for part in parts):
             continue
-        selected = [part[mask] for part, mask in zip(parts, masks, strict=True)]
-        columns[name] = np.concatenate(selected).astype(np.float32, copy=False)
+        column = columns[name] = allocate(count, "float32")
+        start = 0
+        for part, mask in zip(parts, masks, strict=True):
+            selected = part[mask]
+            column[start : start + selected.size] = selected
+            start += selected.size
     return columns

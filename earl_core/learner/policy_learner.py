@@ -27,18 +27,17 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
-from earl_core.learner.attention import SampleBoundaries
 from earl_core.learner.checkpoint import read_training_state, write_training_state
+from earl_core.learner.feed import FedMicrobatch, Feed
 from earl_core.learner.minibatches import Minibatch, split_minibatches
 from earl_core.learner.model import (
     EntropyMode,
-    PackedTensors,
     PolicyModule,
     load_policy,
     load_tokenizer,
 )
 from earl_core.learner.optimizer import build_optimizer, learning_rate, set_learning_rate
-from earl_core.learner.packing import PackedMicrobatch, TrainingSample, pack, plan_microbatches
+from earl_core.learner.packing import TrainingSample, plan_shared
 from earl_core.learner.update_metrics import UpdateMetrics
 
 StepHook = Callable[[int], None]
@@ -93,6 +92,7 @@ class PolicyLearner:
         self._module, self._optimizer = self._accelerator.prepare(
             PolicyModule(self.model), optimizer
         )
+        self._feed = Feed(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -114,20 +114,25 @@ class PolicyLearner:
         self,
         samples: Sequence[TrainingSample],
         on_progress: Callable[[int, int], None] | None = None,
+        out: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
         """Log-probs of the trained tokens under the weights as they are.
 
         Returns one float32 [L] per sample, 0 where the mask is 0: the columns `old_logprobs` (of
-        the policy) and `reference_logprobs` (of a frozen one). on_progress(done, all) is called
-        after each microbatch, counting samples.
+        the policy) and `reference_logprobs` (of a frozen one). They are written into `out` if it
+        is given, whatever it held. on_progress(done, all) is called after each microbatch,
+        counting samples.
         """
-        scored: list[np.ndarray] = [
-            np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples
-        ]
+        if out is None:
+            out = [np.empty(len(sample.tokens), dtype=np.float32) for sample in samples]
+        scored = list(out)
+        for logprobs_of_row in scored:
+            logprobs_of_row[:] = 0.0
         done = 0
-        for packed in self._microbatches(samples, range(len(samples))):
+        for fed in self._microbatches(samples, range(len(samples))):
+            packed = fed.packed
             if packed.targets.size:
-                logprobs, _, _ = self._forward(packed, "none")
+                logprobs, _ = self._forward(fed, "none")
                 per_row = packed.split_by_row(logprobs.cpu().numpy())
                 for row, values in zip(packed.rows, per_row, strict=True):
                     scored[row][samples[row].loss_mask.astype(bool, copy=False)] = values
@@ -187,23 +192,21 @@ class PolicyLearner:
 
     def _microbatches(
         self, samples: Sequence[TrainingSample], rows: Sequence[int]
-    ) -> Iterator[PackedMicrobatch]:
-        plan = plan_microbatches(
-            [len(samples[row].tokens) for row in rows],
+    ) -> Iterator[FedMicrobatch]:
+        plan = plan_shared(
+            [samples[row].tokens for row in rows],
             self.config.max_tokens_per_microbatch,
             keep_together=(
                 [samples[row].episode_id for row in rows] if self._whole_episodes else None
             ),
         )
-        for part in plan:
-            yield pack(samples, [rows[index] for index in part])
+        return self._feed.microbatches(samples, [[rows[index] for index in part] for part in plan])
 
     def _forward(
-        self, packed: PackedMicrobatch, entropy: EntropyMode
-    ) -> tuple[torch.Tensor, torch.Tensor | None, SampleBoundaries]:
-        tensors = PackedTensors.from_microbatch(packed, self.device)
-        logprobs, entropies = self._module(tensors, self.temperature, entropy)
-        return logprobs, entropies, tensors.boundaries
+        self, fed: FedMicrobatch, entropy: EntropyMode
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logprobs, entropies = self._module(fed.tensors, self.temperature, entropy)
+        return logprobs, entropies
 
     def _step(
         self,
@@ -217,10 +220,10 @@ class PolicyLearner:
         began = time.perf_counter()
         self._optimizer.zero_grad()
         done = 0
-        for packed in self._microbatches(samples, minibatch.rows):
-            if packed.targets.size:
-                self._accumulate(packed, minibatch, metrics, first_pass=first_pass)
-            done += len(packed.rows)
+        for fed in self._microbatches(samples, minibatch.rows):
+            if fed.packed.targets.size:
+                self._accumulate(fed, minibatch, metrics, first_pass=first_pass)
+            done += len(fed.packed.rows)
             if report is not None:
                 report(done, len(minibatch.rows))
         norm = self._accelerator.clip_grad_norm_(
@@ -239,7 +242,7 @@ class PolicyLearner:
 
     def _accumulate(
         self,
-        packed: PackedMicrobatch,
+        fed: FedMicrobatch,
         minibatch: Minibatch,
         metrics: UpdateMetrics,
         *,
@@ -247,12 +250,11 @@ class PolicyLearner:
     ) -> None:
         active = self._objective.entropy_bonus.active
         mode: EntropyMode = "differentiable" if active else "detached"
-        logprobs, entropy, boundaries = self._forward(packed, mode)
-        columns = {name: self._tensor(column) for name, column in packed.columns.items()}
+        logprobs, entropy = self._forward(fed, mode)
+        columns, index = fed.columns, fed.episode_index
         # Without old log-probs there is a single step, so the policy before it is this one.
         old = columns.get("old_logprobs", logprobs.detach())
-        index = self._tensor(packed.episode_index)
-        episodes = packed.episode_ids.tolist()
+        episodes = fed.packed.episode_ids.tolist()
         weights = None
         if self._correction is not None:
             weights = self._correction.weights(
@@ -267,13 +269,13 @@ class PolicyLearner:
         )
         self._accelerator.backward(result.loss)
         metrics.microbatch(
-            packed,
+            fed.packed,
             loss=result.loss.detach(),
             parts=result.metrics,
             log_ratio=logprobs.detach() - old,
             old_logprobs=old if first_pass else None,
             importance_weights=weights,
-            boundaries=boundaries,
+            boundaries=fed.tensors.boundaries,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

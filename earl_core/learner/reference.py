@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch import Batch
 from earl_core.dispatch.manifest import parse_manifest
-from earl_core.learner.samples import training_samples
+from earl_core.learner.samples import write_scores
 from earl_core.learner.worker import build_learner
 from earl_core.run.shards import run_store
 from earl_core.selector.deployment import StageDeployment
-from earl_core.trajectory.samples import ListColumn
 from earl_core.trajectory.schema import REFERENCE_SCHEMA
 
 
@@ -41,24 +38,19 @@ class ReferenceWorker:
         parsed = [parse_manifest(manifest) for manifest in manifests]
         verify = self._config.dispatch.verify == "always"
         with Batch(self._store, parsed, verify=verify) as batch:
-            samples = training_samples(batch)
-            scored = self._learner.score(
-                samples,
-                lambda done, count: self._context.report({"samples_done": done, "samples": count}),
+            entry = write_scores(
+                self._store,
+                batch,
+                lambda samples, out: self._learner.score(samples, self._report, out),
+                stage="reference",
+                iteration=self._context.iteration or 0,
+                rank=self._context.rank,
+                schema=REFERENCE_SCHEMA,
             )
-            rows = np.array(batch.rows)
-            del samples
-        entry = self._store.write(
-            stage="reference",
-            iteration=self._context.iteration or 0,
-            rank=self._context.rank,
-            schema=REFERENCE_SCHEMA,
-            columns={
-                "sample_id": rows,
-                "reference_logprobs": ListColumn.from_rows(scored, "float32"),
-            },
-        )
         seconds = time.perf_counter() - started
         tokens = sum(entry.row_lengths)
         metrics = {"seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
         return {"shards": [entry.model_dump(mode="json")], "metrics": metrics}
+
+    def _report(self, done: int, samples: int) -> None:
+        self._context.report({"samples_done": done, "samples": samples})

@@ -1,8 +1,13 @@
-"""From manifests to training samples: views into shared memory, joined by row."""
+"""Between shards and training samples: views into shared memory, joined by row."""
 
 from __future__ import annotations
 
-from earl_core.dispatch import Batch
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+
+from earl_core.dispatch import Batch, ShardEntry, ShardStore
 from earl_core.learner.packing import TrainingSample
 
 _OPTIONAL = ("advantages", "reference_logprobs", "old_logprobs")
@@ -28,3 +33,35 @@ def training_samples(batch: Batch) -> list[TrainingSample]:
         )
         for row in range(len(batch))
     ]
+
+
+def write_scores(
+    store: ShardStore,
+    batch: Batch,
+    score: Callable[[list[TrainingSample], list[np.ndarray]], object],
+    *,
+    stage: str,
+    iteration: int,
+    rank: int,
+    schema: pa.Schema,
+) -> ShardEntry:
+    """Publish one float32 per token of each row of the batch; returns the completed entry.
+
+    schema: `sample_id` and one token column. score(samples, arrays) writes every element of the
+    arrays, one [L] per sample; they lie in the shard, so that nothing is copied, and neither they
+    nor the samples may be kept. Raises `StoreFull` when the shard does not fit.
+    """
+    (name,) = (name for name in schema.names if name != "sample_id")
+    samples = training_samples(batch)
+    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
+    with store.create(
+        stage=stage,
+        iteration=iteration,
+        rank=rank,
+        schema=schema,
+        rows=len(samples),
+        lengths={name: lengths},
+    ) as writer:
+        writer.values("sample_id")[:] = batch.rows
+        score(samples, writer.rows(name))
+        return store.complete(writer.seal())

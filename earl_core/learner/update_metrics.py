@@ -22,6 +22,7 @@ class UpdateMetrics:
         self._weights: list[torch.Tensor] = []
         self._seconds = 0.0
         self._tokens = 0
+        self._computed = 0
         self._padded = 0
         self._trained = 0
         self._samples = 0
@@ -46,10 +47,14 @@ class UpdateMetrics:
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
         self._log_ratio_max.append(log_ratio.max())
         if old_logprobs is not None:
-            self._mismatch.append((old_logprobs, packed.columns["rollout_logprobs"]))
+            # Copied, because the feed uses the microbatch's memory again, and because a view keeps
+            # all of a microbatch alive on the device.
+            engine = packed.columns["rollout_logprobs"].copy()
+            self._mismatch.append((old_logprobs.clone(), engine))
             if importance_weights is not None:
                 self._weights.append(importance_weights)
-        self._tokens += packed.tokens.size
+        self._tokens += sum(packed.lengths)
+        self._computed += packed.tokens.size
         self._padded += boundaries.padded_tokens
         self._trained += packed.targets.size
         self._samples += len(packed.rows)
@@ -82,6 +87,7 @@ class UpdateMetrics:
             "tokens": float(self._tokens),
             "tokens_trained": float(self._trained),
             "tokens_per_second": self._tokens / self._seconds if self._seconds else 0.0,
-            "padding_share": 1.0 - self._tokens / self._padded if self._padded else 0.0,
+            "shared_prefix_share": 1.0 - self._computed / self._tokens if self._tokens else 0.0,
+            "padding_share": 1.0 - self._computed / self._padded if self._padded else 0.0,
             "update_seconds": self._seconds,
         }

@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers.utils import logging as transformers_logging
 
 from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import RunConfig, parse_config
-from earl_core.dispatch import Batch, ShardEntry
+from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.dispatch.manifest import parse_manifest
-from earl_core.learner.packing import TrainingSample
-from earl_core.learner.policy_learner import PolicyLearner, with_old_logprobs
-from earl_core.learner.samples import training_samples
+from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.samples import training_samples, write_scores
 from earl_core.run.shards import run_store
 from earl_core.selector.deployment import StageDeployment
-from earl_core.trajectory.samples import ListColumn
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
 from earl_core.weights.manifest import config_digest
 from earl_core.weights.publish import digest_of, publish
@@ -53,6 +49,7 @@ class LearnerWorker:
         self._context = context
         self._config = parse_config(config)
         self._store = run_store(run_directory, self._config)
+        self._verify = self._config.dispatch.verify == "always"
         self._deployment = StageDeployment.model_validate(deployment)
         self._learner = build_learner(self._config, self._deployment)
         self._config_digest = config_digest(Path(self._config.model.path))
@@ -129,13 +126,12 @@ class LearnerWorker:
             faults.point(f"update.step{index}", iteration)
 
         parsed = [parse_manifest(manifest) for manifest in manifests]
-        verify = self._config.dispatch.verify == "always"
-        shards: list[ShardEntry] = []
-        with Batch(self._store, parsed, verify=verify) as batch:
+        shards: tuple[ShardEntry, ...] = ()
+        if self._config.needs_old_logprobs:
+            parsed.append(self._score(parsed, iteration))
+            shards = parsed[-1].shards
+        with Batch(self._store, parsed, verify=self._verify) as batch:
             samples = training_samples(batch)
-            if self._config.needs_old_logprobs:
-                samples, entry = self._score(samples, iteration)
-                shards.append(entry)
             metrics = self._learner.update(
                 samples, iteration=iteration, on_step=on_step, on_progress=self._report
             )
@@ -151,22 +147,26 @@ class LearnerWorker:
         }
         return steps
 
-    def _score(
-        self, samples: Sequence[TrainingSample], iteration: int
-    ) -> tuple[list[TrainingSample], ShardEntry]:
-        scored = self._learner.score(samples)
-        columns: dict[str, Any] = {
-            "sample_id": _ids(samples),
-            "old_logprobs": ListColumn.from_rows(scored, "float32"),
-        }
-        entry = self._store.write(
-            stage="update",
+    def _score(self, manifests: list[Manifest], iteration: int) -> Manifest:
+        """Write the trainer's log-probs before its first step; read back like any column."""
+        with Batch(self._store, manifests, verify=self._verify) as batch:
+            entry = write_scores(
+                self._store,
+                batch,
+                lambda samples, out: self._learner.score(samples, out=out),
+                stage="update",
+                iteration=iteration,
+                rank=self._context.rank,
+                schema=OLD_LOGPROBS_SCHEMA,
+            )
+        return Manifest(
+            run=manifests[-1].run,
             iteration=iteration,
-            rank=self._context.rank,
-            schema=OLD_LOGPROBS_SCHEMA,
-            columns=columns,
+            stage="update",
+            key="",
+            policy_version=iteration,
+            shards=(entry,),
         )
-        return with_old_logprobs(samples, scored), entry
 
     def _save(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
         faults.point("update.save", iteration)
@@ -198,7 +198,3 @@ def build_learner(config: RunConfig, deployment: StageDeployment) -> PolicyLearn
         iterations=config.iterations,
         seed=config.seed,
     )
-
-
-def _ids(samples: Sequence[TrainingSample]) -> np.ndarray:
-    return np.array([sample.sample_id for sample in samples], dtype=np.int64)

@@ -31,7 +31,7 @@ from earl_core.rollout.load_meter import LoadMeter
 from earl_core.run.shards import run_store
 from earl_core.seeds import derive_seed
 from earl_core.selector.deployment import StageDeployment
-from earl_core.trajectory.samples import Episode, rollout_columns
+from earl_core.trajectory.samples import Episode, RolloutRows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.manifest import WeightsManifest
 
@@ -142,12 +142,13 @@ class RolloutWorker:
                 "every episode failed, so there is nothing to learn from: repair the environment",
                 {"failed": len(episodes), "episodes": len(episodes)},
             )
-        entry = run_store(self._run_directory, config).write(
+        store = run_store(self._run_directory, config)
+        entry = store.publish(
             stage="rollout",
             iteration=iteration,
             rank=rank,
             schema=ROLLOUT_SCHEMA,
-            columns=rollout_columns(kept),
+            rows=RolloutRows(kept),
         )
         peak = self._peak_memory()
         return {

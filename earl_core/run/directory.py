@@ -18,15 +18,17 @@ import shutil
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from earl_core.config import ConfigError, RunConfig, dump_config, load_config
-from earl_core.dispatch import Manifest, ManifestError, ShardStore, read_manifest
+from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.manifest import write_manifest
+from earl_core.dispatch.spill import SpillError
 from earl_core.files import write_atomic
 from earl_core.run.lock import RunInUse, RunLock
-from earl_core.run.shards import claim, run_store
+from earl_core.run.shards import claim, run_spill, run_store
 
 __all__ = ["RunDirectory", "RunInUse"]
 
@@ -58,6 +60,8 @@ class RunDirectory:
         write_atomic(self.path / "config.yaml", dump_config(self.config).encode())
         self.store: ShardStore = run_store(self.path, self.config)
         claim(self.store, self.path)
+        self.store.adopt(self._unreleased_shards())
+        self.spill = run_spill(self.path, self.config)
         self._verified: set[str] = set()
         self.logs = self.path / "logs" / f"attempt_{self.attempt}"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -105,8 +109,13 @@ class RunDirectory:
         """Write a stage's manifest; from then on the stage is finished."""
         sealed = write_manifest(self.stage_path(manifest.iteration, manifest.stage), manifest)
         self._verified.add(sealed.digest)
+        self._spill(sealed)
         self.note(manifest.iteration, manifest.stage, "sealed")
         return sealed
+
+    def _spill(self, manifest: Manifest) -> None:
+        if self.spill is not None:
+            self.spill.submit(manifest.shards)
 
     def manifest(self, iteration: int, stage: str) -> Manifest:
         """Read a sealed manifest of this run; raises `ManifestError`."""
@@ -118,20 +127,34 @@ class RunDirectory:
     def sealed(self, iteration: int, stage: str, key: str) -> Manifest | None:
         """The stage's manifest if it carries this key and its shards are there and whole.
 
-        Checksums are verified once per attempt for what an earlier attempt wrote.
+        Checksums are verified once per attempt for what an earlier attempt wrote. A shard that
+        shared memory lost comes back from the spill, if the run has one.
         """
         try:
             manifest = self.manifest(iteration, stage)
             if manifest.key != key:
                 return None
             for entry in manifest.shards:
-                self.store.verify(entry, checksum=manifest.digest not in self._verified)
-        except ManifestError as error:
+                self._check_shard(entry, checksum=manifest.digest not in self._verified)
+        except (ManifestError, SpillError) as error:
             if self.stage_path(iteration, stage).exists():
                 self.note(iteration, stage, f"not usable: {error}")
             return None
+        if manifest.digest not in self._verified:
+            # What the last attempt did not get to copying; there already, it costs a look.
+            self._spill(manifest)
         self._verified.add(manifest.digest)
         return manifest
+
+    def _check_shard(self, entry: ShardEntry, checksum: bool) -> None:
+        try:
+            self.store.verify(entry, checksum=checksum)
+        except ManifestError:
+            if self.spill is None or not self.store.release(entry):
+                raise
+            self.store.reserve(entry.bytes)
+            self.spill.restore(entry)
+            self.store.verify(entry, checksum=True)
 
     # Checkpoints
 
@@ -172,6 +195,16 @@ class RunDirectory:
             if path.parent.name.isdigit() and int(path.parent.name) <= iteration:
                 self._release(path)
 
+    def _unreleased_shards(self) -> set[str]:
+        """Files of all shards that sealed manifests name and nobody released."""
+        files: set[str] = set()
+        for path in (self.path / "iterations").glob("*/*.json"):
+            if not path.with_suffix(".released").exists():
+                # A damaged manifest names nothing: its stage is repeated.
+                with suppress(ManifestError):
+                    files |= {entry.file for entry in read_manifest(path).shards}
+        return files
+
     def _release(self, path: Path) -> None:
         released = path.with_suffix(".released")
         if released.exists() or path.name == "selection_input.json":
@@ -182,6 +215,8 @@ class RunDirectory:
             return
         held = [entry.file for entry in manifest.shards if not self.store.release(entry)]
         if not held:
+            if self.spill is not None:
+                self.spill.release([entry.file for entry in manifest.shards])
             released.touch()
 
     # Records
@@ -218,13 +253,20 @@ class RunDirectory:
         return read_lines(self.path / name)
 
     def finish(self) -> None:
-        """The run is done: nothing of it stays in shared memory."""
+        """The run is done: nothing of it stays in shared memory or in the spill."""
         self.update_record(finished=True)
+        if self.spill is not None:
+            self.spill.remove()
         self.store.remove()
 
     def close(self) -> None:
-        """Unlock the run."""
-        self._lock.release()
+        """Let copies to the spill finish, give unused memory back, unlock the run."""
+        try:
+            self.store.trim()
+            if self.spill is not None:
+                self.spill.close()
+        finally:
+            self._lock.release()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

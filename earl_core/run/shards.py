@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from earl_core.config.run import RunConfig
+from earl_core.config.services import DispatchConfig
+from earl_core.dispatch.spiller import Spiller
 from earl_core.dispatch.store import ShardStore
 from earl_core.files import write_atomic
 from earl_core.run.lock import is_locked
@@ -19,7 +21,16 @@ _OWNER = "owner.json"
 def run_store(run_directory: str | Path, config: RunConfig) -> ShardStore:
     """The shard store of the run in `run_directory`; its name is the run's uid."""
     uid = json.loads((Path(run_directory) / "run.json").read_text())["uid"]
-    return ShardStore(Path(config.dispatch.directory) / uid, config.dispatch.max_bytes)
+    dispatch = config.dispatch
+    return ShardStore(Path(dispatch.directory) / uid, dispatch.max_bytes, dispatch.wait_seconds)
+
+
+def run_spill(run_directory: str | Path, config: RunConfig) -> Spiller | None:
+    """Where copies of the run's shards go; None when they live in memory only."""
+    if config.dispatch.spill_url is None:
+        return None
+    uid = json.loads((Path(run_directory) / "run.json").read_text())["uid"]
+    return Spiller(config.dispatch.spill_url, uid, Path(config.dispatch.directory) / uid)
 
 
 def claim(store: ShardStore, run_directory: Path) -> None:
@@ -58,19 +69,32 @@ def list_stores(root: Path) -> Iterator[StoreState]:
         )
 
 
-def sweep(root: Path, retain_hours: float | None) -> list[Path]:
-    """Remove folders that no live run owns; returns them.
+def sweep(root: Path) -> list[Path]:
+    """Remove every folder that no live run owns; returns them."""
+    return _remove([state for state in list_stores(root) if not state.live])
 
-    With `retain_hours` None all of them, else those of finished or deleted runs and those older.
+
+def sweep_unneeded(root: Path, dispatch: DispatchConfig) -> list[Path]:
+    """Remove folders that no run will need; returns them. Open a run before, so that its own stays.
+
+    Those of finished and deleted runs go, then those of stopped runs older than
+    `dispatch.retain_hours`, then the oldest until the rest have `dispatch.retain_bytes` together.
     """
-    removed = []
-    for state in list_stores(root):
-        if state.live:
-            continue
-        if retain_hours is None or state.finished or state.age_hours > retain_hours:
-            ShardStore(state.directory, 1).remove()
-            removed.append(state.directory)
-    return removed
+    idle = [state for state in list_stores(root) if not state.live]
+    unneeded = [s for s in idle if s.finished or s.age_hours > dispatch.retain_hours]
+    stopped = sorted((s for s in idle if s not in unneeded), key=lambda state: state.age_hours)
+    held = 0
+    for state in stopped:
+        held += state.bytes
+        if held > dispatch.retain_bytes:
+            unneeded.append(state)
+    return _remove(unneeded)
+
+
+def _remove(states: list[StoreState]) -> list[Path]:
+    for state in states:
+        ShardStore(state.directory, 1).remove()
+    return [state.directory for state in states]
 
 
 def _owner(directory: Path) -> tuple[Path | None, float]:

@@ -20,11 +20,25 @@ class StageDeployment(Settings):
     max_model_len: int | None = Field(default=None, ge=1, description="tokens of one sequence")
     max_running_requests: int | None = Field(default=None, ge=1)
     activation_checkpointing: bool = False
+    logits_chunk_tokens: int | None = Field(
+        default=None, ge=1, description="positions whose logits exist at a time; None: all"
+    )
+    offload_optimizer: bool = Field(
+        default=False, description="optimizer state in the host's memory"
+    )
 
     @property
     def world_size(self) -> int:
         """Ranks of the stage's worker group."""
         return self.replicas * self.tensor_parallel * self.context_parallel * self.shard
+
+
+class Basis(Settings):
+    """The load that a plan was chosen for; statistics that stay near it are no cause to move."""
+
+    context: float = Field(ge=0, description="mean tokens of an episode")
+    longest: float = Field(ge=0, description="tokens of the longest episode")
+    requests: float = Field(ge=0, description="episodes of the iteration")
 
 
 class DeploymentPlan(Settings):
@@ -33,6 +47,8 @@ class DeploymentPlan(Settings):
     iteration: int = Field(ge=0)
     stages: dict[str, StageDeployment]
     reasons: dict[str, str]
+    policy: str = "fixed"
+    basis: Basis | None = None
 
     def __getitem__(self, stage: str) -> StageDeployment:
         return self.stages[stage]

@@ -1,69 +1,49 @@
-"""What the selector sees and what it answers: `select(SelectionInput) -> DeploymentPlan`."""
+"""What the selector sees, and the plan that moves nothing but the context length."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from earl_core.config.base import Settings
+from earl_core.config.experience import ExperienceConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector.deployment import DeploymentPlan, StageDeployment
-
-
-class Hardware(Settings):
-    """The devices that the stages may use."""
-
-    cpu_cores: int = Field(ge=1)
-    memory_bytes: int = Field(ge=1)
-    gpus: int = Field(default=0, ge=0)
-    gpu_memory_bytes: int = Field(default=0, ge=0)
-    gpu_name: str = ""
-
-
-class ModelShape(Settings):
-    """The numbers of a model's configuration that decide memory and legal degrees."""
-
-    model_type: str
-    hidden_size: int
-    layers: int
-    attention_heads: int
-    key_value_heads: int
-    vocabulary: int
-    max_positions: int
-
-
-class Statistics(Settings):
-    """What the last finished iterations showed, newest last."""
-
-    iterations: tuple[int, ...] = ()
-    context_mean: tuple[float, ...] = ()
-    context_max: tuple[float, ...] = ()
-    live_tokens_max: tuple[float, ...] = ()
-    rollout_tokens_per_second: tuple[float, ...] = ()
-    update_tokens_per_second: tuple[float, ...] = ()
+from earl_core.selector.memory_model import Calibration
+from earl_core.selector.profile_table import ProfileTable
+from earl_core.selector.settings import SelectorConfig
+from earl_core.selector.shapes import Hardware, ModelShape
+from earl_core.selector.statistics import Statistics
 
 
 class SelectionInput(Settings):
-    """Everything that a choice depends on; sealed beside the plan, so that it can be replayed."""
+    """Everything that a choice depends on; sealed beside the plan, so that it can be replayed.
+
+    forbidden: layouts that ran out of memory since the last select. trained_share: part of the
+    parameters that has gradients (1 without adapters).
+    """
 
     iteration: int = Field(ge=0)
     rollout: RolloutConfig
+    experience: ExperienceConfig = ExperienceConfig()
     update: UpdateConfig
     needs_reference: bool
     hardware: Hardware
     model: ModelShape
     statistics: Statistics = Statistics()
     current: DeploymentPlan | None = None
+    selector: SelectorConfig = SelectorConfig()
+    profile: ProfileTable = ProfileTable()
+    calibration: Calibration = Calibration()
+    forbidden: tuple[StageDeployment, ...] = ()
+    iterations_left: int | None = Field(default=None, ge=1)
+    trained_share: float = Field(default=1.0, gt=0, le=1)
 
 
-def select(given: SelectionInput) -> DeploymentPlan:
-    """The plan for one iteration. Pure: equal inputs give equal plans, no I/O, no clock.
-
-    One rank for every stage; the rollout's context length is the one field that moves: it is
-    doubled before the longest episode seen would reach it, up to the model's position range.
-    """
+def fixed_plan(given: SelectionInput) -> DeploymentPlan:
+    """One rank for every stage, as configured."""
     cores = given.hardware.cpu_cores
-    length, length_reason = _model_len(given)
+    length, length_reason = model_length(given, max(given.statistics.context_max, default=0.0))
     engine_threads = given.rollout.threads or cores
     update_threads = given.update.threads or cores
     update = StageDeployment(
@@ -79,12 +59,12 @@ def select(given: SelectionInput) -> DeploymentPlan:
             max_model_len=length,
             max_running_requests=given.rollout.max_running_requests,
         ),
-        "experience": StageDeployment(stage="experience"),
+        "experience": experience_deployment(given.experience),
         "update": update,
     }
     reasons = {
         "rollout": f"1 engine x {engine_threads} threads: the one layout known; {length_reason}",
-        "experience": "1 process: rewards and advantages are a few bytes per episode",
+        "experience": experience_reason(given.experience),
         "update": f"1 rank x {update_threads} threads, microbatches of at most "
         f"{update.max_tokens_per_microbatch} tokens: as configured",
     }
@@ -94,12 +74,24 @@ def select(given: SelectionInput) -> DeploymentPlan:
     return DeploymentPlan(iteration=given.iteration, stages=stages, reasons=reasons)
 
 
-def _model_len(given: SelectionInput) -> tuple[int, str]:
+def experience_deployment(config: ExperienceConfig) -> StageDeployment:
+    """Where rewards and advantages are computed; does not change from iteration to iteration."""
+    return StageDeployment(stage="experience", replicas=config.ranks)
+
+
+def experience_reason(config: ExperienceConfig) -> str:
+    """Why `experience_deployment` is what it is, in a sentence."""
+    if config.ranks == 1:
+        return "1 process: rewards and advantages are a few bytes per episode"
+    return f"{config.ranks} processes, each for the groups it holds: as configured"
+
+
+def model_length(given: SelectionInput, seen: float) -> tuple[int, str]:
+    """The context that engines are built for, and why. seen: tokens of the longest episode."""
     limit = given.model.max_positions
     asked = min(given.rollout.max_model_len or limit, limit)
     if given.current is not None:
         asked = max(asked, given.current["rollout"].max_model_len or 0)
-    seen = max(given.statistics.context_max, default=0.0)
     length = asked
     # Doubling keeps rebuilds rare while contexts grow; 80 % leaves room for one iteration more.
     while seen > 0.8 * length and length < limit:

@@ -1,11 +1,13 @@
-"""From played turns to samples and their columns."""
+"""From played turns to samples, and rows that write themselves into a shard's columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
 
@@ -96,26 +98,98 @@ class Episode:
         return max((len(sample.tokens) for sample in self.samples), default=0)
 
 
-def rollout_columns(episodes: Sequence[Episode]) -> Columns:
-    """All samples of the episodes as columns of `ROLLOUT_SCHEMA`, sorted by sample_id."""
-    ordered = sorted(episodes, key=lambda episode: episode.episode_id)
-    rows = [
-        (episode.episode_id << SAMPLE_BITS | number, episode, sample)
-        for episode in ordered
-        for number, sample in enumerate(episode.samples)
-    ]
-    samples = [sample for _, _, sample in rows]
-    columns: Columns = {
-        "sample_id": np.array([sample_id for sample_id, _, _ in rows], dtype=np.int64),
-        "episode_id": np.array([episode.episode_id for _, episode, _ in rows], dtype=np.int64),
-        "group_id": np.array([episode.group_id for _, episode, _ in rows], dtype=np.int64),
-        "prompt_id": np.array([episode.prompt_id for _, episode, _ in rows], dtype=np.int64),
-        "turns": np.array([len(sample.turn_starts) for sample in samples], dtype=np.int32),
-        "finish_reason": [episode.finish_reason for _, episode, _ in rows],
-    }
-    for name in ROLLOUT_SCHEMA.names[len(columns) :]:
-        dtype = ROLLOUT_SCHEMA.field(name).type.value_type.to_pandas_dtype()
-        columns[name] = ListColumn.from_rows(
-            [getattr(s, name) for s in samples], np.dtype(dtype).str
-        )
-    return columns
+class ColumnTarget(Protocol):
+    """Where a producer puts its columns, such as a shard that is being written."""
+
+    def values(self, name: str) -> np.ndarray:
+        """Writable: a scalar column [rows], or all elements of a list column row after row."""
+        ...
+
+
+class RowSource(Protocol):
+    """Rows that fill the columns of a shard themselves."""
+
+    lengths: dict[str, np.ndarray]
+    """int64 [rows], elements of each row, for every list column."""
+    strings: dict[str, list[str]]
+    """The string columns."""
+
+    def __len__(self) -> int: ...
+
+    def fill(self, target: ColumnTarget) -> None:
+        """Write every value of every numeric column; the memory's old content is undefined."""
+        ...
+
+
+class CopiedRows:
+    """Rows of columns that lie elsewhere. Raises `ValueError` when they do not fit the schema."""
+
+    def __init__(self, columns: Columns, schema: pa.Schema) -> None:
+        if set(columns) != set(schema.names):
+            raise ValueError(f"columns {sorted(columns)} do not match the schema {schema.names}")
+        self.lengths: dict[str, np.ndarray] = {}
+        self.strings: dict[str, list[str]] = {}
+        self._flat: dict[str, np.ndarray] = {}
+        for name, column in columns.items():
+            if isinstance(column, ListColumn):
+                self.lengths[name], self._flat[name] = np.diff(column.offsets), column.values
+            elif isinstance(column, np.ndarray):
+                self._flat[name] = column
+            else:
+                self.strings[name] = column
+        self._rows = len(self._flat["sample_id"])
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def fill(self, target: ColumnTarget) -> None:
+        """Copy every numeric column."""
+        for name, values in self._flat.items():
+            place = target.values(name)
+            if place.dtype != values.dtype or place.shape != values.shape:
+                raise ValueError(
+                    f"column {name!r} wants {place.shape} values of {place.dtype}, not "
+                    f"{values.shape} of {values.dtype}"
+                )
+            place[:] = values
+
+
+class RolloutRows:
+    """All samples of the episodes as rows of `ROLLOUT_SCHEMA`, sorted by sample_id."""
+
+    def __init__(self, episodes: Sequence[Episode]) -> None:
+        ordered = sorted(episodes, key=lambda episode: episode.episode_id)
+        rows = [(episode, sample) for episode in ordered for sample in episode.samples]
+        self._samples = [sample for _, sample in rows]
+        self._scalars = {
+            "sample_id": [
+                episode.episode_id << SAMPLE_BITS | number
+                for episode in ordered
+                for number in range(len(episode.samples))
+            ],
+            "episode_id": [episode.episode_id for episode, _ in rows],
+            "group_id": [episode.group_id for episode, _ in rows],
+            "prompt_id": [episode.prompt_id for episode, _ in rows],
+            "turns": [len(sample.turn_starts) for sample in self._samples],
+        }
+        self.strings = {"finish_reason": [episode.finish_reason for episode, _ in rows]}
+        known = (*self._scalars, *self.strings)
+        self._lists = [name for name in ROLLOUT_SCHEMA.names if name not in known]
+        self.lengths = {
+            name: np.array([len(getattr(sample, name)) for sample in self._samples], np.int64)
+            for name in self._lists
+        }
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def fill(self, target: ColumnTarget) -> None:
+        """Write every numeric column."""
+        for name, scalars in self._scalars.items():
+            target.values(name)[:] = scalars
+        for name in self._lists:
+            values, start = target.values(name), 0
+            for sample in self._samples:
+                row = getattr(sample, name)
+                values[start : start + len(row)] = row
+                start += len(row)

@@ -36,41 +36,55 @@ def token_list(value_type: pa.DataType) -> pa.DataType:
     return pa.large_list(pa.field("item", value_type, nullable=False))
 
 
-def _schema(fields: list[tuple[str, pa.DataType]]) -> pa.Schema:
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
+def _field(name: str, kind: pa.DataType, axis: str | None = None) -> pa.Field:
+    # The axis says which columns count their elements together, even where lengths are equal by
+    # chance: only token columns may be cut into token ranges.
+    metadata = None if axis is None else {"earl.axis": axis}
+    return pa.field(name, kind, nullable=False, metadata=metadata)
 
 
-ROLLOUT_SCHEMA = _schema(
+def per_token(name: str, value_type: pa.DataType) -> pa.Field:
+    """A column with one value per token."""
+    return _field(name, token_list(value_type), "tokens")
+
+
+def _per_turn(name: str, value_type: pa.DataType) -> pa.Field:
+    return _field(name, token_list(value_type), "turns")
+
+
+ROLLOUT_SCHEMA = pa.schema(
     [
-        ("sample_id", pa.int64()),
-        ("episode_id", pa.int64()),
-        ("group_id", pa.int64()),
-        ("prompt_id", pa.int64()),
-        ("turns", pa.int32()),
-        ("finish_reason", pa.large_string()),
-        ("tokens", token_list(pa.int32())),
-        ("loss_mask", token_list(pa.uint8())),
-        ("rollout_logprobs", token_list(pa.float32())),
-        ("turn_starts", token_list(pa.int32())),
-        ("policy_version_first", token_list(pa.int32())),
-        ("policy_version_last", token_list(pa.int32())),
-        ("turn_rewards", token_list(pa.float32())),
+        _field("sample_id", pa.int64()),
+        _field("episode_id", pa.int64()),
+        _field("group_id", pa.int64()),
+        _field("prompt_id", pa.int64()),
+        _field("turns", pa.int32()),
+        _field("finish_reason", pa.large_string()),
+        per_token("tokens", pa.int32()),
+        per_token("loss_mask", pa.uint8()),
+        per_token("rollout_logprobs", pa.float32()),
+        _per_turn("turn_starts", pa.int32()),
+        _per_turn("policy_version_first", pa.int32()),
+        _per_turn("policy_version_last", pa.int32()),
+        _per_turn("turn_rewards", pa.float32()),
     ]
 )
 """What the rollout stage writes."""
 
-REFERENCE_SCHEMA = _schema(
-    [("sample_id", pa.int64()), ("reference_logprobs", token_list(pa.float32()))]
+REFERENCE_SCHEMA = pa.schema(
+    [_field("sample_id", pa.int64()), per_token("reference_logprobs", pa.float32())]
 )
 """Log-probs of the same tokens under the frozen initial policy."""
 
-REWARD_SCHEMA = _schema([("sample_id", pa.int64()), ("reward", pa.float32())])
+REWARD_SCHEMA = pa.schema([_field("sample_id", pa.int64()), _field("reward", pa.float32())])
 """The episode's reward, repeated on each of its samples."""
 
-ADVANTAGE_SCHEMA = _schema([("sample_id", pa.int64()), ("advantages", token_list(pa.float32()))])
+ADVANTAGE_SCHEMA = pa.schema(
+    [_field("sample_id", pa.int64()), per_token("advantages", pa.float32())]
+)
 """Advantages per token; 0 where the loss mask is 0."""
 
-OLD_LOGPROBS_SCHEMA = _schema(
-    [("sample_id", pa.int64()), ("old_logprobs", token_list(pa.float32()))]
+OLD_LOGPROBS_SCHEMA = pa.schema(
+    [_field("sample_id", pa.int64()), per_token("old_logprobs", pa.float32())]
 )
 """The trainer's log-probs before its first optimizer step."""

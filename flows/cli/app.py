@@ -136,6 +136,56 @@ def doctor(
         raise typer.Exit(run_doctor(config))
 
 
+@app.command()
+def plan(
+    run: Annotated[
+        str | None, typer.Argument(help="A past choice, as RUN@ITERATION, such as demo@12.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every candidate and what speaks against it.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option("--model", help="A well-known shape, or a directory with a config.json.")
+    ] = "qwen2.5-7b",
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="here, h100-80gb, h200, or such as 16x8xh100-80gb.")
+    ] = "here",
+    context: Annotated[
+        str, typer.Option("--context", help="Tokens of an episode: 32K, or several as 1K,8K,128K.")
+    ] = "8K",
+    responses: Annotated[
+        int, typer.Option("--responses", min=1, help="Episodes of one iteration.")
+    ] = 128,
+    running: Annotated[
+        int, typer.Option("--running", min=1, help="Most sequences of one engine.")
+    ] = 256,
+    engine_share: Annotated[
+        float, typer.Option("--engine-share", min=0.05, max=1.0, help="Memory an engine may use.")
+    ] = 0.85,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="With a reference model that scores the episodes.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Print the memory formulas for well-known shapes.")
+    ] = False,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Say which layouts a past choice took, or which would be taken, and why. Needs no GPU."""
+    with reported(debug):
+        from flows.cli import plan as planning
+
+        if memory:
+            planning.explain_memory(hardware)
+        elif run is not None:
+            planning.explain_run(run, runs_directory, explain)
+        else:
+            request = planning.PlanRequest(
+                model, hardware, context, responses, running, reference, engine_share
+            )
+            planning.explain_question(request, explain)
+
+
 Directory = Annotated[
     Path, typer.Option("--directory", help="The dispatch.directory of the runs' configurations.")
 ]
@@ -177,3 +227,26 @@ def shards_sweep(directory: Directory = _DEFAULT_DIRECTORY, debug: Debug = False
         from flows.cli.shards import sweep_shards
 
         sweep_shards(directory)
+
+
+@shards.command("serve")
+def shards_serve(
+    run: Run,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; beyond 127.0.0.1 needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8815,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file", help="A file with the token that clients must send as Bearer."
+        ),
+    ] = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Serve a run's shards, read-only, to any Arrow Flight client."""
+    with reported(debug):
+        from flows.cli.shards_serve import serve_shards
+
+        serve_shards(run, runs_directory, host, port, token_file)

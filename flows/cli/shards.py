@@ -51,7 +51,7 @@ def list_shards(directory: Path) -> None:
 
 def sweep_shards(directory: Path) -> None:
     """Remove every folder without a live owner, and say which."""
-    removed = sweep(directory, retain_hours=None)
+    removed = sweep(directory)
     for path in removed:
         print(f"removed {path}")
     print(f"{len(removed)} removed from {directory}; folders of running runs are kept.")

@@ -18,9 +18,9 @@ from earl_core.algorithms import (
     BatchStatistics,
     Moments,
     apply_statistics,
-    compute_advantages,
     local_statistics,
 )
+from tests.algorithms.central import compute_advantages
 
 SPECS: list[dict[str, Any]] = [
     {"name": "reinforce"},

@@ -16,8 +16,8 @@ from earl_core.algorithms import (
     LossInputs,
     Objective,
     Totals,
-    compute_advantages,
 )
+from tests.algorithms.central import compute_advantages
 
 PROMPTS, ACTIONS, TURNS, GROUP = 3, 4, 2, 8
 

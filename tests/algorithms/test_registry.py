@@ -157,7 +157,7 @@ def test_reading_a_configuration_imports_no_torch() -> None:
         "    for name in registry.names():\n"
         "        spec = {'name': name, 'length': 8} if name == 'constant' else name\n"
         "        registry.build(spec)\n"
-        "compute_advantages(ADVANTAGE_ESTIMATORS.build('grpo'), [1, 0], [0, 0], [3, 2])\n"
+        "local_statistics(ADVANTAGE_ESTIMATORS.build('grpo'), [1, 0], [0, 0], [3, 2])\n"
         "heavy = {'torch', 'transformers', 'vllm', 'prefect', 'mlflow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -11,7 +11,7 @@ import pytest
 from earl_core.config import load_config
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
-from earl_core.trajectory.samples import Episode, Sample, rollout_columns
+from earl_core.trajectory.samples import Episode, RolloutRows, Sample
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.cli.conftest import CONFIG, Earl
 
@@ -35,12 +35,12 @@ def stopped_run(fresh_earl: Earl) -> Path:
     episode = Episode(episode_id=7, group_id=1, prompt_id=1)
     episode.samples.append(sample)
     episode.finish_reason = "done"
-    entry = run.store.write(
+    entry = run.store.publish(
         stage="rollout",
         iteration=3,
         rank=0,
         schema=ROLLOUT_SCHEMA,
-        columns=rollout_columns([episode]),
+        rows=RolloutRows([episode]),
     )
     manifest = Manifest(
         run=run.uid, iteration=3, stage="rollout", key="k", policy_version=3, shards=(entry,)

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch, Manifest, ShardStore
-from earl_core.experience.advantage import NothingToTrain, advantage_columns
+from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_columns
-from earl_core.trajectory.samples import Columns, Episode, ListColumn, Sample, rollout_columns
-from earl_core.trajectory.schema import REFERENCE_SCHEMA, REWARD_SCHEMA, ROLLOUT_SCHEMA
+from earl_core.experience.statistics import NothingToTrain, RankStatistics, merge_statistics
+from earl_core.trajectory.samples import (
+    Columns,
+    CopiedRows,
+    Episode,
+    ListColumn,
+    RolloutRows,
+    RowSource,
+    Sample,
+)
+from earl_core.trajectory.schema import (
+    ADVANTAGE_SCHEMA,
+    REFERENCE_SCHEMA,
+    REWARD_SCHEMA,
+    ROLLOUT_SCHEMA,
+)
+from tests.published import published
 
 
-def sealed(store: ShardStore, stage: str, schema, columns: Columns) -> Manifest:  # type: ignore[no-untyped-def]
-    entry = store.write(stage=stage, iteration=0, rank=0, schema=schema, columns=columns)
+def sealed(store: ShardStore, stage: str, schema: pa.Schema, rows: Columns | RowSource) -> Manifest:
+    if isinstance(rows, dict):
+        rows = CopiedRows(rows, schema)
+    entry = store.publish(stage=stage, iteration=0, rank=0, schema=schema, rows=rows)
     return Manifest(
         run="r", iteration=0, stage=stage, key="k", policy_version=0, shards=(entry,)
     ).sealed()
@@ -35,6 +54,15 @@ def played(episode_id: int, group: int, rewards: list[list[float]]) -> Episode:
     return Episode(episode_id, group, group, samples, "done")
 
 
+def advantages(
+    batch: Batch, algorithm: AlgorithmConfig
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Both steps of the stage in its only rank: the shard's columns and the metrics."""
+    statistics = merge_statistics([advantage_statistics(batch, algorithm).to_json()])
+    rows, metrics, _ = advantage_rows(batch, algorithm, RankStatistics.from_json(statistics))
+    return published(rows, ADVANTAGE_SCHEMA)[0].to_pydict(), metrics
+
+
 EPISODES = [
     played(0, 0, [[0.0, 1.0], [0.5]]),
     played(1, 0, [[-1.0]]),
@@ -47,9 +75,10 @@ EPISODES = [
 @pytest.fixture
 def rewarded(tmp_path: Path) -> tuple[ShardStore, Manifest, Manifest]:
     store = ShardStore(tmp_path, 2**30)
-    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_columns(EPISODES))
+    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, RolloutRows(EPISODES))
     with Batch(store, [rollout]) as batch:
-        columns, metrics = reward_columns(batch)
+        columns, metrics, episodes = reward_columns(batch)
+    assert episodes == 5
     assert metrics["mean"] == pytest.approx(np.mean([1.5, -1.0, 0.25, 1.0, 3.0]))
     return store, rollout, sealed(store, "reward", REWARD_SCHEMA, columns)
 
@@ -67,17 +96,11 @@ def test_advantages_cover_all_samples_of_kept_groups(
 ) -> None:
     store, rollout, reward = rewarded
     with Batch(store, [rollout, reward]) as batch:
-        columns, metrics = advantage_columns(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}))
-        values = columns["advantages"]
-        assert isinstance(values, ListColumn)
-        ids = columns["sample_id"]
+        columns, metrics = advantages(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}))
     # The group of episode 2 has one episode and is dropped.
-    assert [int(sample) >> 16 for sample in ids] == [0, 0, 1, 3, 4]
+    assert [int(sample) >> 16 for sample in columns["sample_id"]] == [0, 0, 1, 3, 4]
     assert metrics["groups_dropped"] == 1
-    rows = [
-        values.values[a:b].tolist()
-        for a, b in zip(values.offsets[:-1], values.offsets[1:], strict=True)
-    ]
+    rows = columns["advantages"]
     assert rows[0] == [0, 0, 1.25, 1.25, 0, 0, 1.25, 1.25]
     assert rows[1] == [0, 0, 1.25, 1.25]
     assert rows[2] == [0, 0, -1.25, -1.25]
@@ -104,19 +127,17 @@ def test_kl_in_the_reward_charges_trained_tokens(
         }
     )
     with Batch(store, [rollout, reward, reference]) as batch:
-        result, _ = advantage_columns(batch, algorithm)
-    values = result["advantages"]
-    assert isinstance(values, ListColumn)
+        result, _ = advantages(batch, algorithm)
     # k1 of a turn is (-0.5 + 1) + (-0.25 + 1) = 1.25; episode 0 has three turns, episode 1 one.
     first, second = 1.5 - 0.1 * 3.75, -1.0 - 0.1 * 1.25
-    assert values.values[2] == pytest.approx(first - (first + second) / 2)
+    assert result["advantages"][0][2] == pytest.approx(first - (first + second) / 2)
 
 
 def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 2**30)
-    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_columns(EPISODES[2:3]))
+    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, RolloutRows(EPISODES[2:3]))
     with Batch(store, [rollout]) as batch:
-        columns, _ = reward_columns(batch)
+        columns, _, _ = reward_columns(batch)
     reward = sealed(store, "reward", REWARD_SCHEMA, columns)
     with Batch(store, [rollout, reward]) as batch, pytest.raises(NothingToTrain):
-        advantage_columns(batch, AlgorithmConfig())
+        advantages(batch, AlgorithmConfig())

@@ -59,7 +59,7 @@ def test_pack_lays_samples_end_to_end() -> None:
     packed = pack(samples, [1, 0])
     assert packed.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert packed.cu_seqlens.tolist() == [0, 4, 7]
+    assert [run.length for run in packed.tree.runs] == [4, 3]
     assert packed.predictors.tolist() == [1, 4, 5]
     assert packed.targets.tolist() == [3, 6, 7]
     assert packed.episode_ids.tolist() == [4, 9]

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.dispatch.shard import record_batch
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.metrics import rollout_metrics, selector_statistics
-from earl_core.trajectory.samples import Episode, rollout_columns
+from earl_core.trajectory.samples import Episode, RolloutRows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from tests.published import published
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
 from tests.rollout.scripted import ScriptedEngine, ScriptedEnvironments
 
@@ -308,6 +308,5 @@ def check_columns(episodes: list[Episode]) -> None:
             mask = sample.loss_mask[start:end]
             assert mask == sorted(mask)
             assert mask[-1] == 1
-    batch = record_batch(ROLLOUT_SCHEMA, rollout_columns(episodes))
-    batch.validate(full=True)
+    batch, _ = published(RolloutRows(episodes), ROLLOUT_SCHEMA)
     assert batch.num_rows == sum(len(episode.samples) for episode in episodes)

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +16,9 @@ from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
-from earl_core.trajectory.samples import Episode, ListColumn, rollout_columns
+from earl_core.trajectory.samples import Episode, RolloutRows
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from tests.published import published
 from tests.rollout.chat_models import CHATML, char_tokenizer, tiny_model
 from tests.rollout.test_agent_loop import check_columns
 
@@ -70,14 +71,10 @@ def episodes(model: Path) -> list[Episode]:
 
 
 def test_two_runs_are_equal_bit_for_bit(model: Path, episodes: list[Episode]) -> None:
-    first, second = rollout_columns(episodes), rollout_columns(play_games(model, 12))
-    for name, column in first.items():
-        other = second[name]
-        if isinstance(column, ListColumn) and isinstance(other, ListColumn):
-            assert column.values.tobytes() == other.values.tobytes()
-            assert column.offsets.tobytes() == other.offsets.tobytes()
-        else:
-            assert np.array_equal(column, other)  # type: ignore[arg-type]
+    first, checksum = published(RolloutRows(episodes), ROLLOUT_SCHEMA)
+    second, again = published(RolloutRows(play_games(model, 12)), ROLLOUT_SCHEMA)
+    assert first.equals(second)
+    assert checksum == again
 
 
 def test_samples_are_valid_and_games_differ(episodes: list[Episode]) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import ConfigError, RunConfig, parse_config
+from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory, RunInUse, stage_key
 from earl_core.run.directory import read_lines
 from earl_core.run.lock import is_locked
-from earl_core.run.shards import list_stores, sweep
-from earl_core.trajectory.samples import Episode, Sample, rollout_columns
+from earl_core.run.shards import list_stores, sweep, sweep_unneeded
+from earl_core.trajectory.samples import Episode, RolloutRows, Sample
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 
 
@@ -41,12 +42,12 @@ def seal(run: RunDirectory, iteration: int, stage: str, key: str) -> Manifest:
     sample = Sample()
     sample.begin_turn([1, 2])
     sample.answer([3], [-0.5], 0)
-    entry = run.store.write(
+    entry = run.store.publish(
         stage=stage,
         iteration=iteration,
         rank=0,
         schema=ROLLOUT_SCHEMA,
-        columns=rollout_columns([Episode(0, 0, 0, [sample], "done")]),
+        rows=RolloutRows([Episode(0, 0, 0, [sample], "done")]),
     )
     return run.seal(
         Manifest(
@@ -181,9 +182,54 @@ def test_sweep_spares_live_and_waiting_runs(tmp_path: Path) -> None:
     states = {state.directory.name: state for state in list_stores(root)}
     assert states[live.uid].live
     assert not states[waiting.uid].finished
-    assert sweep(root, retain_hours=1.0) == [finished.store.directory]
-    assert sweep(root, retain_hours=None) == [waiting.store.directory]
+    assert sweep_unneeded(root, live.config.dispatch) == [finished.store.directory]
+    assert sweep(root) == [waiting.store.directory]
     assert live.store.directory.exists()
     stamp = json.loads((live.store.directory / "owner.json").read_text())["time"]
     assert time.time() - stamp < 60
     live.close()
+
+
+def test_stopped_runs_hold_a_bounded_number_of_bytes(tmp_path: Path) -> None:
+    root = tmp_path / "shm"
+    stopped = []
+    for number in range(3):
+        run = RunDirectory.open(config_in(tmp_path, name=f"run{number}"))
+        seal(run, 0, "rollout", "key")
+        owner = run.store.directory / "owner.json"
+        owner.write_text(
+            json.dumps({**json.loads(owner.read_text()), "time": time.time() - 9 * (3 - number)})
+        )
+        run.close()
+        stopped.append(run.store)
+    sizes = [store.used_bytes() for store in stopped]
+    live = RunDirectory.open(config_in(tmp_path, name="live"))
+
+    def retain(size: int) -> DispatchConfig:
+        return DispatchConfig(directory=str(root), retain_bytes=size)
+
+    assert sweep_unneeded(root, retain(sum(sizes))) == []
+    assert sweep_unneeded(root, retain(sum(sizes) - 1)) == [stopped[0].directory]
+    assert sweep_unneeded(root, retain(0)) == [stopped[2].directory, stopped[1].directory]
+    assert live.store.directory.exists()
+    live.close()
+
+
+def test_opening_a_run_adopts_its_shards_and_drops_the_rest(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    run = RunDirectory.open(config)
+    kept, covered = seal(run, 1, "rollout", "key"), seal(run, 0, "rollout", "key")
+    run.checkpoint_path(0).mkdir(parents=True)
+    run.mark_stable(0)
+    lost = run.store.publish(
+        stage="reward", iteration=1, rank=0, schema=ROLLOUT_SCHEMA, rows=RolloutRows([])
+    )
+    run.close()
+    assert run.store.pool.free_bytes() == 0
+    again = RunDirectory.open(config)
+    there = [again.store.path(entry).exists() for entry in (*kept.shards, *covered.shards, lost)]
+    assert there == [True, False, False]
+    assert again.sealed(1, "rollout", "key") == kept
+    again.finish()
+    assert not again.store.directory.exists()
+    again.close()

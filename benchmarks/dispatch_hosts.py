@@ -1,0 +1,301 @@
+"""A batch on its way between hosts: gathered and scattered by one controller, or fetched directly.
+
+Hosts are network namespaces with links of limited rate, so the sockets are real ones; the links,
+not this machine's few cores, have to be the limit. Both ways use the same transport, with the same
+bounds on requests in flight, and every row that arrives is compared with what was written.
+
+    sudo .venv/bin/python -m benchmarks.dispatch_hosts --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dispatch_hosts_network import Link, Network, missing, network
+from benchmarks.dispatch_hosts_node import LIMITS, TOKEN_BYTES, serve, work
+from benchmarks.dispatch_model import predict
+from benchmarks.harness import Report, Row, median, parser, publish
+from earl_core.dispatch import Manifest, ShardEntry
+
+ROWS = 64
+ASSIGNMENTS = (
+    "no locality",
+    "random reshuffle",
+    "half local",
+    "three quarters local",
+    "host-first",
+)
+_LEAD_SECONDS = 0.05
+_CONTROLLER_REPEAT = 3
+
+
+@dataclass
+class Cluster:
+    """The hosts' workers, and what they are told."""
+
+    network: Network
+    workers: list[Connection]
+
+    def all(self, step: str, *arguments: Any) -> list[Any]:
+        """Tell every worker the same, and wait for all."""
+        return self.each(step, [arguments] * len(self.workers))
+
+    def each(self, step: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Tell every worker something of its own, and wait for all."""
+        for worker, given in zip(self.workers, arguments, strict=True):
+            worker.send((step, given))
+        return [_answer(worker) for worker in self.workers]
+
+    def one(self, host: int, step: str, *arguments: Any) -> Any:
+        """Tell one worker, and wait for it."""
+        self.workers[host].send((step, arguments))
+        return _answer(self.workers[host])
+
+
+@dataclass
+class Cell:
+    """Repetitions of one assignment at one size."""
+
+    ours: list[float] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    busiest: list[int] = field(default_factory=list)
+    needed: int = 0
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    options = _options()
+    why = missing()
+    if why is not None:
+        print(f"Nothing was measured: {why}.")
+        return
+    report = Report("dispatch_hosts", "A batch between hosts: one controller against direct fetch")
+    link = Link(options.rate, queue_bytes=options.queue * 1024)
+    dropped = 0
+    for hosts in options.hosts:
+        with network(hosts, link) as made, _cluster(made) as cluster:
+            for tokens in options.tokens:
+                report.rows += _size(cluster, tokens, options.repeat)
+            dropped += made.dropped()
+    _conclude(report, options, dropped)
+    publish(report, options)
+
+
+def _options() -> argparse.Namespace:
+    made = parser(__doc__ or "")
+    made.add_argument("--rate", type=float, default=50.0, help="Mbit/s of every link")
+    made.add_argument("--queue", type=int, default=1024, help="KiB that wait at a link at most")
+    made.add_argument("--repeat", type=int, default=7, help="measurements of every cell")
+    made.add_argument("--hosts", type=int, nargs="+", default=[4, 8, 16])
+    made.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
+    options = made.parse_args()
+    if options.quick:
+        options.hosts, options.tokens, options.repeat = [4, 16], [8192], 3
+    if any(hosts < 2 or ROWS % hosts for hosts in options.hosts):
+        made.error(f"{ROWS} rows have to divide among two hosts or more")
+    return options
+
+
+@contextmanager
+def _cluster(made: Network) -> Iterator[Cluster]:
+    """Start a server and a worker on every host; end them and remove their shards afterwards."""
+    directory = Path(f"/dev/shm/earl-benchmark-{os.getpid()}")
+    context = multiprocessing.get_context("fork")
+    processes, pipes, ends = [], [], []
+    try:
+        for body in (serve, work):
+            for host in range(made.hosts):
+                ours, theirs = context.Pipe()
+                arguments = (made, host, directory / str(host), theirs)
+                process = context.Process(target=_alone, args=(body, [*ends, ours], arguments))
+                process.start()
+                theirs.close()
+                processes.append(process)
+                ends.append(ours)
+                if body is work:
+                    pipes.append(ours)
+        for end in ends:
+            if _answer(end) != "ready":
+                raise RuntimeError("a host did not start")
+        yield Cluster(made, pipes)
+    finally:
+        for end in ends:
+            end.close()
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _alone(body: Any, ends: list[Connection], arguments: tuple[Any, ...]) -> None:
+    # The others' pipes, inherited by the fork, would keep them from noticing this end's closing.
+    for end in ends:
+        end.close()
+    with contextlib.suppress(KeyboardInterrupt):
+        body(*arguments)
+
+
+def _answer(pipe: Connection) -> Any:
+    if not pipe.poll(300):
+        raise TimeoutError("a host has not answered for five minutes")
+    found = pipe.recv()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _size(cluster: Cluster, tokens: int, repeat: int) -> list[Row]:
+    """All assignments of a batch of `ROWS` rows of `tokens` tokens."""
+    hosts = cluster.network.hosts
+    share = ROWS // hosts
+    home = [row // share for row in range(ROWS)]
+    rows = [list(range(host * share, (host + 1) * share)) for host in range(hosts)]
+    entries: list[ShardEntry] = cluster.each("produce", [(mine, tokens) for mine in rows])
+    manifest = Manifest(
+        run="r", iteration=0, stage="rollout", key="k", policy_version=0, shards=tuple(entries)
+    ).sealed()
+    central: list[float] = []
+    cells = {name: Cell() for name in ASSIGNMENTS}
+    # The first round faults pages and opens connections; it does not count.
+    for number in range(repeat + 1):
+        draw = random.Random(1000 * tokens + number)
+        cluster.all("prepare", manifest, owners("random reshuffle", home, hosts, draw))
+        if not number:
+            cluster.all("greet")
+        # The one way that takes long is also the one whose times hardly differ.
+        if number <= _CONTROLLER_REPEAT:
+            seconds = _gather_and_scatter(cluster)
+            central += [seconds] if number else []
+        for name, cell in cells.items():
+            owner = owners(name, home, hosts, draw)
+            moved, needed, busiest = cluster.all("prepare", manifest, owner)[0]
+            seconds = _fetch_directly(cluster)
+            if number:
+                cell.ours.append(seconds)
+                cell.moved.append(moved)
+                cell.busiest.append(busiest)
+                cell.needed = needed
+    return [_row(cluster.network, tokens, name, central, cells[name]) for name in ASSIGNMENTS]
+
+
+def owners(name: str, home: Sequence[int], hosts: int, draw: random.Random) -> list[int] | None:
+    """The host that each row goes to, equally many to each; None for the plan's own choice."""
+    if name == "host-first":
+        return None
+    owner = list(home)
+    share = len(home) // hosts
+    kept = {"no locality": 0, "half local": share // 2, "three quarters local": 3 * share // 4}
+    if name == "random reshuffle":
+        draw.shuffle(owner)
+        return owner
+    moved = [
+        row
+        for host in range(hosts)
+        for row in draw.sample(range(host * share, (host + 1) * share), share - kept[name])
+    ]
+    places = [home[row] for row in moved]
+    draw.shuffle(places)
+    # Rows that would stay are exchanged with ones for which neither stays.
+    for index, row in enumerate(moved):
+        while places[index] == home[row]:
+            other = draw.randrange(len(moved))
+            if home[moved[other]] != places[index] and places[other] != home[row]:
+                places[index], places[other] = places[other], places[index]
+    for row, place in zip(moved, places, strict=True):
+        owner[row] = place
+    return owner
+
+
+def _fetch_directly(cluster: Cluster) -> float:
+    start = time.monotonic() + _LEAD_SECONDS
+    seconds = max(cluster.all("fetch", start)) - start
+    _check(cluster.all("check_fetched"))
+    return seconds
+
+
+def _gather_and_scatter(cluster: Cluster) -> float:
+    start = time.monotonic() + _LEAD_SECONDS
+    entries: list[ShardEntry] = cluster.one(0, "gather", start)
+    shares = [(entry,) for entry in entries]
+    seconds = max(cluster.each("scatter", shares)) - start
+    _check(cluster.each("check_scattered", shares))
+    cluster.one(0, "tidy")
+    return seconds
+
+
+def _check(results: Sequence[Received]) -> None:
+    if not all(one.right for one in results) or sum(one.rows for one in results) != ROWS:
+        raise RuntimeError("rows arrived wrong or not at all: the transport is broken")
+
+
+def _row(made: Network, tokens: int, name: str, central: list[float], cell: Cell) -> Row:
+    hosts, link = made.hosts, made.link
+    per_host = cell.needed / hosts
+    local = 1 - median(cell.moved) / cell.needed
+    mean_moved = median(cell.moved) / hosts
+    uneven = median(cell.busiest) / mean_moved - 1 if mean_moved else 0.0
+    bits = link.megabits_per_second * 1e6
+    expected_central = predict(hosts, per_host, bits, 0.0, 1.0, 1.0, 0.0, "single_controller")
+    expected = predict(hosts, per_host, bits, local, 1.0, 1.0, uneven, "direct")
+    ours, theirs = median(cell.ours), median(central)
+    return {
+        "hosts": hosts,
+        "tokens": tokens,
+        "MB": round(ROWS * tokens * TOKEN_BYTES / 1e6, 1),
+        "assignment": name,
+        "local %": round(100 * local),
+        "controller s": theirs,
+        "direct s": ours,
+        "speedup": theirs / ours,
+        "predicted": expected_central / expected,
+        "predicted direct s": expected,
+        "worst / median": max(cell.ours) / ours,
+        "controller worst / median": max(central) / theirs,
+    }
+
+
+def _conclude(report: Report, options: argparse.Namespace, dropped: int) -> None:
+    for name, headline in (("random reshuffle", "shuffle"), ("host-first", "host_first")):
+        found = [
+            float(row["speedup"] or 0)
+            for row in report.rows
+            if row["hosts"] == 16 and row["assignment"] == name
+        ]
+        if found:
+            report.headline[f"hosts16_{headline}_speedup_min"] = min(found)
+    late = sum(float(row["worst / median"] or 0) > 2 for row in report.rows)
+    report.notes += [
+        f"{ROWS} rows of equal length in 5 columns, {TOKEN_BYTES} bytes per token; links of "
+        f"{options.rate:g} Mbit/s in both directions with queues of {options.queue} KiB; TCP with "
+        f"the system's congestion control; {dropped:,} packets dropped by full queues in all.",
+        "controller: one host receives every row straight into the shard that it then serves to "
+        "the row's consumer; barrier; consumers fetch their shards. No serialisation and no "
+        "copies are charged to it. direct: consumers fetch their rows from the producers.",
+        "Seconds from a common start to the last host's last row, medians over "
+        f"{options.repeat} repetitions ({min(options.repeat, _CONTROLLER_REPEAT)} of the "
+        "controller's way), each with another assignment; one before them does not count. Plans "
+        "were made before, by every host. Every row of every repetition was compared with what "
+        "its producer wrote.",
+        f"Both ways ask for {LIMITS.request_bytes // 1024} KiB at a time and have "
+        f"{LIMITS.bytes_in_flight // 1024} KiB in flight at most per receiver.",
+        f"{late} of {len(report.rows)} cells have a direct run beyond twice their median.",
+        "predicted: the ratio and the seconds that benchmarks/dispatch_model.py gives.",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Leases: segments mapped read-only, cached by this process, protected while they are read.
+
+A lease is a shared `flock` on a descriptor of its own, taken when the first reader of this process
+comes and given back when the last view is gone; the kernel gives it back when the process dies. A
+segment under a lease is never recycled. The mapping stays cached when the lease goes, so that the
+page tables of a recycled segment are built once: reading it again costs microseconds.
+
+The mapping goes through another open file description than the lock. A lock lives as long as its
+description, and a forked child inherits the parent's mappings: through one description the child
+would keep alive the leases of a killed parent.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+_MAX_IDLE = 128  # mappings without a lease that stay cached; each costs two descriptors
+_BUSY_SECONDS = 5.0  # a releaser holds its lock for microseconds; one that was stopped, for ever
+
+
+class ShardGone(FileNotFoundError):
+    """The file was released, or never existed."""
+
+
+class ShardMismatch(OSError):
+    """The file has another size than its reader was told."""
+
+
+class Mapped:
+    """A file mapped read-only under a lease. Safe to inherit by a fork, whose lease stays ours."""
+
+    def __init__(self, memory: memoryview, source: weakref.ref[np.ndarray], path: Path) -> None:
+        self._memory: memoryview | None = memory
+        self._source = source
+        self.path = path
+        self.size = memory.nbytes
+
+    @property
+    def memory(self) -> memoryview:
+        """The whole file, uint8. Everything made from it counts as a view."""
+        if self._memory is None:
+            raise ValueError(f"the lease on {self.path} was given back; read it anew")
+        return self._memory
+
+    def close(self) -> None:
+        """Give the lease back. Raises `BufferError`, and keeps it, while a view is alive.
+
+        A `Mapped` that is dropped without closing gives its lease back with its last view.
+        """
+        if self._memory is None:
+            return
+        self._memory = None
+        source = self._source()
+        if source is not None:
+            self._memory = source.data
+            del source  # the traceback must not be one more view
+            raise BufferError(
+                f"views of {self.path} are still alive; delete them, or copy what you need, "
+                "before giving the lease back"
+            )
+        _cache.settle()
+
+    def __enter__(self) -> Mapped:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except BufferError:
+            # The traceback of an error keeps views alive: the lease goes when they do.
+            if kind is None:
+                raise
+
+
+def map_shared(path: Path, size: int) -> Mapped:
+    """Take a lease on `path` and map its `size` bytes read-only.
+
+    Raises `ShardGone` (a `FileNotFoundError`) when nothing has this name or it was released at
+    this moment, `ShardMismatch` when the file has another size, `OSError` when it cannot be mapped.
+    """
+    return _cache.lease(path, size)
+
+
+def drop_idle_mappings() -> int:
+    """Unmap every cached file that is not leased; returns how many."""
+    return _cache.drop_idle()
+
+
+class _Entry:
+    """One mapped inode of this process, and the leases that are out on it."""
+
+    def __init__(self, key: tuple[int, int], descriptor: int, mapping: mmap.mmap) -> None:
+        self.key = key
+        self.descriptor = descriptor
+        self.mapping = mapping
+        self.size = len(mapping)
+        # Weak references, by id, to the arrays under the views: one dies with the last view of
+        # its lease. (A reference to an array has no hash.)
+        self.out: dict[int, weakref.ref[np.ndarray]] = {}
+        self.on_last_view: Callable[[weakref.ref[np.ndarray]], None] | None = None
+
+    def unlock(self) -> None:
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        self.on_last_view = None
+        self.mapping.close()
+        os.close(self.descriptor)
+
+
+class _Cache:
+    """Mappings of this process by inode, least recently used first."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._returned: deque[tuple[_Entry, weakref.ref[np.ndarray]]] = deque()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._drain()
+
+    def lease(self, path: Path, size: int) -> Mapped:
+        with self._held():
+            key = _inode(path)
+            if key is None:
+                raise _gone(path)
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._open(path)
+            else:
+                self._entries.move_to_end(key)
+                # Under a lease of ours the name just seen cannot have been released since.
+                if not entry.out:
+                    _take_lock(entry.descriptor, key, path)
+            try:
+                if entry.size != size:
+                    raise ShardMismatch(
+                        errno.EINVAL, f"{path} has {entry.size} bytes, its manifest says {size}"
+                    )
+                source = np.frombuffer(entry.mapping, dtype=np.uint8)
+                reference = weakref.ref(source, entry.on_last_view)
+                memory = source.data
+                entry.out[id(reference)] = reference
+            except BaseException:
+                if not entry.out:
+                    entry.unlock()
+                raise
+            del source
+            return Mapped(memory, reference, path)
+
+    def _open(self, path: Path) -> _Entry:
+        self._drop_idle(_MAX_IDLE - 1)
+        try:
+            entry = self._map(path)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+            self._drop_idle(0)
+            entry = self._map(path)
+
+        def on_last_view(reference: weakref.ref[np.ndarray], entry: _Entry = entry) -> None:
+            # Runs wherever the last view dies, even inside of this cache: only note it.
+            self._returned.append((entry, reference))
+            self._drain()
+
+        entry.on_last_view = on_last_view
+        self._entries[entry.key] = entry
+        return entry
+
+    @staticmethod
+    def _map(path: Path) -> _Entry:
+        """Open, lock and map `path`; the lease is taken on return."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise _gone(path) from None
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size == 0:
+                raise ShardMismatch(errno.EINVAL, f"{path} is empty: nothing was written to it")
+            key = status.st_dev, status.st_ino
+            _take_lock(descriptor, key, path)
+            try:
+                second = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                raise _gone(path) from None
+            try:
+                mapping = mmap.mmap(second, status.st_size, prot=mmap.PROT_READ)
+            finally:
+                os.close(second)
+            return _Entry(key, descriptor, mapping)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def settle(self) -> None:
+        """Give back what is due, even if another thread has the lock at this moment."""
+        with self._held():
+            self._give_back()
+
+    def _drain(self) -> None:
+        # A holder of the lock drains after letting it go, so nothing noted meanwhile is lost.
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._give_back()
+            finally:
+                self._lock.release()
+
+    def _give_back(self) -> None:
+        while self._returned:
+            entry, reference = self._returned.popleft()
+            entry.out.pop(id(reference), None)
+            if not entry.out and entry.descriptor >= 0:
+                entry.unlock()
+
+    def drop_idle(self) -> int:
+        with self._held():
+            return self._drop_idle(0)
+
+    def _drop_idle(self, keep: int) -> int:
+        """Unmap idle entries: all whose file has no name left, then the oldest beyond `keep`."""
+        dropped: list[_Entry] = []
+        alive: list[_Entry] = []
+        for entry in self._entries.values():
+            if not entry.out:
+                named = os.fstat(entry.descriptor).st_nlink > 0
+                (alive if named else dropped).append(entry)
+        dropped += alive[: max(0, len(alive) - keep)]
+        for entry in dropped:
+            del self._entries[entry.key]
+            entry.close()
+        return len(dropped)
+
+    def before_fork(self) -> bool:
+        # So that no thread is between opening a descriptor and noting it.
+        return self._lock.acquire(timeout=1.0)
+
+    def after_fork_in_child(self) -> None:
+        """Forget the parent's leases: closing their descriptors here does not unlock them."""
+        for entry in self._entries.values():
+            os.close(entry.descriptor)
+            entry.descriptor = -1
+        self.reset()
+
+
+def _take_lock(descriptor: int, key: tuple[int, int], path: Path) -> None:
+    """Take the lease, then make sure that `path` still names this inode."""
+    patience = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            # Somebody releases it; the name is about to go.
+            if _inode(path) != key:
+                raise _gone(path) from None
+            if time.monotonic() > patience:
+                raise OSError(
+                    errno.EWOULDBLOCK,
+                    f"{path} has been locked exclusively for {_BUSY_SECONDS:.0f} s: a process "
+                    "that was releasing it hangs; look for it in /proc/locks and end it",
+                ) from None
+            time.sleep(0.0002)
+    if _inode(path) != key:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        raise _gone(path)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _gone(path: Path) -> ShardGone:
+    return ShardGone(errno.ENOENT, f"the shard {path} is gone: it was released or removed")
+
+
+_cache = _Cache()
+_fork_ready = threading.local()
+
+
+def _before_fork() -> None:
+    _fork_ready.held = _cache.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    if _fork_ready.held:
+        _cache._lock.release()
+        _cache._drain()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_cache.after_fork_in_child,
+)

@@ -1,0 +1,68 @@
+"""Sending and receiving with deadlines; what both ends of a connection do alike."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+
+MAX_VECTOR = 512
+"""Buffers given to the kernel in one call; it takes 1,024 at most."""
+
+
+def tune(connection: socket.socket) -> None:
+    """Settings of either side: no delay of small packets, peers that vanished are noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def receive(client: socket.socket, into: bytearray | memoryview, deadline: float) -> bool:
+    """Fill `into`; False when the other side closed first. Raises `TimeoutError`."""
+    view = memoryview(into)
+    while view.nbytes:
+        client.settimeout(remaining(deadline))
+        count = client.recv_into(view)
+        if count == 0:
+            return False
+        view = view[count:]
+    return True
+
+
+def send_all(client: socket.socket, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+    """Send the parts one after the other, without joining them. Raises `TimeoutError`."""
+    left = [memoryview(part) for part in parts]
+    while left:
+        client.settimeout(remaining(deadline))
+        sent = client.sendmsg(left[:MAX_VECTOR])
+        while left and sent >= left[0].nbytes:
+            sent -= left.pop(0).nbytes
+        if sent:
+            left[0] = left[0][sent:]
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until the deadline. Raises `TimeoutError` when it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline passed")
+    return left
+
+
+def drain(client: socket.socket, size: int, seconds: float = 1.0) -> None:
+    """Read and drop up to `size` bytes before closing.
+
+    Closing with unread bytes resets the connection, and the other side may then never see the
+    answer that was sent before.
+    """
+    with contextlib.suppress(OSError):
+        client.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + seconds
+        left = min(size, 2**20)
+        while left > 0:
+            client.settimeout(remaining(deadline))
+            count = len(client.recv(65536))
+            left = left - count if count else 0

@@ -1,0 +1,121 @@
+"""Shared prefixes of samples: tokens that several samples begin with are computed once.
+
+The episodes of a group start from one prompt, and all episodes of an environment from one
+instruction. A causal model gives equal prefixes equal hidden states, so a pack holds each shared
+stretch once, as a tree of runs; attention lets a run see its ancestors and itself, and gradients
+of all samples add up in the shared run. The result is that of separate samples, up to the order
+of floating-point sums. The idea is prefix-grouped training (arXiv 2506.05433), here for prefixes
+of any depth and any samples, not only the prompt of a group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# A shared stretch shorter than this costs more in a run of its own than it saves.
+LEAST_SHARED = 32
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """A stretch of the pack that one or more samples have at the same place.
+
+    start: its first token's place in the pack. length: its tokens. depth: tokens of its samples
+    before it, which is the position id of its first token. parent: index of the run that it
+    continues, -1 for the beginning of a sample.
+    """
+
+    start: int
+    length: int
+    depth: int
+    parent: int
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """Runs in pack order, parents before children, and for each sample the run that it ends in.
+
+    last_run: -1 never occurs, because every sample has at least one token.
+    """
+
+    runs: tuple[TokenRun, ...]
+    last_run: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Tokens that are computed."""
+        return sum(run.length for run in self.runs)
+
+    def path(self, run: int) -> np.ndarray:
+        """Pack positions of a run's ancestors and of itself, in sample order; int64."""
+        parts = []
+        while run >= 0:
+            item = self.runs[run]
+            parts.append(np.arange(item.start, item.start + item.length))
+            run = item.parent
+        return np.concatenate(parts[::-1])
+
+    def positions(self, sample: int) -> np.ndarray:
+        """Where each token of a sample lies in the pack, int64 [tokens of the sample]."""
+        return self.path(self.last_run[sample])
+
+
+def build_tree(samples: Sequence[np.ndarray], least_shared: int = LEAST_SHARED) -> PrefixTree:
+    """The tree of samples (integer arrays, none empty) whose shared runs have `least_shared` tokens
+    or more. Without any, the runs are the samples in the given order.
+    """
+    order, shared = sort_by_prefix(samples)
+    if not (shared >= least_shared).any():
+        return _separate(samples)
+    runs: list[TokenRun] = []
+    last_run = [-1] * len(samples)
+    size = 0
+    # (first, stop) of the sorted samples that share `depth` tokens, held by `parent`.
+    stack = [(0, len(samples), 0, -1)]
+    while stack:
+        first, stop, depth, parent = stack.pop()
+        alone = stop - first == 1
+        common = len(samples[order[first]]) if alone else int(shared[first + 1 : stop].min())
+        if common > depth and (alone or common - depth >= least_shared):
+            runs.append(TokenRun(size, common - depth, depth, parent))
+            size += common - depth
+            depth, parent = common, len(runs) - 1
+        if alone:
+            last_run[order[first]] = parent
+            continue
+        cuts = first + 1 + np.flatnonzero(shared[first + 1 : stop] == common)
+        edges = [first, *cuts.tolist(), stop]
+        children = [(a, b, depth, parent) for a, b in itertools.pairwise(edges)]
+        stack.extend(reversed(children))
+    return PrefixTree(tuple(runs), tuple(last_run))
+
+
+def _separate(samples: Sequence[np.ndarray]) -> PrefixTree:
+    runs, start = [], 0
+    for sample in samples:
+        runs.append(TokenRun(start, len(sample), 0, -1))
+        start += len(sample)
+    return PrefixTree(tuple(runs), tuple(range(len(samples))))
+
+
+def sort_by_prefix(samples: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
+    """Lexicographic order of the samples, and how many first tokens each shares with the one
+    before it in that order, int64 [samples] (0 for the first). Equal samples keep their order.
+    """
+    # Big-endian bytes of non-negative numbers compare as the numbers do.
+    keys = [np.asarray(sample, dtype=">i4").tobytes() for sample in samples]
+    order = sorted(range(len(samples)), key=keys.__getitem__)
+    shared = np.zeros(len(samples), dtype=np.int64)
+    for place in range(1, len(order)):
+        shared[place] = _common(samples[order[place - 1]], samples[order[place]])
+    return order, shared
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if different.size else length

@@ -1,0 +1,259 @@
+"""The layouts that hardware and model allow, and a sentence for each degree that they do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from earl_core.selector.deployment import StageDeployment
+from earl_core.selector.shapes import Hardware, ModelShape, Sizes
+
+
+class Candidate(NamedTuple):
+    """One layout of one stage; fields as in `StageDeployment`, which see.
+
+    A plain tuple, because hundreds are made within milliseconds.
+    """
+
+    stage: str
+    replicas: int = 1
+    tensor: int = 1
+    context: int = 1
+    shard: int = 1
+    threads: int = 1
+    microbatch: int = 0
+    running: int = 0
+    checkpointing: bool = False
+    logits_chunk: int = 0
+    offload: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes, each with a device of its own (on a CPU, with `threads` cores)."""
+        return self.replicas * self.tensor * self.context * self.shard
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicas * self.shard
+
+    @property
+    def key(self) -> str:
+        """The layout's name in the profile table.
+
+        On GPUs engines do not disturb one another, so their number is no part of it; engines of a
+        CPU share its memory bandwidth.
+        """
+        parts = [self.stage, f"tp{self.tensor}"]
+        parts += [f"cp{self.context}"] if self.context > 1 else []
+        parts += [f"shard{self.shard}"] if self.shard > 1 else []
+        parts += [f"{self.replicas}x{self.threads}threads"] if self.threads > 1 else []
+        parts += [f"mb{self.microbatch}"] if self.microbatch else []
+        parts += ["checkpointing"] if self.checkpointing else []
+        parts += [f"chunk{self.logits_chunk}"] if self.logits_chunk else []
+        parts += ["offload"] if self.offload else []
+        return " ".join(parts)
+
+    @property
+    def label(self) -> str:
+        """The layout in a few words, for tables and reasons."""
+        words = [f"TP {self.tensor}"]
+        words += [f"CP {self.context}"] if self.context > 1 else []
+        words += [f"shard {self.shard}"] if self.shard > 1 else []
+        words += [f"x {self.replicas}"] if self.replicas > 1 or self.stage == "rollout" else []
+        words += [f"{self.threads} threads"] if self.threads > 1 else []
+        words += [f"microbatch {self.microbatch}"] if self.microbatch else []
+        words += [f"at most {self.running} running"] if self.running else []
+        words += ["checkpointing"] if self.checkpointing else []
+        words += [f"logits by {self.logits_chunk}"] if self.logits_chunk else []
+        words += ["optimizer offloaded"] if self.offload else []
+        return ", ".join(words).replace(", x ", " x ")
+
+    def deployment(self, max_model_len: int | None = None) -> StageDeployment:
+        """The candidate as a part of a plan."""
+        return StageDeployment(
+            stage=self.stage,
+            replicas=self.replicas,
+            tensor_parallel=self.tensor,
+            context_parallel=self.context,
+            shard=self.shard,
+            threads=self.threads,
+            max_tokens_per_microbatch=self.microbatch or None,
+            max_model_len=max_model_len,
+            max_running_requests=self.running or None,
+            activation_checkpointing=self.checkpointing,
+            logits_chunk_tokens=self.logits_chunk or None,
+            offload_optimizer=self.offload,
+        )
+
+    @classmethod
+    def of(cls, deployment: StageDeployment) -> Candidate:
+        """The candidate behind a part of a plan."""
+        return cls(
+            stage=deployment.stage,
+            replicas=deployment.replicas,
+            tensor=deployment.tensor_parallel,
+            context=deployment.context_parallel,
+            shard=deployment.shard,
+            threads=deployment.threads,
+            microbatch=deployment.max_tokens_per_microbatch or 0,
+            running=deployment.max_running_requests or 0,
+            checkpointing=deployment.activation_checkpointing,
+            logits_chunk=deployment.logits_chunk_tokens or 0,
+            offload=deployment.offload_optimizer,
+        )
+
+
+class RuledOut(NamedTuple):
+    """A layout, or a whole family of them, that is not offered, and why, in a sentence."""
+
+    stage: str
+    label: str
+    reason: str
+
+
+LOGITS_CHUNK = 1024
+"""Positions whose logits are computed at a time when all of them together do not fit."""
+
+
+def powers(limit: int) -> list[int]:
+    """1, 2, 4, … up to the limit."""
+    return [2**power for power in range(max(1, limit).bit_length()) if 2**power <= limit]
+
+
+def tensor_degrees(
+    stage: str, shape: ModelShape | Sizes, hardware: Hardware, allowed: tuple[int, ...] = ()
+) -> tuple[list[int], list[RuledOut]]:
+    """Legal tensor-parallel degrees of a stage. allowed: degrees asked for; none means all."""
+    kept, out = [], []
+    for degree in sorted(set(powers(hardware.devices)) | set(allowed)):
+        reason = _tensor_problem(degree, shape, hardware, allowed)
+        if reason is None:
+            kept.append(degree)
+        else:
+            out.append(RuledOut(stage, f"TP {degree}", reason))
+    return kept, out
+
+
+def _tensor_problem(
+    degree: int, shape: ModelShape | Sizes, hardware: Hardware, allowed: tuple[int, ...]
+) -> str | None:
+    heads, pairs = shape.attention_heads, shape.key_value_heads
+    if allowed and degree not in allowed:
+        return f"selector.tensor_parallel or the engine allows only {', '.join(map(str, allowed))}"
+    if degree > hardware.devices:
+        return f"there are only {hardware.devices} devices"
+    if heads % degree:
+        return f"{degree} does not divide the {heads} attention heads"
+    if pairs % degree and degree % pairs:
+        return f"{degree} neither divides the {pairs} key-value heads nor is a multiple of them"
+    if shape.feed_forward % degree:
+        return f"{degree} does not divide the feed-forward width of {shape.feed_forward}"
+    if degree > hardware.devices_per_host:
+        return (
+            f"its all-reduces, two a layer and token, would leave the host, which has "
+            f"{hardware.devices_per_host} devices"
+        )
+    return None
+
+
+def rollout_candidates(
+    shape: ModelShape | Sizes,
+    hardware: Hardware,
+    episodes: int,
+    limits: tuple[int, ...],
+    allowed: tuple[int, ...] = (),
+) -> tuple[list[Candidate], list[RuledOut]]:
+    """Engines that fill the hardware, for each legal degree and each limit on running sequences."""
+    degrees, out = tensor_degrees("rollout", shape, hardware, allowed)
+    made = []
+    for degree in degrees:
+        for replicas in _replica_counts(degree, hardware):
+            if replicas > 1 and replicas > episodes:
+                label = f"TP {degree} x {replicas}"
+                reason = f"{replicas} engines for {episodes} episodes: some would stand idle"
+                out.append(RuledOut("rollout", label, reason))
+                continue
+            threads = 1 if hardware.gpus else hardware.cpu_cores // (replicas * degree)
+            made += [
+                Candidate("rollout", replicas, degree, threads=threads, running=limit)
+                for limit in limits
+            ]
+    if not made:
+        # Fewer episodes than engines at every degree: one engine a sequence is the most there is.
+        made = [
+            Candidate("rollout", max(1, episodes), degree, running=limit)
+            for degree in degrees
+            for limit in limits
+        ]
+    return made, out
+
+
+def _replica_counts(degree: int, hardware: Hardware) -> list[int]:
+    if hardware.gpus:
+        return [max(1, hardware.gpus // degree)]
+    most = hardware.cpu_cores // degree
+    return [count for count in powers(most) if most % count == 0]
+
+
+def update_candidates(
+    shape: ModelShape | Sizes,
+    hardware: Hardware,
+    episodes: int,
+    microbatches: tuple[int, ...],
+    stage: str = "update",
+) -> tuple[list[Candidate], list[RuledOut]]:
+    """Meshes of replicas x shard x context x tensor parallel ranks that fill the hardware.
+
+    Checkpointing, chunked logits and offload are rungs that a memory check climbs (`rungs`).
+    """
+    if not hardware.gpus:
+        threads = hardware.cpu_cores
+        made = [Candidate(stage, threads=threads, microbatch=size) for size in microbatches]
+        return made, []
+    degrees, out = tensor_degrees(stage, shape, hardware)
+    made = []
+    for tensor in degrees:
+        for context in powers(hardware.devices // tensor):
+            parallel = hardware.devices // (tensor * context)
+            if tensor * context * parallel != hardware.devices:
+                continue
+            label = f"TP {tensor}, CP {context}"
+            if shape.attention_heads % (tensor * context):
+                reason = (
+                    f"{tensor * context} ranks do not divide the {shape.attention_heads} heads, "
+                    "which context parallelism spreads over them"
+                )
+                out.append(RuledOut(stage, label, reason))
+            elif parallel > episodes:
+                reason = (
+                    f"{parallel} data-parallel ranks for {episodes} episodes: some would stand idle"
+                )
+                out.append(RuledOut(stage, label, reason))
+            else:
+                made += [
+                    Candidate(stage, parallel // shard, tensor, context, shard, microbatch=size)
+                    for shard in powers(parallel)
+                    if parallel % shard == 0
+                    for size in microbatches
+                ]
+    return made, out
+
+
+def rungs(candidate: Candidate, vary_checkpointing: bool = True) -> Iterator[Candidate]:
+    """The candidate, then itself with ever more means against memory running out, fastest first:
+    logits in chunks, activation checkpointing, optimizer offload."""
+    yield candidate
+    candidate = candidate._replace(logits_chunk=LOGITS_CHUNK)
+    yield candidate
+    if vary_checkpointing and not candidate.checkpointing:
+        candidate = candidate._replace(checkpointing=True)
+        yield candidate
+    if candidate.stage == "update":
+        yield candidate._replace(offload=True)
+
+
+def round_up(value: float, unit: int) -> int:
+    """The least multiple of the unit that is not below the value, and at least one unit."""
+    return max(1, math.ceil(value / unit)) * unit

@@ -1,0 +1,123 @@
+"""How the selector is told to choose: the `selector` section of a run file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from earl_core.config.base import Settings
+from earl_core.config.rollout import RolloutConfig
+
+VARIABLE_FIELDS = (
+    "rollout.replicas",
+    "rollout.tensor_parallel",
+    "rollout.max_running_requests",
+    "update.replicas",
+    "update.tensor_parallel",
+    "update.context_parallel",
+    "update.shard",
+    "update.max_tokens_per_microbatch",
+    "update.activation_checkpointing",
+    "update.logits_chunk_tokens",
+    "update.offload_optimizer",
+)
+"""What a choice may move. `reference` follows `update`."""
+
+
+class SelectorConfig(Settings):
+    """Policy and patience of the Parallelism Selector.
+
+    `fixed` keeps one layout; `average_context` is the rule of the EARL paper (rollout only, by the
+    mean context); `live_tokens` takes the least predicted iteration time over all stages.
+    """
+
+    policy: Literal["fixed", "average_context", "live_tokens"] = "fixed"
+    stages: tuple[Literal["rollout", "reference", "update"], ...] = Field(
+        default=("rollout", "reference", "update"),
+        min_length=1,
+        description="live_tokens only: stages that it lays out; the others stay as under `fixed`.",
+    )
+    hysteresis: float = Field(
+        default=0.03,
+        ge=0,
+        lt=1,
+        description="A switch must gain this share of the iteration; statistics that move by less "
+        "are noise.",
+    )
+    expected_stay: int = Field(
+        default=8, ge=1, description="Iterations over which the cost of a switch is spread."
+    )
+    forecast: int = Field(
+        default=3, ge=0, description="Iterations ahead for which a choice must still fit."
+    )
+    memory_fraction: float = Field(
+        default=0.9, gt=0, le=1, description="Share of the memory that the training stages may use."
+    )
+    switch_seconds: float = Field(
+        default=30.0, ge=0, description="Cost of rebuilding a worker group until it was measured."
+    )
+    half_life: float = Field(
+        default=16.0, gt=0, description="Iterations after which a measurement counts half."
+    )
+    tensor_parallel: tuple[int, ...] = Field(
+        default=(), description="Degrees that rollouts may use; none means every legal one."
+    )
+    profiled_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="average_context only: sequences per engine at which its ranges were measured.",
+    )
+    fixed_fields: tuple[str, ...] = Field(
+        default=(), description="Fields that stay as configured, such as `update.shard`."
+    )
+
+    @field_validator("fixed_fields")
+    @classmethod
+    def _known_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in VARIABLE_FIELDS:
+                raise ValueError(
+                    f"selector.fixed_fields names {name!r}, which no policy moves: choose from "
+                    f"{', '.join(VARIABLE_FIELDS)}"
+                )
+        return value
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _degrees(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(degree < 1 for degree in value) or len(set(value)) != len(value):
+            raise ValueError(
+                f"selector.tensor_parallel must list different degrees of 1 or more, not {value}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _policy_uses_them(self) -> SelectorConfig:
+        if self.policy == "fixed":
+            unused = [n for n in ("fixed_fields", "tensor_parallel") if getattr(self, n)]
+            if unused:
+                raise ValueError(
+                    f"selector.{unused[0]} means nothing under selector.policy `fixed`, which "
+                    "moves nothing: remove it, or choose `live_tokens`"
+                )
+        if self.profiled_requests is not None and self.policy != "average_context":
+            raise ValueError(
+                "selector.profiled_requests is read by selector.policy `average_context` only: "
+                "remove it, or choose that policy"
+            )
+        return self
+
+    def check_rollout(self, rollout: RolloutConfig) -> None:
+        """Raise `ValueError` for settings that the rollout's make meaningless."""
+        if rollout.engine == "torch" and any(degree > 1 for degree in self.tensor_parallel):
+            raise ValueError(
+                "selector.tensor_parallel lists degrees above 1, but rollout.engine `torch` runs "
+                "on one device: choose `vllm`, or list 1 only"
+            )
+        requests, limit = self.profiled_requests, rollout.max_running_requests
+        if requests is not None and requests > limit:
+            raise ValueError(
+                f"selector.profiled_requests ({requests}) exceeds rollout.max_running_requests "
+                f"({limit}): no engine runs as many"
+            )

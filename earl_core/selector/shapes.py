@@ -1,0 +1,170 @@
+"""What is laid out, and on what: `ModelShape`, `DeviceFigures` and `Hardware`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from earl_core.config.base import Settings
+
+
+class ModelShape(Settings):
+    """The numbers of a model's configuration that decide memory, work and legal degrees."""
+
+    model_type: str
+    hidden_size: int
+    layers: int
+    attention_heads: int
+    key_value_heads: int
+    vocabulary: int
+    max_positions: int
+    intermediate_size: int = Field(default=0, description="0: four times the hidden size.")
+    head_dim: int = Field(default=0, description="0: hidden size over attention heads.")
+    tied_embeddings: bool = False
+    gated_mlp: bool = True
+    experts: int = Field(default=0, description="Above 1: a mixture, which no formula here knows.")
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
+        """From the mapping in a Hugging Face `config.json`.
+
+        Raises `ValueError` when a number is missing.
+        """
+        nested = raw.get("text_config")
+        text: Mapping[str, Any] = nested if isinstance(nested, dict) else raw
+
+        def number(*names: str, default: int | None = None) -> int:
+            for name in names:
+                if isinstance(text.get(name), int):
+                    return int(text[name])
+            if default is None:
+                raise ValueError(f"the model's config.json has none of {', '.join(names)}")
+            return default
+
+        heads, hidden = number("num_attention_heads", "n_head"), number("hidden_size", "n_embd")
+        gated = "intermediate_size" in text and raw.get("model_type") not in ("gpt_neox", "opt")
+        return cls(
+            model_type=str(raw.get("model_type", "unknown")),
+            hidden_size=hidden,
+            layers=number("num_hidden_layers", "n_layer"),
+            attention_heads=heads,
+            key_value_heads=number("num_key_value_heads", default=heads),
+            vocabulary=number("vocab_size"),
+            max_positions=number("max_position_embeddings", "n_positions", default=2**20),
+            intermediate_size=number("intermediate_size", "n_inner", default=4 * hidden),
+            head_dim=number("head_dim", default=hidden // heads),
+            tied_embeddings=bool(text.get("tie_word_embeddings", raw.get("model_type") == "gpt2")),
+            gated_mlp=gated,
+            experts=number("num_local_experts", "num_experts", "n_routed_experts", default=0),
+        )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.attention_heads * (self.head_dim or self.hidden_size // self.attention_heads)
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together; the value heads are as wide."""
+        return self.key_value_heads * (self.head_dim or self.hidden_size // self.attention_heads)
+
+    @property
+    def feed_forward(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer: attention, feed-forward, two norms; no biases."""
+        attention = self.hidden_size * 2 * (self.query_size + self.key_value_size)
+        matrices = 3 if self.gated_mlp else 2
+        return attention + matrices * self.hidden_size * self.feed_forward + 2 * self.hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the table that turns tokens into vectors."""
+        return self.vocabulary * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; biases, under 0.1 % in these models, are left out."""
+        tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        return tables + self.layers * self.layer_parameters + self.hidden_size
+
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers and heads in bf16, bytes."""
+        return 4 * self.layers * self.key_value_size
+
+    def sizes(self) -> Sizes:
+        """What is derived, worked out once for the many candidates that need it.
+
+        Raises `ValueError` for mixtures of experts.
+        """
+        if self.experts > 1:
+            raise ValueError(
+                f"this {self.model_type} model is a mixture of {self.experts} experts, whose "
+                "memory and speed the selector cannot predict: use selector.policy `fixed`"
+            )
+        return Sizes(*(getattr(self, name) for name in Sizes._fields))
+
+
+class Sizes(NamedTuple):
+    """A `ModelShape` with its derived numbers, as a plain tuple; names as there."""
+
+    hidden_size: int
+    layers: int
+    attention_heads: int
+    key_value_heads: int
+    vocabulary: int
+    max_positions: int
+    tied_embeddings: bool
+    gated_mlp: bool
+    query_size: int
+    key_value_size: int
+    feed_forward: int
+    layer_parameters: int
+    embedding_parameters: int
+    parameters: int
+
+    def kv_bytes_per_token(self) -> int:
+        """As `ModelShape.kv_bytes_per_token`."""
+        return 4 * self.layers * self.key_value_size
+
+
+class DeviceFigures(Settings):
+    """What a data sheet says of one device. Rates are peaks, per second, for dense bf16."""
+
+    name: str
+    kind: str = Field(default="gpu", pattern="^(gpu|cpu)$")
+    memory_bytes: int = Field(ge=1)
+    flops: float = Field(gt=0, description="Floating-point operations a second, bf16, dense.")
+    memory_bandwidth: float = Field(gt=0, description="bytes/s")
+    link_bandwidth: float = Field(gt=0, description="bytes/s to the host's other devices, one way")
+    host_bandwidth: float = Field(gt=0, description="bytes/s to the host's memory, one way")
+    source: str = ""
+
+
+class Hardware(Settings):
+    """The devices that the stages may use. `gpus` counts those of all hosts together."""
+
+    cpu_cores: int = Field(ge=1)
+    memory_bytes: int = Field(ge=1, description="Of one host.")
+    gpus: int = Field(default=0, ge=0)
+    gpu_memory_bytes: int = Field(default=0, ge=0)
+    gpu_name: str = ""
+    hosts: int = Field(default=1, ge=1)
+    network_bandwidth: float = Field(
+        default=25e9, gt=0, description="bytes/s of one host to the others, one way"
+    )
+
+    @property
+    def devices(self) -> int:
+        """Units that layouts are counted in: GPUs, or without them the cores of this host."""
+        return self.gpus or self.cpu_cores
+
+    @property
+    def devices_per_host(self) -> int:
+        """Units that share one host's fast links."""
+        return max(1, self.gpus // self.hosts) if self.gpus else self.cpu_cores

@@ -1,0 +1,37 @@
+"""Advantages of a whole batch in one place: what any split over ranks must give."""
+
+from __future__ import annotations
+
+from numpy.typing import ArrayLike
+
+from earl_core.algorithms import (
+    AdvantageEstimator,
+    Advantages,
+    apply_statistics,
+    local_statistics,
+)
+
+
+def compute_advantages(
+    estimator: AdvantageEstimator,
+    rewards: ArrayLike,
+    group_ids: ArrayLike,
+    token_counts: ArrayLike,
+    token_penalties: ArrayLike | None = None,
+) -> Advantages:
+    """Advantages of a whole batch in one place. Failed episodes must have been filtered out before.
+
+    Args:
+        estimator: Built by ``ADVANTAGE_ESTIMATORS``.
+        rewards: Reward of each episode, [E].
+        group_ids: Group of each episode, integers [E].
+        token_counts: Trained tokens of each episode, [E].
+        token_penalties: Taken off the reward at each trained token, [T]; None for no penalty.
+
+    Raises:
+        ValueError: Shapes that do not fit together, or numbers that are not finite.
+    """
+    statistics = local_statistics(estimator, rewards, group_ids, token_counts, token_penalties)
+    return apply_statistics(
+        estimator, statistics, rewards, group_ids, token_counts, token_penalties
+    )

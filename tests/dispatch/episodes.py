@@ -1,0 +1,36 @@
+"""Made-up episodes and their shards."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from earl_core.dispatch import Manifest, ShardEntry, ShardStore
+from earl_core.trajectory.samples import Episode, RolloutRows, Sample
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+
+
+def episode(number: int, turns: list[tuple[int, int]], reason: str = "done") -> Episode:
+    """An episode with turns of (observation tokens, answer tokens)."""
+    draw = np.random.default_rng(number)
+    sample = Sample()
+    for observed, answered in turns:
+        sample.begin_turn(draw.integers(0, 99, observed).tolist())
+        sample.answer(draw.integers(0, 99, answered).tolist(), (-draw.random(answered)).tolist(), 3)
+    if turns:
+        sample.turn_rewards[-1] = float(number)
+    return Episode(number, number // 2, number // 2, [sample], reason)
+
+
+def manifest_of(*entries: ShardEntry, stage: str = "rollout") -> Manifest:
+    """An unsealed manifest over the shards."""
+    return Manifest(
+        run="r", iteration=4, stage=stage, key="k", policy_version=4, shards=tuple(entries)
+    )
+
+
+def write(store: ShardStore, episodes: list[Episode], rank: int = 0) -> Manifest:
+    """A sealed manifest over one shard with the episodes."""
+    entry = store.publish(
+        stage="rollout", iteration=4, rank=rank, schema=ROLLOUT_SCHEMA, rows=RolloutRows(episodes)
+    )
+    return manifest_of(entry).sealed()

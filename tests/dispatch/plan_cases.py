@@ -1,0 +1,163 @@
+"""Producers, stages and layouts for the tests of plans, with plain byte arrays for files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from earl_core.dispatch.layout import Layout
+from earl_core.dispatch.manifest import ColumnRange, Manifest, ShardEntry
+from earl_core.dispatch.sources import batch_rows
+
+HOSTS = ("alder", "birch", "cedar", "douglas")
+ROLLOUT = {
+    "sample_id": ("int64", None),
+    "finish_reason": ("string", "finish_reason"),
+    "tokens": ("int32", "tokens"),
+    "loss_mask": ("uint8", "tokens"),
+    "turn_starts": ("int32", "turn_starts"),
+}
+REWARD = {"sample_id": ("int64", None), "reward": ("float32", None)}
+ADVANTAGE = {"sample_id": ("int64", None), "advantages": ("float32", "advantages")}
+PER_TOKEN = {"tokens", "loss_mask", "advantages"}
+Lengths = dict[str, dict[int, int]]
+
+
+@dataclass
+class World:
+    """Files of all hosts, and what every row of every column really is."""
+
+    files: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
+    truth: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    seed: int = 0
+
+    def shard(
+        self, stage: str, host: str, ids: Sequence[int], columns: dict[str, Any], lengths: Lengths
+    ) -> ShardEntry:
+        """One producer's shard: columns one after another, each at a multiple of 64."""
+        generator = np.random.default_rng(self.seed)
+        self.seed += 1
+        content, spans = bytearray(generator.bytes(64)), {}
+        for name, (dtype, axis) in columns.items():
+            offsets = (len(content), 8 * (len(ids) + 1)) if axis else None
+            content += generator.bytes(-(-offsets[1] // 64) * 64) if offsets else b""
+            start = len(content)
+            for row in ids:
+                elements = lengths[axis][row] if axis else 1
+                width = 1 if dtype == "string" else np.dtype(dtype).itemsize
+                value = generator.bytes(elements * width)
+                if name == "sample_id":
+                    value = np.int64(row).tobytes()
+                self.truth[name, row] = value
+                content += value
+            values = (start, len(content) - start)
+            spans[name] = ColumnRange(dtype=dtype, values=values, offsets=offsets, axis=axis)
+            content += generator.bytes(-len(content) % 64)
+        body = (64, len(content) - 64)
+        table = (len(content), 8 * -(-body[1] // 256))
+        content += generator.bytes(table[1])
+        file = f"000001-{stage}-{len(self.files)}-{self.seed}.arrow"
+        self.files[host, file] = np.frombuffer(bytes(content), dtype=np.uint8)
+        axes = {
+            axis: tuple(lengths[axis][row] for row in ids) for _, axis in columns.values() if axis
+        }
+        return ShardEntry(
+            host=host,
+            file=file,
+            bytes=len(content),
+            generation=self.seed,
+            rows=len(ids),
+            row_ids=tuple(ids),
+            axes=axes,
+            columns=spans,
+            body=body,
+            checksums=table,
+            block_bytes=256,
+            checksum="",
+        )
+
+
+def manifest(stage: str, shards: Sequence[ShardEntry]) -> Manifest:
+    return Manifest(
+        run="r", iteration=1, stage=stage, key="k", policy_version=1, shards=tuple(shards)
+    )
+
+
+def even_world(
+    hosts: Sequence[str], rows_per_host: int, tokens: np.ndarray
+) -> tuple[World, list[Manifest]]:
+    """One rollout shard a host, with `tokens[host, row]` tokens."""
+    world, shards = World(), []
+    for number, host in enumerate(hosts):
+        ids = range(number * rows_per_host, (number + 1) * rows_per_host)
+        counts = {row: int(tokens[number, row % rows_per_host]) for row in ids}
+        ones = dict.fromkeys(ids, 1)
+        lengths = {"tokens": counts, "turn_starts": ones, "finish_reason": ones}
+        shards.append(world.shard("rollout", host, ids, ROLLOUT, lengths))
+    return world, [manifest("rollout", shards)]
+
+
+@st.composite
+def partitions(
+    draw: st.DrawFn, world: World, stage: str, ids: list[int], columns: Any, lengths: Any
+):
+    """Deal rows out to some shards on some hosts, empty ones among them."""
+    shards = draw(st.integers(1, 5))
+    of_row = [draw(st.integers(0, shards - 1)) for _ in ids]
+    parts = [
+        [row for row, shard in zip(ids, of_row, strict=True) if shard == k] for k in range(shards)
+    ]
+    entries = [
+        world.shard(stage, draw(st.sampled_from(HOSTS)), part, columns, lengths) for part in parts
+    ]
+    return manifest(stage, entries)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[World, list[Manifest]]:
+    """Joined stages; the last one may have fewer rows."""
+    world = World()
+    ids = draw(st.lists(st.integers(0, 10**9), unique=True, max_size=14))
+    lengths = {
+        axis: {row: draw(st.integers(0, most)) for row in ids}
+        for axis, most in (("tokens", 40), ("turn_starts", 3), ("finish_reason", 5))
+    }
+    lengths["advantages"] = lengths["tokens"]
+    kept = [row for row in ids if draw(st.booleans())] if draw(st.booleans()) else ids
+    stages = [draw(partitions(world, "rollout", ids, ROLLOUT, lengths))]
+    if draw(st.booleans()):
+        stages.append(draw(partitions(world, "reward", ids, REWARD, lengths)))
+    if draw(st.booleans()):
+        stages.append(draw(partitions(world, "advantage", kept, ADVANTAGE, lengths)))
+    return world, stages
+
+
+@st.composite
+def layouts(draw: st.DrawFn, columns: set[str]) -> Layout:
+    """Any arrangement of up to 24 ranks."""
+    data, context, tensor = (draw(st.integers(1, most)) for most in (4, 3, 2))
+    chosen = draw(st.none() | st.sets(st.sampled_from(sorted(columns)), min_size=1))
+    return Layout(
+        data_parallel=data,
+        context_parallel=context,
+        tensor_parallel=tensor,
+        hosts=tuple(draw(st.sampled_from((*HOSTS, "elm"))) for _ in range(data * context * tensor)),
+        columns=None if chosen is None else tuple(sorted(chosen)),
+        linear=draw(st.sampled_from((0.0, 1.0))),
+        quadratic=draw(st.sampled_from((0.0, 0.01))),
+        keep_groups=draw(st.booleans()),
+        max_imbalance=draw(st.sampled_from((0.0, 0.06, 1.0))),
+        pad_to=draw(st.integers(1, 5)),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[World, list[Manifest], Layout, np.ndarray]:
+    world, stages = draw(batches())
+    names = set().union(*(stage.column_names() for stage in stages))
+    groups = draw(st.lists(st.integers(0, 4), min_size=14, max_size=14))
+    return world, stages, draw(layouts(names)), np.array(groups[: len(batch_rows(stages[-1]))])

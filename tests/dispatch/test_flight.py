@@ -1,0 +1,200 @@
+"""Arrow Flight: any client reads what was written, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+
+from earl_core.dispatch import Batch, ShardEntry, ShardStore
+from earl_core.dispatch.flight import ShardFlightServer
+from tests.dispatch.hosts import make_shard, manifest
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ShardStore]:
+    made = ShardStore(tmp_path / "run", 2**28)
+    made.prepare()
+    yield made
+    made.remove()
+
+
+def connect(server: ShardFlightServer) -> flight.FlightClient:
+    return flight.connect(server.address)
+
+
+def bearer(token: str) -> flight.FlightCallOptions:
+    return flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
+
+
+def get(client: flight.FlightClient, file: str) -> pa.Table:
+    return client.do_get(flight.Ticket(file.encode())).read_all()
+
+
+def test_shards_are_listed_and_read(store: ShardStore) -> None:
+    entries = [make_shard(store, [900_000, 3, 0, 2_000_000], 0), make_shard(store, [7], 4)]
+    (store.directory / "owner.json").write_text("{}")
+    with ShardFlightServer(store.directory) as server, connect(server) as client:
+        infos = list(client.list_flights())
+        assert [info.descriptor.path[0].decode() for info in infos] == sorted(
+            entry.file for entry in entries
+        )
+        assert [info.total_records for info in infos] == [4, 1]
+        prefix = entries[1].file.encode()
+        assert len(list(client.list_flights(prefix))) == 1
+        for entry in entries:
+            table = get(client, entry.file)
+            table.validate(full=True)
+            with Batch(store, [manifest([entry])]) as batch:
+                assert table.column("sample_id").to_pylist() == list(entry.row_ids)
+                assert table.column("finish_reason").to_pylist() == batch.strings("finish_reason")
+                assert table.column("reward").to_pylist() == batch.scalars("reward").tolist()
+                for name in ("tokens", "loss_mask", "turn_starts"):
+                    rows = [view.tolist() for view in batch.list_rows(name)]
+                    assert table.column(name).to_pylist() == rows
+            info = client.get_flight_info(flight.FlightDescriptor.for_path(entry.file))
+            assert info.schema == table.schema
+            assert table.schema.metadata[b"earl.stage"] == b"rollout"
+
+
+def _released(store: ShardStore, entry: ShardEntry) -> bool:
+    deadline = time.monotonic() + 10
+    while not store.release(entry):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_no_lease_stays_after_reading(store: ShardStore) -> None:
+    whole, half = make_shard(store, [900_000], 0), make_shard(store, [9_000_000] * 4, 1)
+    with ShardFlightServer(store.directory) as server:
+        with connect(server) as client:
+            get(client, whole.file)
+            list(client.list_flights())
+            assert _released(store, whole)
+            reader = client.do_get(flight.Ticket(half.file.encode()))
+            reader.read_chunk()
+            reader.cancel()
+            del reader
+        assert _released(store, half)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "owner.json", ".pool.lock", "", "w.safetensors", "\udcff"]
+)
+def test_other_files_are_refused(store: ShardStore, name: str) -> None:
+    (store.directory / "owner.json").write_text("{}")
+    with ShardFlightServer(store.directory) as server, connect(server) as client:
+        for ask in (
+            lambda: client.do_get(flight.Ticket(name.encode(errors="surrogateescape"))).read_all(),
+            lambda: client.get_flight_info(
+                flight.FlightDescriptor.for_path(name.encode(errors="surrogateescape"))
+            ),
+        ):
+            with pytest.raises((flight.FlightError, pa.ArrowException, OSError)):
+                ask()
+
+
+def test_a_released_shard_says_so(store: ShardStore) -> None:
+    entry = make_shard(store, [5])
+    assert _released(store, entry)
+    with (
+        ShardFlightServer(store.directory) as server,
+        connect(server) as client,
+        pytest.raises(flight.FlightServerError, match="released"),
+    ):
+        get(client, entry.file)
+
+
+def test_a_damaged_shard_is_an_error(store: ShardStore) -> None:
+    entry = make_shard(store, [5])
+    with open(store.path(entry), "r+b") as file:
+        file.seek(entry.bytes - 64)
+        file.write(os.urandom(50))
+    with (
+        ShardFlightServer(store.directory) as server,
+        connect(server) as client,
+        pytest.raises((flight.FlightError, pa.ArrowException)),
+    ):
+        get(client, entry.file)
+
+
+def test_it_is_read_only(store: ShardStore) -> None:
+    entry = make_shard(store, [5])
+    with ShardFlightServer(store.directory) as server, connect(server) as client:
+        descriptor = flight.FlightDescriptor.for_path(entry.file)
+        writer, _ = client.do_put(descriptor, pa.schema([("a", pa.int64())]))
+        with pytest.raises(NotImplementedError):
+            writer.close()
+        with pytest.raises(NotImplementedError):
+            list(client.do_action(flight.Action("drop", b"")))
+    assert store.path(entry).exists()
+
+
+def test_a_token_is_needed_where_one_is_set(store: ShardStore) -> None:
+    entry = make_shard(store, [5])
+    with ShardFlightServer(store.directory, "secret") as server, connect(server) as client:
+        ticket = flight.Ticket(entry.file.encode())
+        for options in (None, bearer("wrong"), bearer("secret "), bearer("")):
+            with pytest.raises(flight.FlightUnauthenticatedError):
+                client.do_get(ticket, options).read_all()
+            with pytest.raises(flight.FlightUnauthenticatedError):
+                list(client.list_flights(options=options))
+        assert client.do_get(ticket, bearer("secret")).read_all().num_rows == 1
+
+
+def test_it_listens_on_loopback_only_unless_a_token_is_given(store: ShardStore) -> None:
+    with pytest.raises(ValueError, match="without a token"):
+        ShardFlightServer(store.directory, host="0.0.0.0")
+    with ShardFlightServer(store.directory, "secret", host="0.0.0.0") as server:
+        assert server.port > 0
+
+
+_CONFIG = """
+name: {name}
+runs_directory: {runs}
+model: {{path: models/none}}
+environment: {{name: tictactoe}}
+dispatch: {{directory: {shared}}}
+"""
+
+
+def test_the_command_serves_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    shared = tmp_path / "shared"
+    text = _CONFIG.format(name="one", runs=tmp_path / "runs", shared=shared)
+    (run / "config.yaml").write_text(text)
+    (run / "run.json").write_text('{"uid": "abc"}')
+    store = ShardStore(shared / "abc", 2**24)
+    entry = make_shard(store, [5])
+    command = [sys.executable, "-m", "flows.cli", "shards", "serve", str(run), "--port", "0"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"grpc://[\d.:]+", process.stdout.readline())
+        assert found is not None
+        with flight.connect(found[0].rstrip(",")) as client:
+            assert get(client, entry.file).num_rows == 1
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+        store.remove()
+    refused = subprocess.run(
+        [*command, "--host", "0.0.0.0"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert refused.returncode != 0
+    assert "--token-file" in refused.stderr

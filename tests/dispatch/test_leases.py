@@ -1,0 +1,408 @@
+"""Leases: read-only mappings that keep segments from being recycled."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from earl_core.dispatch.leases import (
+    ShardGone,
+    ShardMismatch,
+    drop_idle_mappings,
+    map_shared,
+)
+from earl_core.dispatch.pool import SegmentPool
+from tests.dispatch.test_pool import SHARED, Child, inode, sealed, visible
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def pool() -> Iterator[SegmentPool]:
+    drop_idle_mappings()
+    with tempfile.TemporaryDirectory(prefix="earl-leases-", dir=SHARED) as root:
+        yield SegmentPool(Path(root) / "run", 64 * MIB)
+    gc.collect()
+    drop_idle_mappings()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_content_is_read_without_a_copy_and_read_only(pool: SegmentPool) -> None:
+    path, size = sealed(pool, MIB, fill=8)
+    with map_shared(path, size) as mapped:
+        assert mapped.size == size
+        assert mapped.memory.readonly
+        assert mapped.memory.nbytes == size
+        assert mapped.memory[size - 1] == 8
+    with pytest.raises(ValueError, match="given back"):
+        _ = mapped.memory
+    mapped.close()
+
+
+def test_no_release_under_a_lease(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1)
+    first, second = map_shared(path, size), map_shared(path, size)
+    assert not pool.release(path)
+    first.close()
+    assert not pool.release(path)
+    second.close()
+    assert pool.release(path)
+    assert visible(pool.directory) == []
+
+
+def test_a_released_or_unknown_file_is_gone(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1)
+    map_shared(path, size).close()
+    assert pool.release(path)
+    for missing in (path, pool.directory / "never"):
+        with pytest.raises(ShardGone, match="is gone"):
+            map_shared(missing, size)
+        with pytest.raises(FileNotFoundError):
+            map_shared(missing, size)
+
+
+def test_another_size_is_an_error_that_leaves_no_lease(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1)
+    with pytest.raises(ShardMismatch, match=f"has {size} bytes, its manifest says {size + 1}"):
+        map_shared(path, size + 1)
+    assert pool.release(path)
+    empty = pool.directory / "empty"
+    empty.touch()
+    with pytest.raises(ShardMismatch, match="empty"):
+        map_shared(empty, 0)
+
+
+def test_a_link_is_not_followed(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1)
+    link = pool.directory / "link"
+    link.symlink_to(path)
+    with pytest.raises(OSError, match="symbolic link"):
+        map_shared(link, size)
+
+
+def test_a_recycled_segment_is_read_through_the_cached_mapping(pool: SegmentPool) -> None:
+    before = descriptors()
+    seen = set()
+    for fill in range(1, 50):
+        path, size = sealed(pool, 1, fill=fill)
+        seen.add(inode(path))
+        with map_shared(path, size) as mapped:
+            assert set(bytes(mapped.memory)) == {fill}
+        assert pool.release(path)
+    assert len(seen) == 1
+    assert descriptors() <= before + 3
+
+
+# Views
+
+
+@pytest.mark.parametrize("kind", ["array", "slice of an array", "memoryview", "slice", "nested"])
+def test_closing_under_a_live_view_raises_and_keeps_the_lease(pool: SegmentPool, kind: str) -> None:
+    path, size = sealed(pool, 1, fill=7)
+    mapped = map_shared(path, size)
+    view: object = {
+        "array": lambda: np.frombuffer(mapped.memory, dtype=np.uint8),
+        "slice of an array": lambda: np.frombuffer(mapped.memory, dtype=np.int32)[3:9],
+        "memoryview": lambda: mapped.memory,
+        "slice": lambda: mapped.memory[10:20],
+        "nested": lambda: np.frombuffer(mapped.memory[64:128], dtype=np.float32)[1:].reshape(3, 5),
+    }[kind]()
+    with pytest.raises(BufferError, match="still alive") as caught:
+        mapped.close()
+    assert mapped.memory[0] == 7
+    assert not pool.release(path)
+    del view
+    mapped.close()
+    assert pool.release(path)
+    assert str(path) in str(caught.value), "the error itself is no view"
+
+
+def test_torch_tensors_count_as_views(pool: SegmentPool) -> None:
+    torch = pytest.importorskip("torch")
+    path, size = sealed(pool, 1, fill=7)
+    mapped = map_shared(path, size)
+    tensor = torch.frombuffer(mapped.memory, dtype=torch.uint8)[5:]
+    with pytest.raises(BufferError):
+        mapped.close()
+    del tensor
+    mapped.close()
+    assert pool.release(path)
+
+
+def test_a_dropped_lease_goes_with_its_last_view(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1, fill=7)
+    view = np.frombuffer(map_shared(path, size).memory, dtype=np.uint8)[3:]
+    assert not pool.release(path)
+    assert view[0] == 7
+    del view
+    assert pool.release(path)
+
+
+def test_an_error_in_the_block_is_not_hidden_by_live_views(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1)
+
+    def fail() -> None:
+        with map_shared(path, size) as mapped:
+            view = np.frombuffer(mapped.memory, dtype=np.uint8)
+            raise KeyError(view[0])
+
+    with pytest.raises(KeyError) as caught:
+        fail()
+    assert not pool.release(path), "the traceback still has a view"
+    del caught
+    gc.collect()
+    assert pool.release(path)
+
+
+def test_leaving_the_program_with_leases_is_silent(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1)
+    script = (
+        "import sys, numpy as np; from pathlib import Path;"
+        "from earl_core.dispatch.leases import map_shared;"
+        "mapped = map_shared(Path(sys.argv[1]), int(sys.argv[2]));"
+        "view = np.frombuffer(mapped.memory, dtype=np.uint8)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path), str(size)], capture_output=True, check=True
+    )
+    assert done.stderr == b""
+    assert pool.release(path)
+
+
+# The cache
+
+
+def test_thousands_of_leases_leak_no_descriptors(pool: SegmentPool) -> None:
+    shards = [sealed(pool, 1, name=f"s{number}") for number in range(8)]
+    for path, size in shards:
+        map_shared(path, size).close()
+    before = descriptors()
+    for turn in range(4000):
+        path, size = shards[turn % 8]
+        map_shared(path, size).close()
+    assert descriptors() == before
+    with pytest.raises(ShardMismatch):
+        map_shared(shards[0][0], 1)
+    assert descriptors() == before
+    drop_idle_mappings()
+    assert descriptors() == before - 16
+
+
+def test_failed_reads_leak_no_descriptors(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1)
+    before = descriptors()
+    for _ in range(500):
+        with pytest.raises(ShardMismatch):
+            map_shared(path, size + 1)
+        drop_idle_mappings()
+        with pytest.raises(ShardGone):
+            map_shared(path.with_name("gone"), size)
+    assert descriptors() == before
+
+
+def test_idle_mappings_are_bounded_and_leased_ones_stay(pool: SegmentPool) -> None:
+    kept_path, kept_size = sealed(pool, 1, fill=9)
+    kept = map_shared(kept_path, kept_size)
+    before = descriptors()
+    for number in range(200):
+        path, size = sealed(pool, 1, name=f"s{number}")
+        map_shared(path, size).close()
+    written = 64  # the writer's own cache
+    assert descriptors() <= before + 2 * 128 + written
+    assert kept.memory[5] == 9
+    kept.close()
+
+
+def test_mappings_of_removed_files_go_when_the_next_file_comes(pool: SegmentPool) -> None:
+    for number in range(10):
+        path, size = sealed(pool, 1, name=f"s{number}")
+        map_shared(path, size).close()
+        path.unlink()
+    path, size = sealed(pool, 1)
+    before = descriptors()
+    map_shared(path, size).close()
+    assert descriptors() <= before + 2
+    assert drop_idle_mappings() == 1
+
+
+# Processes
+
+
+def _lease_until_told(pipe: Connection, path: Path, size: int) -> None:
+    mapped = map_shared(path, size)
+    pipe.send(mapped.memory[0])
+    pipe.recv()
+
+
+def test_a_killed_reader_frees_its_lease(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1, fill=2)
+    with Child(_lease_until_told, path, size) as child:
+        assert child.hear() == 2
+        assert not pool.release(path)
+        child.kill()
+    assert pool.release(path)
+
+
+def _close_inherited(pipe: Connection, path: Path, size: int) -> None:
+    mapped = _inherited.pop()
+    pipe.send(mapped.memory[0])
+    mapped.close()
+    with map_shared(path, size) as own:
+        pipe.send(own.memory[0])
+    pipe.send("closed")
+    pipe.recv()
+
+
+_inherited: list = []
+
+
+def test_a_forked_child_neither_ends_nor_prolongs_the_parents_lease(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1, fill=2)
+    mapped = map_shared(path, size)
+    _inherited.append(mapped)
+    with Child(_close_inherited, path, size) as child:
+        _inherited.clear()
+        assert [child.hear() for _ in range(3)] == [2, 2, "closed"]
+        assert not pool.release(path), "the child's close did not end the parent's lease"
+        mapped.close()
+        assert pool.release(path), "the child does not keep what the parent gave back"
+
+
+def _lease_and_fork(pipe: Connection, path: Path, size: int) -> None:
+    mapped = map_shared(path, size)
+    view = np.frombuffer(mapped.memory, dtype=np.uint8)
+    child = os.fork()
+    if child == 0:
+        while True:
+            time.sleep(1)
+    pipe.send((child, int(view[0])))
+    pipe.recv()
+
+
+def test_a_child_of_a_killed_reader_does_not_keep_its_lease(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1, fill=2)
+    with Child(_lease_and_fork, path, size) as reader:
+        orphan, value = reader.hear()
+        try:
+            assert value == 2
+            assert not pool.release(path)
+            reader.kill()
+            assert pool.release(path)
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+def test_fork_with_busy_threads(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1, fill=2)
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            map_shared(path, size).close()
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            with Child(_lease_until_told, path, size) as child:
+                assert child.hear() == 2
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert pool.release(path)
+
+
+def _churn(pipe: Connection, directory: Path, number: int) -> None:
+    """Seal segments of one class, each filled with the number in its name, and release them."""
+    pool = SegmentPool(directory, 64 * MIB, wait_seconds=30, poison=bool(number % 2))
+    pipe.send("ready")
+    turn = 0
+    while not pipe.poll():
+        turn += 1
+        fill = 1 + (turn * 2 + number) % 150
+        path, _ = sealed(pool, 20_000, fill=fill, name=f"{fill:03d}-{number}")
+        if turn % 3 == 0:
+            time.sleep(0.0005)
+        while not pool.release(path) and not pipe.poll():
+            pass
+    pipe.send(turn)
+
+
+def _chase(pipe: Connection, directory: Path) -> None:
+    """Read whatever is visible; what is leased must be what its name says."""
+    pipe.send("ready")
+    read = gone = 0
+    while not pipe.poll():
+        for name in visible(directory):
+            try:
+                with map_shared(directory / name, 20_480) as mapped:
+                    data = np.frombuffer(mapped.memory, dtype=np.uint8)
+                    before = data.copy()
+                    time.sleep(0.0005 * (read % 2))
+                    after = data.copy()
+                    del data
+            except ShardGone:
+                gone += 1
+                continue
+            assert (before == int(name[:3])).all(), name
+            assert (after == before).all(), name
+            read += 1
+    pipe.send((read, gone))
+
+
+def test_readers_never_see_another_generation(pool: SegmentPool) -> None:
+    pool.directory.mkdir()
+    writers = [Child(_churn, pool.directory, number) for number in range(2)]
+    readers = [Child(_chase, pool.directory) for _ in range(3)]
+    try:
+        for child in (*writers, *readers):
+            assert child.hear() == "ready"
+        time.sleep(3)
+        for child in (*readers, *writers):
+            child.pipe.send("stop")
+        counts = [reader.hear() for reader in readers]
+        turns = [writer.hear() for writer in writers]
+    finally:
+        for child in (*writers, *readers):
+            child.__exit__()
+    assert sum(read for read, _ in counts) > 100
+    assert sum(gone for _, gone in counts) > 0, "the race was never run"
+    assert sum(turns) > 100
+    for name in visible(pool.directory):
+        assert pool.release(pool.directory / name)
+    assert pool.used_bytes() <= 4 * 20_480, "few segments served all turns"
+
+
+def _read_spawned(path: Path, size: int) -> None:
+    with map_shared(path, size) as mapped:
+        assert mapped.memory[0] == 3
+
+
+def test_a_spawned_reader(pool: SegmentPool) -> None:
+    path, size = sealed(pool, 1, fill=3)
+    mapped = map_shared(path, size)
+    process = multiprocessing.get_context("spawn").Process(target=_read_spawned, args=(path, size))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert not pool.release(path)
+    mapped.close()
+    assert pool.release(path)

@@ -1,0 +1,292 @@
+"""Plans: executed on plain byte arrays, they bring every consumer exactly what it needs."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from earl_core.dispatch.layout import Layout
+from earl_core.dispatch.manifest import ManifestError, ShardEntry
+from earl_core.dispatch.plan import DispatchPlan, make_plan
+from earl_core.dispatch.sources import batch_rows
+from tests.dispatch.plan_cases import HOSTS, PER_TOKEN, World, cases, even_world, manifest
+
+
+def receive(world: World, plan: DispatchPlan, host: str) -> np.ndarray:
+    """Run a host's reads into one buffer; every byte at most once, and none that lies here."""
+    incoming, seen = plan.incoming(host), set()
+    buffer = np.zeros(incoming.size, dtype=np.uint8)
+    for shard, start, length, place in zip(
+        incoming.shard, incoming.start, incoming.length, incoming.place, strict=True
+    ):
+        entry = plan.entries[shard]
+        assert entry.host != host
+        assert length > 0
+        assert place % 8 == start % 8
+        taken = {(entry.file, byte) for byte in range(start, start + length)}
+        assert not taken & seen
+        seen |= taken
+        buffer[place : place + length] = world.files[entry.host, entry.file][start : start + length]
+    needed = {
+        (read.file, byte)
+        for rank, where in enumerate(plan.hosts)
+        if where == host
+        for read in plan.reads(rank)
+        if read.host != host
+        for byte in range(read.start, read.start + read.length)
+    }
+    assert seen == needed
+    spans = {
+        (source, one.file, one.generation, one.start, one.length)
+        for source, ranges in plan.host_reads(host).items()
+        for one in ranges
+    }
+    assert len(spans) == len(incoming)
+    assert {(name, byte) for _, name, _, a, n in spans for byte in range(a, a + n)} == seen
+    return buffer
+
+
+def delivered(
+    world: World, plan: DispatchPlan, rank: int, buffer: np.ndarray
+) -> dict[tuple[str, int], bytes]:
+    """Every row that a rank gets, from local files and its host's receive buffer."""
+    found, host = {}, plan.hosts[rank]
+    for column in plan.columns:
+        place = plan.locate(rank, column)
+        away = np.array([plan.entries[shard].host != host for shard in place.shard], dtype=bool)
+        landed = np.zeros(len(away), dtype=np.int64)
+        landed[away] = plan.incoming(host).find(
+            place.shard[away], place.start[away], place.length[away]
+        )
+        for index, row in enumerate(plan.rows(rank).tolist()):
+            entry = plan.entries[place.shard[index]]
+            memory = buffer if away[index] else world.files[entry.host, entry.file]
+            start = landed[index] if away[index] else place.start[index]
+            found[column, row] = memory[start : start + place.length[index]].tobytes()
+    return found
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases())
+def test_any_partition_and_layout_reassembles_exactly(case: Any) -> None:
+    world, stages, layout, groups = case
+    plan = make_plan(stages, layout, groups=groups)
+    wanted = set(layout.columns or set().union(*(stage.column_names() for stage in stages)))
+    assert set(plan.columns) == wanted
+    buffers = {host: receive(world, plan, host) for host in set(plan.hosts)}
+    got = [delivered(world, plan, rank, buffers[plan.hosts[rank]]) for rank in range(layout.ranks)]
+    replicas: list[list[int]] = []
+    for first in range(0, layout.ranks, layout.context_parallel * layout.tensor_parallel):
+        rows = plan.rows(first).tolist()
+        replicas.append(rows)
+        for (column, row), _ in got[first].items():
+            parts = []
+            for context in range(layout.context_parallel):
+                ranks = range(
+                    first + context * layout.tensor_parallel,
+                    first + (context + 1) * layout.tensor_parallel,
+                )
+                copies = {got[rank][column, row] for rank in ranks}
+                assert len(copies) == 1
+                parts.append(copies.pop())
+            if column in PER_TOKEN:
+                assert b"".join(parts) == world.truth[column, row]
+            else:
+                assert set(parts) == {world.truth[column, row]}
+    assert sorted(row for rows in replicas for row in rows) == batch_rows(stages[-1]).tolist()
+    moved = sum(len(set(_bytes(plan, host))) for host in set(plan.hosts))
+    assert plan.moved_bytes == moved
+    assert plan.needed_bytes >= moved
+    assert 0.0 <= plan.local_share <= 1.0
+
+
+def _bytes(plan: DispatchPlan, host: str) -> list[tuple[str, int]]:
+    return [
+        (one.file, byte)
+        for ranges in plan.host_reads(host).values()
+        for one in ranges
+        for byte in range(one.start, one.start + one.length)
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases())
+def test_token_ranges_are_equal_contiguous_parts_of_the_padded_row(case: Any) -> None:
+    _, stages, layout, groups = case
+    plan = make_plan(stages, layout, groups=groups)
+    counts = {
+        row: n for s in stages[0].shards for row, n in zip(s.row_ids, s.axes["tokens"], strict=True)
+    }
+    parallel = layout.context_parallel
+    for first in range(0, layout.ranks, parallel * layout.tensor_parallel):
+        for row in plan.rows(first).tolist():
+            ranges = [
+                plan.token_range(first + context * layout.tensor_parallel, row)
+                for context in range(parallel)
+            ]
+            sizes = {stop - start + padding for start, stop, padding in ranges}
+            padded = sizes.pop() * parallel
+            assert not sizes
+            assert padded % (layout.pad_to * parallel) == 0
+            assert 0 <= padded - counts[row] < layout.pad_to * parallel
+            read = [token for start, stop, _ in ranges for token in range(start, stop)]
+            assert read == list(range(counts[row]))
+
+
+def dearest(cost: np.ndarray, replicas: int) -> float:
+    """Plain longest processing time first, as a reference: the highest load."""
+    loads = [0.0] * replicas
+    for value in sorted(cost.tolist(), reverse=True):
+        heapq.heapreplace(loads, loads[0] + value)
+    return max(loads)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases())
+def test_balance_keeps_the_bound_and_groups_stay_whole(case: Any) -> None:
+    _, stages, layout, groups = case
+    plan = make_plan(stages, layout, groups=groups)
+    counts = {
+        row: n for s in stages[0].shards for row, n in zip(s.row_ids, s.axes["tokens"], strict=True)
+    }
+    ids = batch_rows(stages[-1]).tolist()
+    group_of = dict(zip(ids, groups.tolist(), strict=True))
+    cost = np.array([layout.linear * counts[r] + layout.quadratic * counts[r] ** 2 for r in ids])
+    cost = cost if cost.any() else np.ones(len(ids))
+    per_row = dict(zip(ids, cost.tolist(), strict=True))
+    step = layout.context_parallel * layout.tensor_parallel
+    loads = [
+        sum(per_row[row] for row in plan.rows(rank).tolist())
+        for rank in range(0, layout.ranks, step)
+    ]
+    mean = sum(loads) / len(loads)
+    items = cost
+    if layout.keep_groups:
+        items = np.bincount(groups, weights=cost) if len(groups) else cost
+        homes: dict[int, set[int]] = {}
+        for rank in range(0, layout.ranks, step):
+            for row in plan.rows(rank).tolist():
+                homes.setdefault(group_of[row], set()).add(rank)
+        assert all(len(ranks) == 1 for ranks in homes.values())
+    if mean:
+        assert plan.imbalance == pytest.approx(max(loads) / mean - 1, abs=1e-9)
+        allowed = max(mean * (1 + layout.max_imbalance), dearest(items, len(loads)))
+        assert max(loads) <= allowed * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.randoms(use_true_random=False))
+def test_the_order_of_producers_changes_nothing(case: Any, random: Any) -> None:
+    _, stages, layout, groups = case
+    shuffled = []
+    for stage in stages:
+        shards = list(stage.shards)
+        random.shuffle(shards)
+        shuffled.append(stage.model_copy(update={"shards": tuple(shards)}))
+    one, other = (make_plan(some, layout, groups=groups) for some in (stages, shuffled))
+    assert one.digest == other.digest == make_plan(stages, layout, groups=groups).digest
+    for host in set(one.hosts):
+        assert one.host_reads(host) == other.host_reads(host)
+    assert [one.reads(rank) for rank in range(layout.ranks)] == [
+        other.reads(rank) for rank in range(layout.ranks)
+    ]
+
+
+def test_rows_stay_where_they_were_made_within_the_bound() -> None:
+    tokens = np.random.default_rng(3).integers(100, 900, size=(4, 64))
+    _, stages = even_world(HOSTS, 64, tokens)
+    layout = Layout(data_parallel=8, hosts=tuple(host for host in HOSTS for _ in range(2)))
+    plan = make_plan(stages, layout)
+    assert plan.imbalance <= 0.06
+    assert plan.local_share > 0.95
+    strict = make_plan(stages, replace(layout, max_imbalance=0.001))
+    assert strict.imbalance <= 0.001
+    assert 0.8 < strict.local_share <= plan.local_share
+
+
+def test_even_producers_move_nothing() -> None:
+    _, stages = even_world(HOSTS, 8, np.full((4, 8), 100))
+    plan = make_plan(stages, Layout(data_parallel=4, hosts=HOSTS))
+    assert plan.moved_bytes == 0
+    assert plan.local_share == 1.0
+    assert plan.imbalance == 0.0
+    assert all(plan.host_reads(host) == {} for host in HOSTS)
+
+
+def test_neighbouring_rows_of_a_column_come_in_one_range() -> None:
+    _, stages = even_world(HOSTS[:1], 8, np.full((1, 8), 100))
+    plan = make_plan(stages, Layout(tensor_parallel=2, hosts=("elm", "elm"), columns=("tokens",)))
+    ranges = plan.host_reads("elm")["alder"]
+    assert [one.length for one in ranges] == [8 * 100 * 4]
+    assert plan.moved_bytes == plan.needed_bytes == 8 * 100 * 4
+
+
+def test_an_empty_batch_has_a_plan() -> None:
+    _, stages = even_world(HOSTS[:1], 0, np.zeros((1, 0)))
+    plan = make_plan([manifest("rollout", []), *stages], Layout(data_parallel=2))
+    assert [len(plan.rows(rank)) for rank in range(2)] == [0, 0]
+    assert plan.moved_bytes == 0
+    assert plan.imbalance == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"columns": ("tokens", "nowhere")}, "nowhere"),
+        ({"hosts": ()}, "name the host of every consumer rank"),
+        ({"keep_groups": True}, "the group of each"),
+    ],
+)
+def test_layouts_that_cannot_be_met_say_why(change: dict[str, Any], words: str) -> None:
+    _, stages = even_world(HOSTS[:2], 2, np.full((2, 2), 5))
+    layout = replace(Layout(data_parallel=2, hosts=HOSTS[:2]), **change)
+    with pytest.raises(ValueError, match=words):
+        make_plan(stages, layout)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"data_parallel": 0}, {"pad_to": 0}, {"max_imbalance": -1.0}, {"hosts": ("a", "b")}],
+)
+def test_numbers_that_make_no_layout_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="layout"):
+        Layout(**change)
+
+
+def _column(entry: ShardEntry, **change: Any) -> dict[str, Any]:
+    columns = {**entry.columns, "tokens": entry.columns["tokens"].model_copy(update=change)}
+    return {"columns": columns}
+
+
+@pytest.mark.parametrize(
+    ("words", "damage"),
+    [
+        ("twice", lambda entry: {"row_ids": (entry.row_ids[0],) * entry.rows}),
+        ("64 bits", lambda entry: {"row_ids": (0, 2**70)}),
+        ("different types", lambda entry: _column(entry, dtype="float32")),
+        (
+            "overlap",
+            lambda entry: _column(entry, values=(entry.columns["turn_starts"].values[0], 40)),
+        ),
+    ],
+)
+def test_manifests_that_contradict_themselves_are_refused(words: str, damage: Any) -> None:
+    _, stages = even_world(HOSTS[:2], 2, np.full((2, 2), 5))
+    shards = list(stages[0].shards)
+    shards[0] = shards[0].model_copy(update=damage(shards[0]))
+    layout = Layout(data_parallel=2, hosts=("elm", "elm"))
+    with pytest.raises(ManifestError, match=words):
+        make_plan([manifest("rollout", shards)], layout).incoming("elm")
+
+
+def test_a_stage_that_lacks_rows_of_a_later_one_is_refused() -> None:
+    _, stages = even_world(HOSTS[:2], 2, np.full((2, 2), 5))
+    fewer = manifest("rollout", stages[0].shards[:1])
+    with pytest.raises(ManifestError, match="lacks rows"):
+        make_plan([fewer, *stages], Layout(hosts=("alder",)))

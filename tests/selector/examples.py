@@ -1,0 +1,43 @@
+"""Inputs that the selector's tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from earl_core.config.rollout import RolloutConfig
+from earl_core.config.update import UpdateConfig
+from earl_core.selector import SelectionInput, SelectorConfig, Statistics
+from earl_core.selector.catalogue import MODELS, cluster
+
+
+def given(
+    context: float | tuple[float, ...] = 8192.0,
+    *,
+    model: str = "llama-3.1-8b",
+    hosts: int = 1,
+    gpus: int = 8,
+    episodes: int = 128,
+    selector: dict[str, Any] | None = None,
+    rollout: dict[str, Any] | None = None,
+    **fields: Any,
+) -> SelectionInput:
+    """A run under `live_tokens`; context: the mean of each past iteration, the longest is twice."""
+    means = context if isinstance(context, tuple) else (context,)
+    sizes = {"prompts_per_iteration": episodes, "group_size": 1, "max_turns": 4}
+    sizes["max_model_len"] = 16384
+    values: dict[str, Any] = {
+        "iteration": 5,
+        "rollout": RolloutConfig(**{**sizes, **(rollout or {})}),
+        "update": UpdateConfig(),
+        "needs_reference": False,
+        "hardware": cluster("h100-80gb", hosts, gpus),
+        "model": MODELS[model],
+        "statistics": Statistics(
+            context_mean=means,
+            context_max=tuple(2 * mean for mean in means),
+            generated_share=(0.5,),
+            turns_mean=(4.0,),
+        ),
+        "selector": SelectorConfig(**{"policy": "live_tokens", **(selector or {})}),
+    }
+    return SelectionInput(**{**values, **fields})

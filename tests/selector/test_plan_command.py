@@ -1,0 +1,127 @@
+"""`earl plan`: a question about hardware nobody has here, and a past choice made again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from earl_core.dispatch import Manifest
+from earl_core.dispatch.manifest import write_manifest
+from earl_core.selector import SelectionInput, select
+from flows.cli.app import app
+from flows.cli.errors import UsageProblem
+from flows.cli.plan import find_hardware, find_model, parse_contexts
+from tests.selector.examples import given
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    return result.exit_code, result.output
+
+
+def test_contexts_from_1k_to_128k_on_128_gpus() -> None:
+    code, text = run(
+        "--model", "qwen2.5-72b", "--hardware", "16x8xh100-80gb", "--context", "1K,32K,128K"
+    )  # fmt: skip
+    assert code == 0, text
+    assert "72.7 B parameters" in text
+    assert "16 x 8 H100-80GB" in text
+    for context in ("1,024", "32,768", "131,072"):
+        assert context in text
+
+
+def test_explanation_shows_candidates_and_what_speaks_against_them() -> None:
+    code, text = run(
+        "--explain", "--model", "llama-3.1-8b", "--hardware", "h100", "--context", "32768",
+        "--responses", "128", "--reference",
+    )  # fmt: skip
+    assert code == 0, text
+    for part in ("chosen", "ruled out", "of the KV cache", "roofline", "reference", "data sheet"):
+        assert part in text
+
+
+def test_memory_table_lists_the_well_known_shapes() -> None:
+    code, text = run("--memory", "--hardware", "a100-80gb")
+    assert code == 0, text
+    for part in ("llama-3.1-70b", "smollm2-135m", "354.0", "320 KiB"):
+        assert part in text
+
+
+def test_a_directory_with_a_config_is_a_model(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**shape, "vocab_size": 100, "max_position_embeddings": 512}))
+    assert find_model(str(tmp_path)).max_positions == 512
+    code, text = run("--model", str(tmp_path), "--context", "256", "--responses", "4")
+    assert code == 0, text
+    code, text = run("--model", str(tmp_path), "--context", "1K")
+    assert code == 2
+    file.write_text(json.dumps(shape))
+    with pytest.raises(UsageProblem, match="vocab_size"):
+        find_model(str(tmp_path))
+
+
+def test_wrong_questions_say_what_to_change() -> None:
+    with pytest.raises(UsageProblem, match=r"qwen2\.5-7b"):
+        find_model("gpt-9")
+    with pytest.raises(UsageProblem, match="16x8xh100-80gb"):
+        find_hardware("2x0xh100")
+    with pytest.raises(UsageProblem, match="1K,8K,128K"):
+        parse_contexts("many")
+    assert parse_contexts("1K, 2048,128k") == [1024, 2048, 131072]
+    assert find_hardware("2x4xh200").gpus == 8
+    code, _ = run("--model", "qwen2.5-72b", "--hardware", "1x1xh100", "--context", "8K")
+    assert code == 2
+
+
+def sealed_run(directory: Path, item: SelectionInput) -> Path:
+    path = directory / "demo"
+    folder = path / "iterations" / "000012"
+    folder.mkdir(parents=True)
+    (path / "config.yaml").write_text("name: demo\n")
+    (folder / "selection.input").write_text(item.model_dump_json())
+    manifest = Manifest(
+        run="demo",
+        iteration=12,
+        stage="select",
+        key="0" * 16,
+        policy_version=12,
+        outputs={"plan": select(item).model_dump(mode="json")},
+    )
+    write_manifest(folder / "select.json", manifest)
+    return path
+
+
+@pytest.mark.parametrize("policy", ["live_tokens", "fixed"])
+def test_a_past_choice_is_made_again(tmp_path: Path, policy: str) -> None:
+    sealed_run(tmp_path, given(8192.0, selector={"policy": policy}))
+    code, text = run("--explain", "demo@12", "--runs-directory", str(tmp_path))
+    assert code == 0, text
+    assert f"policy {policy}" in text
+    assert "gives the same plan" in text
+    assert ("candidates" in text) == (policy == "live_tokens")
+    code, text = run("demo@13", "--runs-directory", str(tmp_path))
+    assert code == 2
+
+
+def test_a_choice_that_came_out_otherwise_is_shown(tmp_path: Path) -> None:
+    path = sealed_run(tmp_path, given(8192.0))
+    other = given(8192.0, hosts=2)
+    (path / "iterations/000012/selection.input").write_text(other.model_dump_json())
+    code, text = run("demo@12", "--runs-directory", str(tmp_path))
+    assert code == 0, text
+    assert "another plan" in text
+
+
+def test_neither_selector_nor_command_imports_torch() -> None:
+    code = (
+        "import sys, earl_core.selector, earl_core.selector.explain, flows.cli.plan\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'prefect', 'mlflow'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

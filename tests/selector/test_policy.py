@@ -1,0 +1,353 @@
+"""The policies: what they may never do, and what they say."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+from hypothesis import given as examples
+from hypothesis import settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from earl_core.selector import (
+    DeploymentPlan,
+    Hardware,
+    NothingFits,
+    Predictor,
+    ProfilePoint,
+    ProfileTable,
+    SelectionInput,
+    SelectorConfig,
+    Statistics,
+    select,
+)
+from earl_core.selector.candidates import Candidate, rollout_candidates, update_candidates
+from earl_core.selector.catalogue import MODELS, cluster
+from earl_core.selector.policy import POLICIES, choose
+from earl_core.selector.predict import gib
+from earl_core.selector.statistics import forecast
+from tests.selector.examples import given
+
+contexts = st.floats(64, 60000)
+machines = st.sampled_from([(1, 1), (1, 4), (1, 8), (4, 8)])
+models = st.sampled_from(["qwen2.5-7b", "llama-3.1-8b", "smollm2-135m", "qwen2.5-72b"])
+quick = settings(max_examples=40, deadline=None)
+
+
+def layouts(plan: DeploymentPlan) -> dict[str, Candidate]:
+    return {stage: Candidate.of(item) for stage, item in plan.stages.items()}
+
+
+def iteration_seconds(item: SelectionInput, plan: DeploymentPlan) -> float:
+    predictor, total = Predictor(item), 0.0
+    for stage in item.selector.stages:
+        if stage in plan.stages:
+            candidate = predictor.candidate_of(plan[stage])
+            total += predictor.predict(candidate, predictor.now).seconds
+    rollout, update = (Candidate.of(plan[stage]) for stage in ("rollout", "update"))
+    return total + predictor.roofline.republish_seconds(update, rollout)
+
+
+def test_every_policy_of_the_configuration_exists() -> None:
+    named = typing.get_args(SelectorConfig.model_fields["policy"].annotation)
+    assert set(named) == set(POLICIES)
+    assert SelectorConfig().policy == "fixed"
+
+
+@quick
+@examples(models, machines, contexts, st.integers(1, 4096))
+def test_the_same_input_gives_the_same_plan_which_fits(
+    model: str, machine: tuple[int, int], context: float, episodes: int
+) -> None:
+    positions = MODELS[model].max_positions
+    item = given(
+        min(context, positions / 2), model=model, hosts=machine[0], gpus=machine[1],
+        episodes=episodes, needs_reference=True,
+    )  # fmt: skip
+    try:
+        plan = select(item)
+    except NothingFits:
+        return
+    again = select(SelectionInput.model_validate_json(item.model_dump_json()))
+    assert plan == again
+    predictor = Predictor(item)
+    for stage in ("rollout", "reference", "update"):
+        row = predictor.predict(predictor.candidate_of(plan[stage]), predictor.now)
+        assert not row.problem
+        assert row.peak <= row.budget * (1 + 1e-9)
+        assert plan[stage].world_size <= item.hardware.devices
+        assert plan.reasons[stage].count("\n") == 0
+
+
+@quick
+@examples(contexts, st.integers(1, 2048), st.data())
+def test_a_forbidden_candidate_is_never_picked(
+    context: float, episodes: int, data: st.DataObject
+) -> None:
+    item = given(context, episodes=episodes)
+    forbidden = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        stage = data.draw(st.sampled_from(["rollout", "update"]))
+        try:
+            plan = select(item)
+        except NothingFits:
+            return
+        forbidden.append(plan[stage])
+        item = item.model_copy(update={"forbidden": tuple(forbidden), "current": plan})
+        try:
+            chosen = layouts(select(item))
+        except NothingFits:
+            return
+        assert not set(chosen.values()) & {Candidate.of(one) for one in forbidden}
+
+
+@quick
+@examples(models, contexts, st.integers(1, 2048), st.floats(1.0, 3.0), st.integers(20, 120))
+def test_more_memory_is_never_slower(
+    model: str, context: float, episodes: int, factor: float, memory: int
+) -> None:
+    context = min(context, MODELS[model].max_positions / 2)
+    times = []
+    for size in (memory, memory * factor):
+        machine = cluster("h100-80gb", 2, 8).model_copy(
+            update={"gpu_memory_bytes": int(size * 2**30)}
+        )
+        item = given(context, model=model, episodes=episodes, hardware=machine)
+        try:
+            times.append(iteration_seconds(item, select(item)))
+        except NothingFits:
+            times.append(float("inf"))
+    assert times[1] <= times[0] * (1 + 1e-9)
+
+
+noises = st.lists(st.floats(-1, 1), min_size=6, max_size=24)
+
+
+@quick
+@examples(models, st.floats(256, 30000), st.integers(8, 2048), noises, st.floats(0.005, 0.2))
+def test_noise_below_the_hysteresis_never_causes_a_switch(
+    model: str, level: float, episodes: int, noise: list[float], hysteresis: float
+) -> None:
+    level = min(level, MODELS[model].max_positions / 4)
+    noisy = [level * (1 + 0.49 * hysteresis * value) for value in noise]
+    plan = None
+    for end in range(1, len(noisy) + 1):
+        item = given(
+            tuple(noisy[max(0, end - 8) : end]),
+            model=model,
+            hosts=4,
+            episodes=episodes,
+            selector={"hysteresis": hysteresis},
+            rollout={"max_model_len": None},
+            current=plan,
+        )
+        try:
+            chosen = select(item)
+        except NothingFits:
+            assert plan is None or _at_the_edge(item, plan)
+            return
+        if plan is not None and layouts(chosen) != layouts(plan):
+            assert _at_the_edge(item, plan)
+        plan = chosen
+
+
+def _at_the_edge(item: SelectionInput, plan: DeploymentPlan) -> bool:
+    """Noise may end a layout only by making it too large for the memory."""
+    predictor = Predictor(item)
+    rows = (
+        predictor.predict(predictor.candidate_of(plan[stage]), predictor.now)
+        for stage in ("rollout", "update")
+    )
+    return any(row.problem for row in rows)
+
+
+@examples(st.lists(st.floats(-1, 1), min_size=3, max_size=12), st.floats(0.01, 0.3))
+def test_noise_has_no_trend(noise: list[float], size: float) -> None:
+    series = [1000 * (1 + 0.49 * size * value) for value in noise]
+    assert forecast(series, 5, size) == pytest.approx(series[-1])
+
+
+def test_growth_is_forecast_and_shrinking_is_not() -> None:
+    assert forecast([100, 110, 120, 130], 3, 0.03) == pytest.approx(160)
+    assert forecast([130, 120, 110, 100], 3, 0.03) == 100
+    assert forecast([], 3, 0.03) == 0.0
+
+
+def test_a_switch_comes_before_memory_runs_out() -> None:
+    """The layout in use still fits what was seen, but not what the growth will bring."""
+    last = 11000.0
+    steady = given(last, gpus=8, model="qwen2.5-7b", rollout={"max_model_len": None})
+    plan = select(steady)
+    growing = tuple(last * 1.1**step for step in range(-5, 1))
+    later = given(
+        growing, gpus=8, model="qwen2.5-7b", rollout={"max_model_len": None}, current=plan,
+        selector={"forecast": 12},
+    )  # fmt: skip
+    predictor = Predictor(later)
+    old = predictor.candidate_of(plan["update"])
+    assert (
+        predictor.formula_peak(old, predictor.now._replace(longest=2 * last)) <= predictor._budget
+    )
+    changed = select(later)
+    assert layouts(changed)["update"] != layouts(plan)["update"]
+    assert predictor.peak(Candidate.of(changed["update"]), predictor.ahead) <= predictor._budget
+    assert "needs" in changed.reasons["update"]
+
+
+def test_ladder_ends_in_an_error_that_names_the_bytes() -> None:
+    with pytest.raises(
+        NothingFits, match=r"of the update fits .* needs [\d.]+ GiB on a device where"
+    ):
+        select(given(8192.0, model="qwen2.5-72b"))
+    assert gib(3 * 2**30) == "3.0 GiB"
+
+
+def test_reason_of_a_switch_is_one_sentence_with_its_figures() -> None:
+    choice = {"stages": ("rollout",), "tensor_parallel": (4, 8), "switch_seconds": 2.1}
+    settings_ = {"max_running_requests": 24, "max_model_len": 40960}
+    base = {
+        "model": "qwen2.5-72b",
+        "hosts": 16,
+        "episodes": 16384,
+        "selector": choice,
+        "rollout": settings_,
+    }
+    before = select(given(8192.0, **base))
+    assert before["rollout"].tensor_parallel == 4
+    after = select(given(32000.0, **base, current=before))
+    assert after["rollout"].tensor_parallel == 8
+    reason = after.reasons["rollout"]
+    for part in ("TP 4 → 8: 24 sequences x 31K tokens fill", "of the KV cache at TP 4; predicted +",
+                 "2.1 s to switch, repaid after 1 iteration"):  # fmt: skip
+        assert part in reason
+    # The update was not to be laid out: it stays as configured.
+    assert after["update"].world_size == 1
+
+
+def test_a_switch_that_is_not_repaid_is_not_made() -> None:
+    choice = {"stages": ("rollout",), "tensor_parallel": (4, 8), "switch_seconds": 1e9}
+    base = {
+        "model": "qwen2.5-72b", "hosts": 16, "episodes": 16384, "selector": choice,
+        "rollout": {"max_running_requests": 24, "max_model_len": 40960},
+    }  # fmt: skip
+    before = select(given(8192.0, **base))
+    kept = select(given(32000.0, **base, current=before))
+    assert kept["rollout"].tensor_parallel == 4
+    assert "too little for a switch" in kept.reasons["rollout"]
+    measured = Statistics(
+        context_mean=(32000.0,), context_max=(32000.0,), switch_seconds={"rollout": 2.0}
+    )
+    item = given(32000.0, **base, current=before).model_copy(update={"statistics": measured})
+    assert select(item)["rollout"].tensor_parallel == 8
+
+
+def test_measurements_overrule_the_roofline() -> None:
+    base = {
+        "model": "llama-3.1-8b", "episodes": 64, "selector": {"stages": ("rollout",)},
+    }  # fmt: skip
+    item = given(4096.0, **base)
+    first = Predictor(item).candidate_of(select(item)["rollout"])
+    rows = choose(item).predictions["rollout"]
+    other = next(r.candidate for r in rows if not r.problem and r.candidate.tensor != first.tensor)
+    points = []
+    for candidate, rate in ((first, 10.0), (other, 10000.0)):
+        place = {"context": 4096.0, "requests": 64.0 / candidate.replicas}
+        points.append(ProfilePoint(key=candidate.key, tokens_per_second=rate, weight=4, **place))
+    taught = item.model_copy(update={"profile": ProfileTable(points=tuple(points))})
+    choice = choose(taught)
+    assert Candidate.of(choice.plan["rollout"]).tensor == other.tensor
+    assert "a guess" not in choice.plan.reasons["rollout"]
+    assert "a guess" in select(item).reasons["rollout"]
+
+
+def test_average_context_looks_at_the_mean_context_alone() -> None:
+    settings_ = {"policy": "average_context", "profiled_requests": 32, "tensor_parallel": (4, 8)}
+    limit = {"max_running_requests": 8, "max_model_len": 40960}
+    base = {"model": "qwen2.5-72b", "hosts": 16, "selector": settings_, "rollout": limit}
+    picks = {}
+    for episodes in (8, 4096):
+        for context in (2048.0, 32768.0):
+            plan = select(given(context, episodes=episodes, **base))
+            picks[episodes, context] = plan["rollout"].tensor_parallel
+            assert plan["update"].world_size == 1
+    assert picks[4096, 2048.0] == 4
+    assert picks[4096, 32768.0] == 8
+    assert "range of the mean context" in plan.reasons["rollout"]
+
+
+def test_fields_held_fixed_stay_as_configured() -> None:
+    held = ("update.tensor_parallel", "update.offload_optimizer", "rollout.tensor_parallel")
+    plan = select(given(2048.0, selector={"fixed_fields": held}))
+    assert plan["rollout"].tensor_parallel == plan["update"].tensor_parallel == 1
+    assert not plan["update"].offload_optimizer
+
+
+def test_cpu_layouts_share_the_cores() -> None:
+    machine = Hardware(cpu_cores=4, memory_bytes=64 * 2**30)
+    item = given(1024.0, model="smollm2-135m", hardware=machine, rollout={"max_model_len": 4096})
+    found, out = rollout_candidates(MODELS["smollm2-135m"], machine, 128, (256,))
+    assert {(c.replicas, c.tensor, c.threads) for c in found} == {(1, 1, 4), (2, 1, 2), (4, 1, 1)}
+    assert any("2 does not divide the 9 attention heads" in item.reason for item in out)
+    plan = select(item)
+    assert plan["rollout"].replicas * plan["rollout"].threads == 4
+    assert plan["update"].threads == 4
+
+
+@quick
+@examples(models, machines, st.integers(1, 512))
+def test_candidates_use_every_device(model: str, machine: tuple[int, int], episodes: int) -> None:
+    shape, hardware = MODELS[model], cluster("h100-80gb", *machine)
+    found, out = update_candidates(shape, hardware, episodes, (4096,))
+    assert len(set(found)) == len(found)
+    for candidate in found:
+        assert candidate.ranks == hardware.gpus
+        assert candidate.data_parallel <= episodes
+        assert shape.attention_heads % (candidate.tensor * candidate.context) == 0
+        assert Candidate.of(candidate.deployment()) == candidate
+    assert all(item.reason and item.label for item in out)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"policy": "live_tokens", "fixed_fields": ("update.colour",)}, "no policy moves"),
+        ({"fixed_fields": ("update.shard",)}, "means nothing under selector.policy `fixed`"),
+        ({"policy": "live_tokens", "profiled_requests": 4}, "average_context` only"),
+        ({"policy": "live_tokens", "tensor_parallel": (2, 2)}, "different degrees"),
+        ({"policy": "guess"}, "fixed"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SelectorConfig(**values)  # type: ignore[arg-type]
+
+
+def test_settings_are_checked_against_the_rollout() -> None:
+    rollout = given().rollout
+    settings_ = SelectorConfig(policy="live_tokens", tensor_parallel=(1, 2))
+    settings_.check_rollout(rollout)
+    torch_engine = rollout.model_copy(update={"engine": "torch"})
+    with pytest.raises(ValueError, match="runs on one device"):
+        settings_.check_rollout(torch_engine)
+    with pytest.raises(ValueError, match="no engine runs as many"):
+        SelectorConfig(policy="average_context", profiled_requests=512).check_rollout(rollout)
+    item = given(1024.0).model_copy(update={"rollout": torch_engine})
+    assert select(item)["rollout"].tensor_parallel == 1
+
+
+def test_the_host_must_hold_what_is_offloaded() -> None:
+    roomy = given(16384.0, model="qwen2.5-72b", hosts=16, episodes=4096)
+    assert select(roomy)["update"].offload_optimizer
+    machine = roomy.hardware.model_copy(update={"memory_bytes": 64 * 2**30})
+    choice = choose(roomy.model_copy(update={"hardware": machine}))
+    assert not choice.plan["update"].offload_optimizer
+    problems = [row.problem for row in choice.predictions["update"] if row.problem]
+    assert any("optimizer state of a host's ranks needs" in problem for problem in problems)
+    cpu = Hardware(cpu_cores=4, memory_bytes=8 * 2**30)
+    with pytest.raises(NothingFits) as error:
+        select(given(1024.0, model="llama-3.1-8b", hardware=cpu, selector={"stages": ("update",)}))
+    assert error.value.nearest is not None
+    assert not error.value.nearest.candidate.offload

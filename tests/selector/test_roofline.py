@@ -1,0 +1,102 @@
+"""Seconds against figures computed by hand, and what must hold for any load."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given as examples
+from hypothesis import strategies as st
+
+from earl_core.selector.candidates import Candidate
+from earl_core.selector.catalogue import DEVICES, MODELS, cluster
+from earl_core.selector.roofline import Load, Queueing, Roofline
+
+DEVICE, HARDWARE = DEVICES["h100-80gb"], cluster("h100-80gb", 16, 8)
+QWEN = MODELS["qwen2.5-72b"]
+
+
+def roofline(queueing: Queueing = "blurred", latency: bool = True) -> Roofline:
+    return Roofline(QWEN, DEVICE, HARDWARE, latency=latency, queueing=queueing)
+
+
+def test_all_reduce_by_hand() -> None:
+    line = roofline()
+    assert line.all_reduce(1e6, 1) == 0.0
+    # Ring over 8: each sends 14/8 of the bytes at 450 GB/s; 6.6 us and 14 hops of 0.6 us.
+    assert line.all_reduce(1e6, 8) == pytest.approx(1.75e6 / 450e9 + 6.6e-6 + 14 * 0.6e-6)
+    # Two hosts: once more over the network, 2 hops of 2.7 us.
+    more = 1e6 / 25e9 + 2 * 2.7e-6
+    assert line.all_reduce(1e6, 16) == pytest.approx(line.all_reduce(1e6, 8) + more)
+    assert roofline(latency=False).all_reduce(1e6, 8) == pytest.approx(1.75e6 / 450e9)
+
+
+def test_a_small_step_reads_the_weights_once() -> None:
+    read = 2.0 * (QWEN.parameters - QWEN.embedding_parameters) + 8 * 1024 * 320 * 1024
+    step = roofline(latency=False).decode_step(1, 1, 8, 1024)
+    assert step == pytest.approx(read / 3.35e12)
+    # Enough sequences make it a matter of arithmetic.
+    many = roofline(latency=False).decode_step(1, 1, 4096, 1)
+    assert many == pytest.approx(4096 * 2 * QWEN.parameters / 989.4e12, rel=1e-3)
+
+
+def test_queueing_lies_between_a_full_stream_and_whole_waves() -> None:
+    rates = {}
+    for queueing in ("stream", "blurred", "waves"):
+        line = roofline(queueing)  # type: ignore[arg-type]
+        assert line.decode_rate(4, 1, 12, 32768, 420_000) == pytest.approx(
+            roofline().decode_rate(4, 1, 12, 32768, 420_000)
+        )
+        rates[queueing] = line.decode_rate(4, 1, 16, 32768, 420_000)
+    assert rates["waves"] < rates["blurred"] < rates["stream"]
+    assert roofline().decode_rate(4, 1, 16, 32768, 32767) == 0.0
+
+
+loads = st.tuples(st.floats(1, 512), st.floats(16, 131072), st.sampled_from([1, 2, 4, 8]))
+
+
+@examples(loads, st.floats(1e4, 1e7), st.floats(1, 10), st.sampled_from(["blurred", "stream"]))
+def test_a_larger_cache_is_never_slower(
+    load: tuple[float, float, int], capacity: float, factor: float, queueing: Queueing
+) -> None:
+    offered, context, tensor = load
+    line = roofline(queueing)
+    less = line.decode_rate(tensor, 1, offered, context, capacity)
+    more = line.decode_rate(tensor, 1, offered, context, capacity * factor)
+    assert more >= less * (1 - 1e-12)
+
+
+def test_training_counts_the_work_and_what_is_sent() -> None:
+    load = Load(episodes=64, context=4096, longest=4096, generated=2048)
+    line = roofline()
+    alone = Candidate("update", 8, 1, 1, 1, microbatch=4096)
+    tokens = 8 * 4096
+    attention = 2 * QWEN.layers * QWEN.query_size * 4096
+    work = 3 * tokens * (2 * QWEN.parameters + attention) / 989.4e12
+    assert line.training_seconds(alone, load, 1, 0) == pytest.approx(work, rel=1e-6)
+    assert line.training_seconds(alone, load, 2, 0) == pytest.approx(2 * work, rel=1e-6)
+    slower = {
+        "checkpointing": alone._replace(checkpointing=True),
+        "tensor": alone._replace(tensor=8, replicas=1),
+        "offload": alone._replace(offload=True),
+    }
+    for layout in slower.values():
+        assert line.training_seconds(layout, load, 1, 1) > work
+    scoring = line.training_seconds(alone, load, 1, 1, forward_only=True)
+    assert scoring == pytest.approx(work / 3, rel=1e-6)
+
+
+def test_tool_waits_and_prompts_lengthen_a_rollout() -> None:
+    layout = Candidate("rollout", 16, 8, running=64)
+    line, load = roofline(), Load(1024, 8192, 8192, 4096, turns=4)
+    quick = line.rollout_seconds(layout, load, 1000.0)
+    assert quick > 64 * 4096 / 1000
+    assert line.rollout_seconds(layout, load._replace(tool_wait=2.0), 1000.0) == quick + 8.0
+    assert line.rollout_seconds(layout, load, 0.0) == math.inf
+
+
+def test_weights_need_not_move_where_the_layout_is_the_same() -> None:
+    rollout = Candidate("rollout", 16, 8)
+    line = roofline()
+    assert line.republish_seconds(Candidate("update", 16, 8), rollout) == 0.0
+    assert line.republish_seconds(Candidate("update", 4, 8, shard=4), rollout) > 0.0
