@@ -43,8 +43,8 @@ COLUMNS = {
 }
 TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 PORT = 7213
-LIMITS = ClientLimits(request_bytes=64 * 1024, bytes_in_flight=256 * 1024)
-"""Of either way. The defaults suit faster links: here they would wait in queues for 80 ms."""
+LIMITS = ClientLimits(request_bytes=32 * 1024, bytes_in_flight=128 * 1024)
+"""Of either way. The defaults suit faster links: on slow ones they would only make queues."""
 _TOKEN = "benchmark"
 _MAX_BYTES = 2**30
 

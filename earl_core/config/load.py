@@ -63,7 +63,8 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             if not isinstance(child, dict):
                 raise ConfigError(f"the override {override!r}: {key!r} is not a section")
             node = child
-        node[keys[-1]] = _parse_value(text, override)
+        # A run may be called 7 or 1e5.
+        node[keys[-1]] = text if keys == ["name"] else _parse_value(text, override)
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -291,16 +290,6 @@ class PolicyLearner:
             for name, advice in needed.items():
                 if getattr(sample, name) is None:
                     raise ValueError(f"Sample {sample.sample_id} has no {name}: {advice}.")
-
-
-def with_old_logprobs(
-    samples: Sequence[TrainingSample], scored: Sequence[np.ndarray]
-) -> list[TrainingSample]:
-    """The samples with `PolicyLearner.score`'s result as their `old_logprobs`."""
-    return [
-        dataclasses.replace(sample, old_logprobs=values)
-        for sample, values in zip(samples, scored, strict=True)
-    ]
 
 
 def _objective(algorithm: AlgorithmConfig) -> Objective:

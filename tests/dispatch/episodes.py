@@ -1,12 +1,12 @@
-"""Made-up episodes and their shards."""
+"""Made-up rows and their shards."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from earl_core.dispatch import Manifest, ShardEntry, ShardStore
+from earl_core.dispatch import Manifest, ShardEntry, ShardStore, ShardWriter
 from earl_core.trajectory.samples import Episode, RolloutRows, Sample
-from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, ROLLOUT_SCHEMA
 
 
 def episode(number: int, turns: list[tuple[int, int]], reason: str = "done") -> Episode:
@@ -34,3 +34,28 @@ def write(store: ShardStore, episodes: list[Episode], rank: int = 0) -> Manifest
         stage="rollout", iteration=4, rank=rank, schema=ROLLOUT_SCHEMA, rows=RolloutRows(episodes)
     )
     return manifest_of(entry).sealed()
+
+
+def begin(store: ShardStore, rows: int = 3, length: int = 100_000) -> ShardWriter:
+    """A shard of advantages, several blocks long by default; its values are not written yet."""
+    return store.create(
+        stage="advantage",
+        iteration=4,
+        rank=0,
+        schema=ADVANTAGE_SCHEMA,
+        rows=rows,
+        lengths={"advantages": np.full(rows, length)},
+    )
+
+
+def fill(writer: ShardWriter, value: float = 0.5) -> None:
+    writer.values("sample_id")[:] = np.arange(len(writer.values("sample_id")))
+    writer.values("advantages")[:] = value
+
+
+def publish(
+    store: ShardStore, value: float = 0.5, rows: int = 3, length: int = 100_000
+) -> ShardEntry:
+    with begin(store, rows, length) as writer:
+        fill(writer, value)
+        return store.complete(writer.seal())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,3 +140,13 @@ def destination(*ranges: Range) -> list[memoryview]:
 
 def file_bytes(store: ShardStore, item: Range) -> bytes:
     return (store.directory / item.file).read_bytes()[item.start : item.start + item.length]
+
+
+def soon(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether the condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

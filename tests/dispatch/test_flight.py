@@ -161,10 +161,12 @@ def test_it_listens_on_loopback_only_unless_a_token_is_given(store: ShardStore) 
 
 
 _CONFIG = """
-name: {name}
+name: one
+iterations: 2
 runs_directory: {runs}
 model: {{path: models/none}}
-environment: {{name: tictactoe}}
+environment: {{name: tic_tac_toe}}
+rollout: {{prompts_per_iteration: 4, group_size: 2, max_turns: 5}}
 dispatch: {{directory: {shared}}}
 """
 
@@ -173,7 +175,7 @@ def test_the_command_serves_a_run(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     shared = tmp_path / "shared"
-    text = _CONFIG.format(name="one", runs=tmp_path / "runs", shared=shared)
+    text = _CONFIG.format(runs=tmp_path / "runs", shared=shared)
     (run / "config.yaml").write_text(text)
     (run / "run.json").write_text('{"uid": "abc"}')
     store = ShardStore(shared / "abc", 2**24)

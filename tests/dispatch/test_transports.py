@@ -1,12 +1,8 @@
-"""What both transports promise, and what only the one over the network has to."""
+"""What both transports promise."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,19 +21,15 @@ from earl_core.dispatch.transports import (
     Proof,
     Refused,
     RemoteRead,
-    TimedOut,
     Transport,
     TransportError,
-    Unreachable,
-    wire,
 )
 from earl_core.dispatch.transports.range_server import RangeServer
 from earl_core.dispatch.transports.shared_memory import SharedMemoryTransport
-from earl_core.dispatch.transports.tcp import ClientLimits, TcpTransport
-from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, whole
+from earl_core.dispatch.transports.tcp import TcpTransport
+from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, soon, whole
 
 ROWS = [70_000, 0, 3, 130_000, 1]
-SOON = ClientLimits(connect_seconds=0.4, stall_seconds=0.4)
 
 
 @pytest.fixture
@@ -67,9 +59,6 @@ def read(transport: Transport, entry: ShardEntry, *ranges: Range) -> list[bytes]
     into = destination(*ranges)
     transport.read("a", ranges, into, {entry.file: Proof.of(entry)})
     return [bytes(view) for view in into]
-
-
-# Both
 
 
 def test_whole_columns_and_pieces_arrive_exactly(
@@ -178,7 +167,7 @@ def test_a_released_shard_is_gone(
     transport: Transport, store: ShardStore, entry: ShardEntry
 ) -> None:
     read(transport, entry, whole(entry))
-    assert _soon(lambda: store.release(entry))
+    assert soon(lambda: store.release(entry))
     with pytest.raises(Gone):
         read(transport, entry, whole(entry))
 
@@ -198,7 +187,7 @@ def test_no_lease_stays_after_reading(
     read(transport, entry, whole(entry))
     with pytest.raises(Refused):
         read(transport, entry, Range(entry.file, entry.generation, 0, 8))
-    assert _soon(lambda: store.release(entry))
+    assert soon(lambda: store.release(entry))
 
 
 @pytest.mark.parametrize("part", ["body", "checksums"])
@@ -269,232 +258,3 @@ def test_children(transport: Transport, store: ShardStore, entry: ShardEntry, me
     assert queue.get(timeout=60) == before == during
     child.join(10)
     assert read(transport, entry, whole(entry)) == before, "the parent's connections live on"
-
-
-# Over the network
-
-
-@pytest.fixture
-def server(store: ShardStore) -> Iterator[RangeServer]:
-    with RangeServer(store.directory, TOKEN) as made:
-        yield made
-
-
-def _soon(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
-@pytest.mark.parametrize("token", [None, "", "wrong", TOKEN + " ", TOKEN[:-1]])
-def test_a_wrong_token_is_refused(
-    server: RangeServer, entry: ShardEntry, token: str | None
-) -> None:
-    with pytest.raises(Refused, match="token"):
-        read(TcpTransport({"a": server.address}, token), entry, whole(entry))
-
-
-def test_tokens_are_compared_in_constant_time(
-    monkeypatch: pytest.MonkeyPatch, server: RangeServer, entry: ShardEntry
-) -> None:
-    compared = []
-    original = wire.hmac.compare_digest
-    monkeypatch.setattr(
-        wire.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or original(a, b)
-    )
-    read(TcpTransport({"a": server.address}, TOKEN), entry, whole(entry))
-    assert len(compared) == 2, "the server's and the client's proof"
-    assert all(len(a) == len(b) == wire.PROOF_BYTES for a, b in compared)
-
-
-def test_a_server_that_does_not_know_the_token_is_not_trusted(entry: ShardEntry) -> None:
-    def pretend(client: socket.socket) -> None:
-        client.sendall(wire.HELLO.pack(wire.MAGIC, bytes(32)))
-        client.recv(wire.ANSWER.size)
-        client.sendall(wire.WELCOME.pack(wire.MAGIC, 0, bytes(32)))
-
-    with _fake(pretend) as address, pytest.raises(Refused, match="not trusted"):
-        read(TcpTransport({"a": address}, TOKEN), entry, whole(entry))
-
-
-def test_connections_are_used_again(server: RangeServer, entry: ShardEntry) -> None:
-    transport = TcpTransport({"a": server.address}, TOKEN)
-    for _ in range(5):
-        read(transport, entry, whole(entry))
-        read(transport, entry, whole(entry, "reward"))
-    assert len(server._open) == 1
-    transport.close()
-    assert _soon(lambda: not server._open)
-    assert read(transport, entry, whole(entry))
-
-
-def test_a_connection_that_ended_while_idle_is_made_anew(
-    store: ShardStore, server: RangeServer, entry: ShardEntry
-) -> None:
-    transport = TcpTransport({"a": server.address}, TOKEN)
-    before = read(transport, entry, whole(entry))
-    server.close()
-    with RangeServer(store.directory, TOKEN, port=server.address[1]):
-        assert read(transport, entry, whole(entry)) == before
-
-
-def test_a_server_that_is_gone_is_unreachable(server: RangeServer, entry: ShardEntry) -> None:
-    transport = TcpTransport({"a": server.address}, TOKEN)
-    read(transport, entry, whole(entry))
-    server.close()
-    with pytest.raises(Unreachable):
-        read(transport, entry, whole(entry))
-    with pytest.raises(Unreachable, match="no address"):
-        transport.read(
-            "b", [whole(entry)], destination(whole(entry)), {entry.file: Proof.of(entry)}
-        )
-
-
-class _fake:  # noqa: N801
-    """A listener whose connections `behave` handles."""
-
-    def __init__(self, behave: Callable[[socket.socket], None]) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.behave = behave
-        self.kept: list[socket.socket] = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                client, _ = self.listener.accept()
-                self.kept.append(client)
-                self.behave(client)
-        except OSError:
-            return
-
-    def __enter__(self) -> tuple[str, int]:
-        return self.listener.getsockname()
-
-    def __exit__(self, *_: object) -> None:
-        self.listener.close()
-        for client in self.kept:
-            client.close()
-
-
-def _welcome(client: socket.socket) -> None:
-    nonce = os.urandom(32)
-    client.sendall(wire.HELLO.pack(wire.MAGIC, nonce))
-    _, theirs, _ = wire.ANSWER.unpack(client.recv(wire.ANSWER.size, socket.MSG_WAITALL))
-    proof = wire.prove(TOKEN, b"server", nonce, theirs)
-    client.sendall(wire.WELCOME.pack(wire.MAGIC, wire.Status.OK, proof))
-
-
-def _silent_after_welcome(client: socket.socket) -> None:
-    _welcome(client)
-
-
-def _half_an_answer(client: socket.socket) -> None:
-    _welcome(client)
-    number = wire.REQUEST.unpack(client.recv(wire.REQUEST.size, socket.MSG_WAITALL))[1]
-    client.sendall(wire.pack_response(number, wire.Status.OK, 2**18, 0) + bytes(100))
-
-
-@pytest.mark.parametrize(
-    "behave", [lambda client: None, _silent_after_welcome, _half_an_answer], ids=["mute", "a", "b"]
-)
-def test_silent_peers_time_out(behave: Callable[[socket.socket], None], entry: ShardEntry) -> None:
-    with _fake(behave) as address:
-        began = time.monotonic()
-        with pytest.raises(TimedOut):
-            read(TcpTransport({"a": address}, TOKEN, SOON), entry, whole(entry))
-        assert time.monotonic() - began < 10
-
-
-def test_a_peer_that_trickles_times_out(entry: ShardEntry) -> None:
-    def trickle(client: socket.socket) -> None:
-        _half_an_answer(client)
-        for _ in range(100):
-            client.sendall(b"x")
-            time.sleep(0.05)
-
-    limits = ClientLimits(stall_seconds=0.5, minimum_rate=2**22)
-    with _fake(trickle) as address, pytest.raises(TimedOut):
-        read(TcpTransport({"a": address}, TOKEN, limits), entry, whole(entry))
-
-
-def test_a_full_backlog_times_out(entry: ShardEntry) -> None:
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1)
-    held = []
-    try:
-        for _ in range(4):
-            one = socket.socket()
-            one.setblocking(False)
-            one.connect_ex(listener.getsockname())
-            held.append(one)
-        with pytest.raises(TimedOut):
-            read(TcpTransport({"a": listener.getsockname()}, TOKEN, SOON), entry, whole(entry))
-    finally:
-        for one in [*held, listener]:
-            one.close()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.binary(min_size=1, max_size=400), st.booleans())
-def test_garbage_from_a_server_is_an_error(garbage: bytes, welcomed: bool) -> None:
-    def babble(client: socket.socket) -> None:
-        if welcomed:
-            _welcome(client)
-        client.sendall(garbage)
-        client.shutdown(socket.SHUT_WR)
-
-    item = Range("000001-rollout-0-5.arrow", 5, 64, 64)
-    proof = Proof(item.file, 5, 4096, (64, 64), (128, 8), 4096, "0" * 16)
-    with _fake(babble) as address, pytest.raises(TransportError):
-        TcpTransport({"a": address}, TOKEN, SOON).read(
-            "a", [item], destination(item), {item.file: proof}
-        )
-
-
-def test_bytes_damaged_on_the_way_are_found(entry: ShardEntry) -> None:
-    def lie(client: socket.socket) -> None:
-        _welcome(client)
-        number = wire.REQUEST.unpack(client.recv(wire.REQUEST.size, socket.MSG_WAITALL))[1]
-        size = whole(entry, "reward").length
-        client.sendall(wire.pack_response(number, wire.Status.OK, size, 1234) + bytes(size))
-
-    with _fake(lie) as address, pytest.raises(Corrupt, match="on the way"):
-        read(TcpTransport({"a": address}, TOKEN, SOON), entry, whole(entry, "reward"))
-
-
-def test_requests_in_flight_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, store: ShardStore, entry: ShardEntry
-) -> None:
-    from earl_core.dispatch.transports.peer import Peer
-
-    most: list[int] = []
-    peers: list[Peer] = []
-    original_init, original_ask = Peer.__init__, Peer.ask
-
-    def init(self: Peer, *arguments: object) -> None:
-        original_init(self, *arguments)  # type: ignore[arg-type]
-        peers.append(self)
-
-    def ask(self: Peer, deadline: float) -> None:
-        original_ask(self, deadline)
-        most.append(sum(peer.bytes_in_flight for peer in peers))
-
-    monkeypatch.setattr(Peer, "__init__", init)
-    monkeypatch.setattr(Peer, "ask", ask)
-    limits = ClientLimits(request_bytes=2**14, bytes_in_flight=2**16)
-    with (
-        RangeServer(store.directory, TOKEN) as one,
-        RangeServer(store.directory, TOKEN) as two,
-        RangeServer(store.directory, TOKEN) as three,
-    ):
-        addresses = {"a": one.address, "b": two.address, "c": three.address}
-        transport = TcpTransport(addresses, TOKEN, limits)
-        item = whole(entry)
-        reads = {name: RemoteRead([item], destination(item)) for name in addresses}
-        transport.read_all(reads, {entry.file: Proof.of(entry)})
-        transport.close()
-    assert max(most) <= 2**16
-    assert {bytes(read.into[0]) for read in reads.values()} == {file_bytes(store, item)}

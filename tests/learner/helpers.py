@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +120,13 @@ def plain_logprobs(
     entropy = -(distribution.exp() * distribution).sum(-1)
     mask = torch.from_numpy(sample.loss_mask[1:].astype(bool))
     return chosen[mask], entropy[mask]
+
+
+def with_old_logprobs(
+    samples: Sequence[TrainingSample], scored: Sequence[np.ndarray]
+) -> list[TrainingSample]:
+    """The samples with `PolicyLearner.score`'s result as their `old_logprobs`."""
+    return [
+        dataclasses.replace(sample, old_logprobs=values)
+        for sample, values in zip(samples, scored, strict=True)
+    ]

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from earl_core.learner.checkpoint import CheckpointError, verify_training_state
-from earl_core.learner.policy_learner import with_old_logprobs
-from tests.learner.helpers import random_samples, save_model
+from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.test_policy_learner import largest_difference, make_learner
 
 

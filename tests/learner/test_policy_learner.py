@@ -20,7 +20,6 @@ from earl_core.learner.packing import TrainingSample
 from earl_core.learner.policy_learner import (
     NonFiniteGradientError,
     PolicyLearner,
-    with_old_logprobs,
 )
 from tests.learner.helpers import (
     ARCHITECTURES,
@@ -28,6 +27,7 @@ from tests.learner.helpers import (
     plain_logprobs,
     random_samples,
     save_model,
+    with_old_logprobs,
 )
 
 TEMPERATURE = 0.7

@@ -44,8 +44,8 @@ class ClientLimits:
     end within stall_seconds + n / minimum_rate (bytes/s), however steadily its bytes trickle.
     """
 
-    request_bytes: int = 256 * 2**10
-    bytes_in_flight: int = 2**20
+    request_bytes: int = 512 * 2**10
+    bytes_in_flight: int = 2 * 2**20
     requests_per_host: int = 2
     connect_seconds: float = 5.0
     stall_seconds: float = 30.0

@@ -1,4 +1,4 @@
-"""Settings of the property tests."""
+"""Settings of all property tests."""
 
 from __future__ import annotations
 
