@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from earl_core.trajectory.schema import per_token
 
-COLUMNS = {
+COLUMNS: dict[str, np.dtype[Any]] = {
     "tokens": np.dtype("int32"),
     "loss_mask": np.dtype("uint8"),
     "rollout_logprobs": np.dtype("float32"),

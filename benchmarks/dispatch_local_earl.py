@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -196,7 +197,7 @@ def earl_groups(workers: int) -> Iterator[tuple[Group, Group]]:
         yield producers, consumers
 
 
-def _buffer(size: Size, dtype: np.dtype) -> np.ndarray:
+def _buffer(size: Size, dtype: np.dtype[Any]) -> np.ndarray:
     """Flat, faulted, for a share of a column, or for whole rows of it where that is too much."""
     most = max(1, _BUFFER_BYTES // len(COLUMNS) // (size.tokens * dtype.itemsize))
     return np.ones(min(size.share, most) * size.tokens, dtype)

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
@@ -112,7 +113,7 @@ def _serve(end: Connection, kind: Callable[..., object], rank: int, *arguments: 
         while True:
             method, given = end.recv()
             function = getattr(served, method)
-            end.send((True, timed(lambda f=function, g=given: f(*g))))
+            end.send((True, timed(partial(function, *given))))
     except (EOFError, KeyboardInterrupt):
         return  # the benchmark ended
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import os
@@ -56,18 +57,14 @@ class Proto:
 def make(tensors: Mapping[str, torch.Tensor]) -> Any:
     """A batch of these tensors."""
     if has_verl():
-        from verl import DataProto
-
-        return DataProto.from_dict(tensors=dict(tensors))
+        return _verl().DataProto.from_dict(tensors=dict(tensors))
     return Proto(tensors)
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
     """One batch of several, row after row."""
     if has_verl():
-        from verl import DataProto
-
-        return DataProto.concat(list(parts))
+        return _verl().DataProto.concat(list(parts))
     names = parts[0].tensors
     return Proto({name: torch.cat([part.tensors[name] for part in parts]) for name in names})
 
@@ -94,6 +91,10 @@ def column(part: Any, name: str) -> np.ndarray:
     tensors = part.batch if has_verl() else part.tensors
     array: np.ndarray = tensors[name].numpy()
     return array
+
+
+def _verl() -> Any:
+    return importlib.import_module("verl")
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

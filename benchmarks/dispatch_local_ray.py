@@ -153,9 +153,9 @@ class SingleController:
 @contextlib.contextmanager
 def ray_cluster(workers: int, largest: int) -> Iterator[None]:
     """Ray on this machine, with an object store for three batches of `largest` bytes."""
-    import ray
-
     with _own_token():
+        import ray  # it reads its settings when it is imported
+
         ray.init(
             address="local",
             num_cpus=4 * workers + 1,
@@ -219,8 +219,8 @@ def controller_way(size: Size, mode: str) -> Iterator[Way]:
 def _actors(kind: type, size: Size, *arguments: object) -> Iterator[tuple[list[Any], list[Any]]]:
     import ray
 
-    actor = ray.remote(kind)
-    groups = [
+    actor: Any = ray.remote(kind)
+    groups: list[list[Any]] = [
         [actor.remote(size, rank, *arguments) for rank in range(size.workers)] for _ in range(2)
     ]
     producers, consumers = groups
@@ -228,5 +228,5 @@ def _actors(kind: type, size: Size, *arguments: object) -> Iterator[tuple[list[A
     try:
         yield producers, consumers
     finally:
-        for worker in producers + consumers:
+        for worker in (*producers, *consumers):
             ray.kill(worker)

@@ -16,7 +16,7 @@ from typing import Any
 
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
-from earl_core.dispatch import StoreFull
+from earl_core.dispatch import PoolFull
 from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment, experience_deployment
@@ -78,7 +78,7 @@ class Session:
         needed = 2 * sum(file.stat().st_size for file in files)
         try:
             self.run.store.reserve(needed)
-        except StoreFull as error:
+        except PoolFull as error:
             raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
 
     def _check_environment(self) -> None:

@@ -9,18 +9,19 @@ from earl_core.dispatch.manifest import (
     ShardEntry,
     read_manifest,
 )
+from earl_core.dispatch.pool import PoolFull
 from earl_core.dispatch.shard import ShardWriter
-from earl_core.dispatch.store import ShardStore, StoreFull
+from earl_core.dispatch.store import ShardStore
 
 __all__ = [
     "Batch",
     "Located",
     "Manifest",
     "ManifestError",
+    "PoolFull",
     "ShardCorrupt",
     "ShardEntry",
     "ShardStore",
     "ShardWriter",
-    "StoreFull",
     "read_manifest",
 ]

@@ -48,7 +48,7 @@ def fetch(
     others always is. wait_seconds: how long another rank may take to receive what both need.
 
     Raises `ManifestError` (`ShardCorrupt`) for a missing or damaged shard of this host,
-    `TransportError` for one of another, `StoreFull` when there is no room to receive,
+    `TransportError` for one of another, `PoolFull` when there is no room to receive,
     `ValueError` when the rank does not belong to this host.
     """
     host = plan.hosts[rank]

@@ -12,12 +12,10 @@ import pyarrow as pa
 from earl_core.dispatch.checksums import pending_tables, table_bytes, verify_body
 from earl_core.dispatch.leases import Mapped, ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.manifest import ManifestError, ShardEntry
-from earl_core.dispatch.pool import PoolFull, SegmentPool
+from earl_core.dispatch.pool import SegmentPool
 from earl_core.dispatch.shard import ShardWriter
 from earl_core.dispatch.skeleton import make_skeleton
 from earl_core.trajectory.samples import Columns, CopiedRows, RowSource
-
-StoreFull = PoolFull
 
 # Wide enough for every generation; the real one takes its place when the segment is had.
 _NO_GENERATION = "0" * 20
@@ -62,7 +60,7 @@ class ShardStore:
         """Begin a shard whose columns are then filled in place.
 
         lengths: int64 [rows] elements of each row, for every list column. strings: the values of
-        the string columns. Raises `StoreFull` when it does not fit, `ValueError` when the columns
+        the string columns. Raises `PoolFull` when it does not fit, `ValueError` when the columns
         do not match the schema.
         """
         encoded = {name: [v.encode() for v in column] for name, column in (strings or {}).items()}
@@ -169,7 +167,7 @@ class ShardStore:
     def reserve(self, size: int) -> None:
         """Check that `size` more bytes fit, in this run's share and on the file system.
 
-        Free segments make room if need be. Raises `StoreFull`.
+        Free segments make room if need be. Raises `PoolFull`.
         """
         self.prepare()
         self.pool.reserve(size)

@@ -49,7 +49,7 @@ def write_scores(
 
     schema: `sample_id` and one token column. score(samples, arrays) writes every element of the
     arrays, one [L] per sample; they lie in the shard, so that nothing is copied, and neither they
-    nor the samples may be kept. Raises `StoreFull` when the shard does not fit.
+    nor the samples may be kept. Raises `PoolFull` when the shard does not fit.
     """
     (name,) = (name for name in schema.names if name != "sample_id")
     samples = training_samples(batch)

@@ -21,12 +21,15 @@ EXPECTED = WRONG_INPUT | {
     "ManifestError",
     "ModelBuildError",
     "NonFiniteGradientError",
+    "NothingFits",
+    "PoolFull",
     "RolloutFailed",
     "RunInUse",
     "ServerUnavailable",
     "SessionInterrupted",
+    "ShardCorrupt",
     "StateLost",
-    "StoreFull",
+    "TransportError",
     "WeightsError",
 }
 """Errors whose message says all that is needed. Named, for most live in modules that import torch

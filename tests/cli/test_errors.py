@@ -9,7 +9,7 @@ import typer
 
 from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerLost
 from earl_core.config import ConfigError
-from earl_core.dispatch import ManifestError, StoreFull
+from earl_core.dispatch import ManifestError, PoolFull
 from flows.cli.errors import UsageProblem, describe, exit_code, reported
 
 WHERE = Where("rollout", 0, "rollout", "rollout", 3, "/logs/rollout-0.log", "line\nTraceback: x")
@@ -43,7 +43,7 @@ def test_a_lost_worker_shows_the_end_of_its_log() -> None:
 
 
 def test_a_full_store_is_a_sentence() -> None:
-    text = describe(StoreFull(errno.ENOSPC, "10 bytes do not fit: enlarge the shared memory"))
+    text = describe(PoolFull(errno.ENOSPC, "10 bytes do not fit: enlarge the shared memory"))
     assert text == "error: 10 bytes do not fit: enlarge the shared memory"
 
 

@@ -27,7 +27,7 @@ from earl_core.dispatch.transports.tcp import TcpTransport
 from earl_core.run import RunDirectory
 from earl_core.trajectory.schema import per_token
 
-MANIFESTS, LOCAL, SPILLED, REMOTE, RESUMED = 5000, 2000, 1500, 1000, 500
+MANIFESTS, LOCAL, SPILLED, REMOTE, RESUMED = 5200, 2000, 1500, 1000, 300
 """Damages for each way of reading: 10,000 together, more where reading is quick."""
 TOKEN = "a token of the tests"
 ROWS = 12

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore, StoreFull
+from earl_core.dispatch import Batch, Manifest, PoolFull, ShardEntry, ShardStore
 from earl_core.dispatch.spill import Spill
 from earl_core.dispatch.spiller import Spiller
 from earl_core.run.directory import read_lines
@@ -174,18 +174,18 @@ def is_right(store: ShardStore, entry: ShardEntry, iteration: int) -> bool:
         )
 
 
-def fill_up(store: ShardStore) -> tuple[list[ShardEntry], StoreFull]:
+def fill_up(store: ShardStore) -> tuple[list[ShardEntry], PoolFull]:
     """Publish until there is no room."""
     entries: list[ShardEntry] = []
     while len(entries) < 1000:
         try:
             entries.append(publish(store, len(entries)))
-        except StoreFull as error:
+        except PoolFull as error:
             return entries, error
     raise AssertionError("the store never filled up")
 
 
-def check_full(store: ShardStore, entries: list[ShardEntry], error: StoreFull) -> None:
+def check_full(store: ShardStore, entries: list[ShardEntry], error: PoolFull) -> None:
     """What is there is whole, the error says who holds it, and a release makes room again."""
     assert len(entries) > 3
     assert error.errno == errno.ENOSPC

@@ -18,8 +18,8 @@ import pytest
 from earl_core.dispatch import (
     Batch,
     ManifestError,
+    PoolFull,
     ShardStore,
-    StoreFull,
 )
 from earl_core.dispatch.checksums import BLOCK_BYTES
 from earl_core.trajectory.samples import Columns, ListColumn
@@ -287,9 +287,9 @@ def test_a_reader_keeps_a_shard_from_being_released(store: ShardStore) -> None:
 def test_full_store_names_what_holds_it(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, max_bytes=40_000)
     write(store, [episode(0, [(50, 50)])])
-    with pytest.raises(StoreFull, match=r"do not fit.*000004-rollout-0"):
+    with pytest.raises(PoolFull, match=r"do not fit.*000004-rollout-0"):
         write(store, [episode(0, [(5000, 50)])])
-    with pytest.raises(StoreFull, match="do not fit"):
+    with pytest.raises(PoolFull, match="do not fit"):
         store.reserve(39_000)
     assert not list(tmp_path.glob(".writing*"))
 
