@@ -43,6 +43,14 @@ test-slow: install
 demo: install
 	$(BIN)/earl train configs/demo.yaml
 
+BENCHMARKS := overhead rollout iteration dispatch_local dispatch_hosts dispatch_scale selector_paper
+
+benchmarks: install
+	$(BIN)/pip install -q -e '.[bench]' -c $(CONSTRAINTS)
+	for name in $(BENCHMARKS); do \
+		$(BIN)/python -m benchmarks.$$name --markdown benchmarks/results/$$name.md || exit 1; \
+	done
+
 clean:
 	$(BIN)/earl shards sweep || true
 	rm -rf runs models

@@ -54,7 +54,6 @@ def _selection_input(session: Session, iteration: int) -> SelectionInput:
         needs_reference=session.config.needs_reference,
         hardware=session.hardware,
         model=session.model,
-        selector=session.config.selector,
         iterations_left=max(1, session.config.iterations - iteration),
         statistics=Statistics(
             iterations=tuple(line["iteration"] for line in recent),

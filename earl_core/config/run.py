@@ -23,7 +23,6 @@ from earl_core.config.services import (
     TrackingConfig,
 )
 from earl_core.config.update import UpdateConfig
-from earl_core.selector.settings import SelectorConfig
 
 
 class RunConfig(Settings):
@@ -43,7 +42,6 @@ class RunConfig(Settings):
     experience: ExperienceConfig = ExperienceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()
-    selector: SelectorConfig = SelectorConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dispatch: DispatchConfig = DispatchConfig()
@@ -89,7 +87,6 @@ class RunConfig(Settings):
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
-        self.selector.check_rollout(rollout)
         return self
 
     @property

@@ -32,24 +32,31 @@ class Runs:
         environment = {**self.environment, "PYTHONPATH": str(REPOSITORY)}
         if fault:
             environment["EARL_FAULT"] = fault
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.flows.driver", str(self.config), *overrides],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        # A file, for a pipe that nobody reads stops a long run.
+        with self.output_path(len(self.started)).open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.flows.driver", str(self.config), *overrides],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
         self.started.append(process)
         return process
 
     def train(self, *overrides: str, fault: str = "", expect: int = 0) -> str:
         """Train to the end of the process; its output. Fails on another exit status."""
         process = self.start(*overrides, fault=fault)
-        output, _ = process.communicate(timeout=300)
+        process.wait(300)
+        output = self.output_path(len(self.started) - 1).read_text()
         assert process.returncode == expect, output
         return output
+
+    def output_path(self, number: int) -> Path:
+        """What the process that was started as number `number` printed."""
+        return self.directory / f"output-{number}.txt"
 
     def kill_all(self) -> None:
         """End what is left, the workers too."""

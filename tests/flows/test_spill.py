@@ -24,7 +24,7 @@ def test_lost_shared_memory_comes_back_from_the_spill_and_nothing_is_left(
         f"dispatch.spill_url=file://{spill}",
     )
     process = runs.start(*settings, fault="update.before@0=raise")
-    process.communicate(timeout=300)
+    process.wait(300)
     assert process.returncode != 0
     runs.wait_for_workers_to_end()
     spilled = {path.name.split("-")[1] for path in spill.rglob("*.arrow")}
