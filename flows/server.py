@@ -95,11 +95,16 @@ class Server:
         """Whether it was started here and ends with this process."""
         return self._process is not None
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was started here and its process is gone."""
+        return self._process is not None and self._process.poll() is not None
+
     def ready(self, timeout: float = _START_SECONDS) -> None:
         """Wait until the server answers; raises `ServerUnavailable` with the end of its log."""
         deadline = time.monotonic() + timeout
         while not healthy(self.url, timeout=5 * _PROBE_SECONDS):
-            ended = self._process is not None and self._process.poll() is not None
+            ended = self.ended
             if self._stopped.is_set():
                 raise ServerUnavailable("the temporary Prefect server was stopped while it started")
             if ended or time.monotonic() > deadline:

@@ -25,6 +25,10 @@ from earl_core.learner.prefix_tree import (
 Allocate = Callable[[int, str], np.ndarray]
 """(count, dtype) → an uninitialised one-dimensional array: where the pack's numbers go."""
 
+# Every run that continues a shared one has copies of its keys and values in each layer; so many of
+# them take about the memory of one computed token's activations.
+_KEYS_PER_TOKEN = 16
+
 # Per-token columns that follow the trained tokens into the pack when they are there.
 _COLUMNS = ("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs")
 
@@ -141,7 +145,8 @@ def plan_shared(
     keep_together: Sequence[int] | np.ndarray | None = None,
 ) -> list[list[int]]:
     """Like `plan_microbatches`, for samples whose tokens are known: those with one beginning
-    share a microbatch, and the budget counts what is computed after sharing.
+    share a microbatch, and the budget counts what is computed after sharing, and the copies of
+    shared keys and values at what they take.
 
     Units (samples, or episodes that stay whole) are taken in the lexicographic order of their
     first sample. Falls back to `plan_microbatches` where sharing saves less than a twentieth.
@@ -156,18 +161,19 @@ def plan_shared(
     for row in order:
         units.setdefault(int(labels[row]), []).append(row)
     sharing: list[list[int]] = []
-    bound = budget
+    total = bound = budget
     for unit in units.values():
-        grown = [*sharing[-1], *unit] if sharing else unit
-        # The upper bound is cheap; the exact size is asked for only where it decides.
-        bound += int(lengths[unit].sum())
-        if bound > budget:
-            bound = build_tree([tokens[row] for row in grown]).size
+        added = int(lengths[unit].sum())
+        total, bound = total + added, bound + added
+        # Nothing costs more than separate samples; the exact cost is asked for where it decides.
+        if sharing and bound > budget:
+            tree = build_tree([tokens[row] for row in (*sharing[-1], *unit)])
+            bound = tree.size + (total - tree.size) // _KEYS_PER_TOKEN
         if sharing and bound <= budget:
-            sharing[-1] = grown
+            sharing[-1].extend(unit)
         else:
             sharing.append(list(unit))
-            bound = int(lengths[unit].sum())
+            total = bound = added
     return sharing
 
 

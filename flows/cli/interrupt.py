@@ -39,6 +39,7 @@ def run_interruptible(
     stop: Callable[[], None],
     on_signal: Callable[[], None],
     grace_seconds: float = GRACE_SECONDS,
+    check: Callable[[], None] = lambda: None,
 ) -> T:
     """Run `work` in a thread of its own and return or raise what it does.
 
@@ -46,7 +47,8 @@ def run_interruptible(
     install no handlers of their own. At the first SIGINT or SIGTERM `on_signal` and `stop` are
     called; `stop` again and again, for the work may be in the middle of opening what must be
     stopped. Raises `Interrupted` once it has ended or `grace_seconds` are over. A second signal
-    ends the process at once.
+    ends the process at once. `check` is called all the while and returns at once; what it raises
+    ends the work like a signal, and is raised then.
     """
     outcome: _Outcome[T] = _Outcome()
 
@@ -69,6 +71,11 @@ def run_interruptible(
     try:
         while thread.is_alive() and not received:
             thread.join(_POLL_SECONDS)
+            try:
+                check()
+            except Exception:
+                _stop(thread, stop, grace_seconds)
+                raise
         if received and thread.is_alive():
             on_signal()
             _stop(thread, stop, grace_seconds)

@@ -18,6 +18,7 @@ from flows.cli.errors import WRONG_INPUT_CODE, exit_code
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
 from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
 from flows.cli.tables import make_console, resolved_table
+from flows.server_watch import ServerLost, ServerWatch
 
 
 def train(config: str, overrides: list[str], plain: bool) -> None:
@@ -44,6 +45,7 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
     display = make_display(settings.iterations, plain, console)
     display.progress.recall(iterations_of(run), evaluations_of(run))
     prefect_server: list[server.Server] = []
+    watch: list[ServerWatch] = []
     started = threading.Event()
 
     def work() -> dict[str, Any]:
@@ -52,6 +54,8 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
         from flows.train import train as train_flow
 
         prefect_server[0].ready()
+        watch.append(ServerWatch(prefect_server[0]))
+        watch[0].start()
         started.set()
         set_listener(display.listen)
         return asyncio.run(train_flow(config=config, overrides=overrides))
@@ -61,14 +65,23 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
             prefect_server[0].stop()
         interrupt_sessions()
 
+    def check() -> None:
+        for item in watch:
+            item.check()
+
     def on_signal() -> None:
         display.warn("Stopping the workers; a second Ctrl-C ends everything at once.")
 
     try:
         with display:
             display.say("starting Prefect")
-            run_interruptible(work, stop, on_signal)
+            run_interruptible(work, stop, on_signal, check=check)
             display.say("finished")
+    except ServerLost as lost:
+        # The flow may wait for the server for ever; the workers are stopped.
+        print(f"error: {lost}.", file=sys.stderr)
+        _say_how_to_continue(run)
+        leave(1)
     except Interrupted as interrupted:
         _say_how_to_continue(run)
         if interrupted.clean and prefect_server:

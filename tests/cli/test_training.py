@@ -112,6 +112,20 @@ def test_nothing_survives_sigkill(fresh_earl: Earl) -> None:
     _assert_gone(children)
 
 
+def test_a_lost_prefect_server_ends_the_run_with_one_sentence(fresh_earl: Earl) -> None:
+    settings = fresh_earl.settings(iterations="500", evaluation__every="0")
+    process = fresh_earl.start("train", str(CONFIG), "--name", "alone", *settings)
+    _, children = _read_until(process, "iteration 0: rollout started")
+    for child in children:
+        if "flows.server" in " ".join(child.cmdline()):
+            child.kill()
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, rest
+    assert "error: the Prefect server at http://127.0.0.1:" in rest
+    assert "Continue with: earl resume runs/alone" in rest or "earl resume alone" in rest
+    _assert_gone(children)
+
+
 def test_sigterm_before_the_first_worker(fresh_earl: Earl) -> None:
     process = fresh_earl.start("train", str(CONFIG), *fresh_earl.settings())
     _, children = _read_until(process, "starting Prefect")
