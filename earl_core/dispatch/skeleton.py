@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -101,7 +102,9 @@ def make_skeleton(
             dtype=dtype, values=(at, size), offsets=offsets, axis=axis
         )
         at += _aligned(size)
-    messages = _Messages(schema.with_metadata(dict(metadata)))
+    # pyarrow takes most of a millisecond to write its example; shards of one kind share it.
+    key = (schema.serialize().to_pybytes(), tuple(sorted(metadata.items())))
+    messages = _Messages(_example_file(*key))
     prefix = messages.prefix(rows, columns, axes, at)
     footer = messages.footer(len(prefix), at)
     placed = {name: _moved(column, len(prefix)) for name, column in columns.items()}
@@ -164,15 +167,22 @@ def _axes(
     return axes, axis_of
 
 
-class _Messages:
-    """The schema, the record batch message and the footer that pyarrow writes for a schema."""
+@lru_cache(maxsize=64)
+def _example_file(schema_bytes: bytes, metadata: tuple[tuple[str, str], ...]) -> bytes:
+    """What pyarrow writes for one row of a serialised schema with this metadata."""
+    schema = pa.ipc.read_schema(pa.py_buffer(schema_bytes)).with_metadata(dict(metadata))
+    arrays = [pa.array([_example(field)], type=field.type) for field in schema]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    return bytes(sink.getvalue())
 
-    def __init__(self, schema: pa.Schema) -> None:
-        arrays = [pa.array([_example(field)], type=field.type) for field in schema]
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, schema) as writer:
-            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-        file = bytearray(sink.getvalue())
+
+class _Messages:
+    """The schema, the record batch message and the footer in a file that pyarrow wrote."""
+
+    def __init__(self, example: bytes) -> None:
+        file = bytearray(example)
         # Magic and two zeros; then messages, each after a mark and the length of its flatbuffer.
         self._schema_end = 16 + _int32(file, 12)
         flatbuffer = self._schema_end + 8

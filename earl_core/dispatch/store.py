@@ -17,8 +17,9 @@ from earl_core.dispatch.shard import ShardWriter
 from earl_core.dispatch.skeleton import make_skeleton
 from earl_core.trajectory.samples import Columns, CopiedRows, RowSource
 
-# Wide enough for every generation; the real one takes its place when the segment is had.
-_NO_GENERATION = "0" * 20
+# Texts of fixed width in the metadata, so that shards of one kind have one layout. The real
+# generation takes its place when the segment is had.
+_NO_GENERATION, _NO_ITERATION = "0" * 20, "#" * 20
 
 
 class ShardStore:
@@ -67,13 +68,14 @@ class ShardStore:
         sizes = {name: np.array([len(v) for v in c], np.int64) for name, c in encoded.items()}
         metadata = {
             "earl.stage": stage,
-            "earl.iteration": str(iteration),
+            "earl.iteration": _NO_ITERATION,
             "earl.rank": str(rank),
             "earl.generation": _NO_GENERATION,
         }
         if "sample_id" not in schema.names or schema.field("sample_id").type != pa.int64():
             raise ValueError("a shard needs the column `sample_id` of type int64")
         skeleton = make_skeleton(schema, rows, {**(lengths or {}), **sizes}, metadata)
+        skeleton = skeleton.with_text(_NO_ITERATION, str(iteration).zfill(20))
         self.prepare()
         segment = self.pool.acquire(skeleton.least_bytes(table_bytes(skeleton.body[1])))
         try:

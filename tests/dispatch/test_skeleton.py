@@ -167,7 +167,7 @@ def test_generation_is_in_name_metadata_and_manifest(tmp_path: Path) -> None:
     assert int(metadata[b"earl.generation"]) == entry.generation
     assert entry.file == f"000004-rollout-0-{entry.generation}.arrow"
     assert metadata[b"earl.stage"] == b"rollout"
-    assert metadata[b"earl.iteration"] == b"4"
+    assert int(metadata[b"earl.iteration"]) == 4
 
 
 def test_token_columns_have_an_axis_of_their_own_even_where_lengths_agree(tmp_path: Path) -> None:
