@@ -22,7 +22,6 @@ from typing import Any, Protocol
 from benchmarks.harness import stdout_for_results
 from benchmarks.rollout_raw import InProcess, SeparateProcess
 from benchmarks.rollout_requests import Recorder, Recording
-from earl_core.cluster.context import WorkerContext
 from earl_core.config import RunConfig, load_config
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import play
@@ -60,10 +59,9 @@ class Earl:
             )
         )
         deployment = plan["rollout"].model_copy(update={"replicas": 1})
-        context = WorkerContext(0, 1, "rollout", Path(os.devnull))
         self._running = deployment.max_running_requests or config.rollout.max_running_requests
         self._chat = load_chat_tokenizer(config)
-        self._engine = build_engine(config, deployment, context)
+        self._engine = build_engine(config, deployment)
         self._weights = manifest_from_directory(model_directory(config), 0)
         environment = config.environment
         self._pool = EnvironmentPool(environment.name, environment.options, hosts=environment.hosts)

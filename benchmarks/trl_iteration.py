@@ -109,14 +109,14 @@ def game_reward(game_reward: list[float], **_: Any) -> list[float]:
     return game_reward
 
 
-def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
-    """The trainer with the settings of the comparison."""
+def grpo_arguments(settings: dict[str, Any], output: Path) -> GRPOConfig:
+    """TRL's arguments for one optimizer step per iteration, all games of it trained once."""
     games = settings["prompts"] * settings["group_size"]
     device_batch = min(settings["device_batch"], games)
-    arguments = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(output),
         use_cpu=not torch.cuda.is_available(),
-        bf16=True,
+        bf16=settings.get("precision", "bf16") == "bf16",
         per_device_train_batch_size=device_batch,
         gradient_accumulation_steps=games // device_batch,
         num_generations=settings["group_size"],
@@ -145,6 +145,10 @@ def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
         vllm_max_model_length=1024,
         vllm_importance_sampling_correction=False,
     )
+
+
+def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
+    """The trainer with the settings of the comparison."""
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     chat = ChatTokenizer(tokenizer, None, settings["answer_prefix"], ())
@@ -157,7 +161,7 @@ def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
         # Full-precision weights under bfloat16 autocast, as on EARL's side.
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
         reward_funcs=game_reward,
-        args=arguments,
+        args=grpo_arguments(settings, output),
         train_dataset=Dataset.from_dict({"prompt": rows}),
         processing_class=tokenizer,
         callbacks=[recorder],

@@ -18,6 +18,7 @@ from typing import Any
 
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.layout import LayoutConfig, RolloutLayout
 from earl_core.environments.base import Message
 from earl_core.selector import SelectionInput, StageDeployment, select
 from tasks.hardware import read_hardware, read_model_shape
@@ -165,17 +166,20 @@ class PolicyPlayer:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _choose_deployment(self) -> StageDeployment:
+        # One engine as wide as the run's: a model that needs two devices needs them here too.
+        width = self.config.layout.rollout.tensor_parallel
         plan = select(
             SelectionInput(
                 iteration=0,
                 rollout=self.config.rollout,
                 update=self.config.update,
+                layout=LayoutConfig(rollout=RolloutLayout(tensor_parallel=width)),
                 needs_reference=False,
                 hardware=read_hardware(),
                 model=read_model_shape(self.checkpoint.policy),
             )
         )
-        return plan["rollout"].model_copy(update={"replicas": 1})
+        return plan["rollout"]
 
 
 players: set[PolicyPlayer] = set()

@@ -7,6 +7,7 @@ from typing import Any
 from prefect import task
 
 from tasks.publish import input_weights
+from tasks.replicas import play_evaluation
 from tasks.select import plan_of
 from tasks.session import get_session
 from tasks.stage import StageRef, run_stage
@@ -18,28 +19,9 @@ def evaluation(run: str, version: int, plan: StageRef) -> StageRef:
     session = get_session(run)
     chosen = plan_of(session, plan)
     weights = input_weights(session, chosen["update"], version)
-    settings = session.config.evaluation
 
     def body() -> dict[str, Any]:
-        deployment = chosen["rollout"]
-        session.call(
-            deployment,
-            "rollout",
-            "ensure",
-            version,
-            stage="evaluation",
-            weights=weights.outputs["weights"],
-        )
-        result = session.call(
-            deployment,
-            "rollout",
-            "evaluate",
-            version,
-            stage="evaluation",
-            episodes=settings.episodes,
-            temperature=settings.temperature,
-            options=settings.options,
-        )
+        result = play_evaluation(session, chosen["rollout"], version, weights)
         return {
             "outputs": {"examples": result["examples"], "outcomes": result["outcomes"]},
             "metrics": {**result["metrics"], **_flat(result["outcomes"])},

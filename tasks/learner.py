@@ -1,31 +1,128 @@
-"""The live learner: started, restored and checked before a stage relies on its version."""
+"""The live learner: started, laid out, restored and checked before a stage needs its version."""
 
 from __future__ import annotations
 
+import logging
+import shutil
+from pathlib import Path
 from typing import Any
 
+from earl_core.cluster.errors import WorkerCallFailed
+from earl_core.cluster.results import same_results
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
 from tasks.session import Session, StateLost
 
+logger = logging.getLogger(__name__)
+
 
 def ensure_learner(session: Session, deployment: StageDeployment, iteration: int) -> None:
-    """Have a learner that holds the state iteration `iteration` starts from, or ended with.
+    """Have a learner, laid out so, that holds the state iteration `iteration` starts from, or
+    ended with.
 
-    A fresh group loads the last STABLE checkpoint, or the initial model when there is none.
-    Raises `StateLost` when that is not the version needed: the missing iterations come first.
+    A live one takes another layout as it is where its number of ranks stays; else its state goes
+    through a checkpoint. A fresh group loads the last STABLE checkpoint, or the initial model when
+    there is none. Raises `StateLost` when that is not the version needed: the missing iterations
+    come first.
     """
+    saved = _take_layout(session, deployment, iteration)
     session.group("update", deployment)
     if session.live_version is None:
-        last = max(session.run.last_stable(), sealed_checkpoint(session, iteration))
-        path = str(session.run.checkpoint_path(last).resolve()) if last >= 0 else None
-        result = session.call(deployment, "update", "restore", iteration, checkpoint=path)
+        result = call_learner(
+            session, deployment, "restore", iteration, checkpoint=saved or _last(session, iteration)
+        )
         session.live_version = int(result["policy_version"])
     if session.live_version not in (iteration, iteration + 1):
         raise StateLost(
             f"iteration {iteration} starts from policy version {iteration}, but the learner holds "
             f"version {session.live_version}: resume the run, which repeats what is missing"
         )
+
+
+def call_learner(
+    session: Session,
+    deployment: StageDeployment,
+    method: str,
+    iteration: int,
+    *,
+    agreed: tuple[str, ...] = ("policy_version",),
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Run a method of the learner in all ranks together; their one result.
+
+    agreed: what all ranks must return alike.
+    """
+    results = call_together(session, deployment, "update", method, iteration, **arguments)
+    return same_results(results, agreed)
+
+
+def call_together(
+    session: Session,
+    deployment: StageDeployment,
+    role: str,
+    method: str,
+    iteration: int,
+    **arguments: Any,
+) -> list[dict[str, Any]]:
+    """Run a method in which ranks talk to each other; the results in rank order.
+
+    When it fails in a group of several ranks the group is ended: one that left the others in the
+    middle of an exchange would be answered later with what was meant for that.
+    """
+    try:
+        return session.call_all(deployment, role, method, iteration, **arguments)
+    except WorkerCallFailed:
+        group = session.live(role)
+        if group is not None and deployment.world_size > 1:
+            group.stop()
+        raise
+
+
+def _take_layout(session: Session, deployment: StageDeployment, iteration: int) -> str | None:
+    """Bring a live learner's state over to another layout.
+
+    Returns the directory that a fresh group must restore from, if its state was put into one.
+    """
+    group = session.live("update")
+    if group is None or group.deployment is None or session.live_version is None:
+        drop_handoff(session)
+        return None
+    if group.deployment == deployment.model_dump(mode="json"):
+        return None
+    current = StageDeployment.model_validate(group.deployment)
+    try:
+        if current.world_size == deployment.world_size:
+            moved = session.relayout("update", deployment, iteration)
+            session.run.note(iteration, "update", f"laid out anew in {moved['seconds']:.2f} s")
+            return None
+        covered = session.run.checkpoint_path(session.live_version - 1)
+        if session.live_version - 1 == session.run.last_stable() and covered.is_dir():
+            return str(covered.resolve())
+        drop_handoff(session)
+        handoff = str(_handoff(session).resolve())
+        call_learner(session, current, "save", iteration, directory=handoff)
+        return handoff
+    except WorkerCallFailed:
+        # Its state is no use any more; the last checkpoint's may be as new.
+        logger.warning("the learner could not be laid out anew while it lives", exc_info=True)
+        return None
+
+
+def drop_handoff(session: Session) -> None:
+    """Remove the state through which a learner was rebuilt, once a newer one was made of it.
+
+    Until then a learner whose update was cut off goes back to it.
+    """
+    shutil.rmtree(_handoff(session), ignore_errors=True)
+
+
+def _handoff(session: Session) -> Path:
+    return session.run.path / "handoff"
+
+
+def _last(session: Session, iteration: int) -> str | None:
+    last = max(session.run.last_stable(), sealed_checkpoint(session, iteration))
+    return str(session.run.checkpoint_path(last).resolve()) if last >= 0 else None
 
 
 def sealed_checkpoint(session: Session, iteration: int) -> int:
@@ -40,11 +137,12 @@ def publish_weights(
 ) -> WeightsManifest:
     """Have the learner write policy version `version` into shared memory."""
     ensure_learner(session, deployment, iteration)
-    result: dict[str, Any] = session.call(
+    result = call_learner(
+        session,
         deployment,
-        "update",
         "publish",
         iteration,
+        agreed=("digest",),
         directory=str(session.run.store.directory),
         policy_version=version,
         dtype=session.config.rollout.dtype,

@@ -6,9 +6,13 @@ from typing import Any
 
 from prefect import task
 
+from earl_core.cluster.results import Rule, merge_results
+from tasks.learner import call_together
 from tasks.select import plan_of
 from tasks.session import get_session
 from tasks.stage import StageRef, resolve, run_stage
+
+_RULES: dict[str, Rule] = {"seconds": "max", "tokens_per_second": "sum"}
 
 
 @task(name="reference")
@@ -20,7 +24,10 @@ def reference(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> St
 
     def body() -> dict[str, Any]:
         manifests = [played.model_dump(mode="json")]
-        result = session.call(deployment, "reference", "score", iteration, manifests=manifests)
+        results = call_together(
+            session, deployment, "reference", "score", iteration, manifests=manifests
+        )
+        result = merge_results(results, _RULES)
         result["metrics"]["peak_bytes"] = session.peak_bytes("reference")
         return result
 

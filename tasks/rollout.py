@@ -7,6 +7,7 @@ from typing import Any
 from prefect import task
 
 from tasks.publish import input_weights
+from tasks.replicas import play_rollout
 from tasks.select import plan_of
 from tasks.session import get_session
 from tasks.stage import StageRef, run_stage
@@ -20,17 +21,7 @@ def rollout(run: str, iteration: int, plan: StageRef) -> StageRef:
     weights = input_weights(session, chosen["update"], iteration)
 
     def body() -> dict[str, Any]:
-        deployment = chosen["rollout"]
-        session.call(deployment, "rollout", "ensure", iteration, weights=weights.outputs["weights"])
-        sizes = session.config.rollout
-        result = session.call(
-            deployment,
-            "rollout",
-            "rollout",
-            iteration,
-            first_prompt=iteration * sizes.prompts_per_iteration,
-            prompts=sizes.prompts_per_iteration,
-        )
+        result = play_rollout(session, chosen["rollout"], iteration, weights)
         metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("rollout")}
         metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
         return {

@@ -50,6 +50,7 @@ def _selection_input(session: Session, iteration: int) -> SelectionInput:
         iteration=iteration,
         rollout=session.config.rollout,
         update=session.config.update,
+        layout=session.config.layout,
         experience=session.config.experience,
         needs_reference=session.config.needs_reference,
         hardware=session.hardware,

@@ -2,20 +2,24 @@
 
 Prefect tasks get small JSON references only; what lives across them (worker processes, the
 tracker's queue) is looked up here by run directory. Groups outlive iterations and are rebuilt
-when their StageDeployment changes.
+when their StageDeployment changes. A role has one group, but the rollout one for each engine, so
+that an engine that is lost takes no other with it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.placement import PLACED, Place, Site, Wish
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.layout import check_devices, check_layout
 from earl_core.dispatch import PoolFull
 from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep_unneeded
@@ -33,6 +37,18 @@ TARGETS = {
     "model": "earl_core.models.builder:ModelBuilder",
 }
 """What runs in the ranks of each worker group."""
+
+_IN_ITS_PLACE = "earl_core.cluster.placement:build"
+
+_MEMORY = {
+    "rollout": ("release_memory", "restore_memory"),
+    "reference": ("offload", "reload"),
+    "update": ("offload", "reload"),
+}
+"""How a role's workers give their device's memory back, and take it again."""
+
+Member = tuple[str, int]
+"""A worker group: the role, and which of its groups, counted from 0."""
 
 
 class SessionInterrupted(RuntimeError):
@@ -53,13 +69,17 @@ class Session:
         self.stop_requested = threading.Event()
         self._finished_here = -1
         self.single_iteration = False
-        self._groups: dict[str, LocalWorkerGroup] = {}
+        self._groups: dict[Member, LocalWorkerGroup] = {}
+        self._places: dict[Member, Place] = {}
+        self._released: set[Member] = set()
         self._live_version: int | None = None
         self._lock = threading.RLock()
-        self._starting = {role: threading.Lock() for role in TARGETS}
+        self._starting: defaultdict[Member, threading.RLock] = defaultdict(threading.RLock)
         self.hardware: Hardware = read_hardware()
+        check_devices(self.config, self.hardware)
         self._prepare_model()
         self.model: ModelShape = read_model_shape(Path(self.config.model.path))
+        check_layout(self.config, self.model, self.hardware)
         self._check_shared_memory()
         self._check_environment()
         self.tracker = Tracker(run, self.hardware)
@@ -70,7 +90,7 @@ class Session:
             self.listener("model", 0, {"building": str(path)})
             deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
             self.call(deployment, "model", "build", 0)
-            self._groups.pop("model").stop()
+            self._groups.pop(("model", 0)).stop()
 
     def _check_shared_memory(self) -> None:
         """Two versions of the weights lie in shared memory while one replaces the other."""
@@ -93,22 +113,116 @@ class Session:
         """Remember that this session finished an iteration, with or without a checkpoint."""
         self._finished_here = iteration
 
-    def group(self, role: str, deployment: StageDeployment) -> LocalWorkerGroup:
-        """The role's live group under this deployment; started or rebuilt when needed."""
-        with self._starting[role]:
+    def group(self, role: str, deployment: StageDeployment, member: int = 0) -> LocalWorkerGroup:
+        """The role's live group under this deployment; started or rebuilt when needed.
+
+        member: which engine's, for the rollout.
+        """
+        key = (role, member)
+        with self._lock:
+            starting = self._starting[key]
+        with starting:
             if self.stop_requested.is_set():
                 raise SessionInterrupted("the run was asked to stop")
-            with self._lock:
-                group = self._groups.get(role)
-                if group is None:
-                    group = self._groups[role] = self._new_group(role, deployment)
+            self._make_room(role, deployment)
+            place = self._place(role, deployment, member)
+            if role == "rollout":
+                # An engine does not change when others come and go.
+                deployment = deployment.model_copy(update={"replicas": 1})
+            group = self.live(role, member)
             wanted = deployment.model_dump(mode="json")
-            if not group.alive or group.deployment != wanted:
-                self.listener(role, 0, {"starting": role})
-                if role == "update":
-                    self._live_version = None
-                group.start(wanted, self._arguments(), deployment.world_size)
+            if group is None or group.deployment != wanted or self._places.get(key) != place:
+                group = self._rebuild(key, deployment, place)
+            elif key in self._released:
+                self._memory_call(key, _MEMORY[role][1], deployment)
+                self._released.discard(key)
             return group
+
+    def _rebuild(self, key: Member, deployment: StageDeployment, place: Place) -> LocalWorkerGroup:
+        role, member = key
+        name = f"{role}-{member}" if role == "rollout" else role
+        self.listener(role, 0, {"starting": name if member else role})
+        if role == "update":
+            self._live_version = None
+        with self._lock:
+            old = self._groups.get(key)
+        if old is not None:
+            old.stop()
+        group = self._new_group(name, deployment)
+        with self._lock:
+            if self.stop_requested.is_set():
+                raise SessionInterrupted("the run was asked to stop")
+            self._groups[key], self._places[key] = group, place
+            self._released.discard(key)
+        arguments = {
+            "target": TARGETS[role],
+            "cores": list(place.cores),
+            "gpus": list(place.gpus),
+            "arguments": self._arguments(),
+        }
+        group.start(deployment.model_dump(mode="json"), arguments, deployment.world_size)
+        return group
+
+    def _place(self, role: str, deployment: StageDeployment, member: int) -> Place:
+        if role not in PLACED:
+            return Place()
+        rollout = role == "rollout"
+        wish = Wish(
+            role=role,
+            ranks=deployment.tensor_parallel if rollout else deployment.world_size,
+            threads=deployment.threads,
+            member=member,
+            members=deployment.replicas if rollout else 1,
+        )
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        return self.config.layout.placed.place(wish, Site(cores, self.hardware.gpus))
+
+    def _make_room(self, role: str, deployment: StageDeployment) -> None:
+        """Have other roles give back the devices' memory that this one is about to use."""
+        if not self.hardware.gpus or role not in PLACED:
+            # A core's memory is everybody's: nothing would be freed by giving it back.
+            return
+        for key in list(self._groups):
+            giving = key[0] in self.config.layout.placed.gives_way(role)
+            if giving and key not in self._released and self.live(*key) is not None:
+                self._memory_call(key, _MEMORY[key[0]][0], deployment)
+                self._released.add(key)
+
+    def _memory_call(self, key: Member, method: str, deployment: StageDeployment) -> None:
+        self._groups[key].call(
+            method,
+            stage=deployment.stage,
+            iteration=self.next_iteration(),
+            deadline_seconds=self.config.deadlines.stage,
+        )
+
+    def relayout(self, role: str, deployment: StageDeployment, iteration: int) -> dict[str, Any]:
+        """Lay the role's live ranks out anew, their number and their state unchanged.
+
+        What rank 0 says of it: seconds and bytes. `live_version` stays. Raises what
+        `WorkerGroup.relayout` raises; the group has then ended.
+        """
+        with self._starting[(role, 0)]:
+            self._make_room(role, deployment)
+            group = self._groups[(role, 0)]
+            self.listener(role, iteration, {"laying_out": role})
+            results = group.relayout(
+                deployment.model_dump(mode="json"),
+                stage=role,
+                iteration=iteration,
+                deadline_seconds=self.config.deadlines.stage,
+            )
+            # What it had parked, it took back to move it.
+            self._released.discard((role, 0))
+            return dict(results[0] or {})
+
+    def retire(self, role: str, members: int) -> None:
+        """Stop the role's groups from number `members` on, which no layout has any more."""
+        with self._lock:
+            over = [key for key in self._groups if key[0] == role and key[1] >= members]
+            groups = [self._groups.pop(key) for key in over]
+        for group in groups:
+            group.stop()
 
     @property
     def live_version(self) -> int | None:
@@ -119,11 +233,11 @@ class Session:
     def live_version(self, version: int) -> None:
         self._live_version = version
 
-    def _new_group(self, role: str, deployment: StageDeployment) -> LocalWorkerGroup:
+    def _new_group(self, name: str, deployment: StageDeployment) -> LocalWorkerGroup:
         threads = str(deployment.threads)
         return LocalWorkerGroup(
-            role,
-            TARGETS[role],
+            name,
+            _IN_ITS_PLACE,
             log_directory=self.run.logs,
             environment={
                 "OMP_NUM_THREADS": threads,
@@ -147,9 +261,9 @@ class Session:
             "run_directory": str(self.run.path),
         }
 
-    def live(self, role: str) -> LocalWorkerGroup | None:
+    def live(self, role: str, member: int = 0) -> LocalWorkerGroup | None:
         """The role's group if it is alive."""
-        group = self._groups.get(role)
+        group = self._groups.get((role, member))
         return group if group is not None and group.alive else None
 
     def call(
@@ -197,8 +311,9 @@ class Session:
 
     def peak_bytes(self, role: str) -> float:
         """Most private memory that the role's ranks used during their last call, together."""
-        group = self._groups.get(role)
-        return float(sum(use.tree_peak_bytes for use in group.memory)) if group else 0.0
+        with self._lock:
+            groups = [group for key, group in self._groups.items() if key[0] == role]
+        return float(sum(use.tree_peak_bytes for group in groups for use in group.memory))
 
     def interrupt(self) -> None:
         """Stop every worker group now, from any thread; calls under way raise."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import task
 
-from tasks.learner import ensure_learner
+from tasks.learner import call_learner, drop_handoff, ensure_learner
 from tasks.select import plan_of
 from tasks.session import Session, get_session
 from tasks.stage import StageRef, resolve, run_stage
@@ -30,16 +30,18 @@ def update(
     def body() -> dict[str, Any]:
         ensure_learner(session, deployment, iteration)
         checkpoint = session.run.checkpoint_path(iteration) if due(session, iteration) else None
-        result = session.call(
+        result = call_learner(
+            session,
             deployment,
             "update",
-            "update",
             iteration,
+            agreed=("policy_version", "digest", "steps_applied"),
             manifests=[manifest.model_dump(mode="json") for manifest in inputs],
             checkpoint=str(checkpoint.resolve()) if checkpoint else None,
             record={"run": session.run.uid, "tracking": session.run.record.get("tracking")},
         )
         session.live_version = int(result["policy_version"])
+        drop_handoff(session)
         session.run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
         metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("update")}
         return {

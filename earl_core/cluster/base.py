@@ -33,7 +33,7 @@ class WorkerGroup(Protocol):
     `Class(context, deployment, **arguments)` and keeps it until `stop()`. A group runs one call at
     a time; a second caller waits for the first. An error of type `WorkerLost`, `WorkerStalled` or
     `DeadlineExceeded` ends the group: `alive` is False, and `start()` makes a fresh one. After
-    `WorkerCallFailed` the group stays usable if every rank has answered.
+    `WorkerCallFailed` of a call the group stays usable if every rank has answered.
     """
 
     role: str
@@ -65,12 +65,21 @@ class WorkerGroup(Protocol):
     ) -> list[Any]:
         """`call` for asyncio. Once a cancelled `acall` has raised, the group is idle or ended."""
 
+    def relayout(
+        self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
+    ) -> list[Any]:
+        """Call `relayout(deployment=...)` in every rank; `deployment` is then the group's.
+
+        The ranks stay and keep their state, so `world_size` cannot change this way. The results in
+        rank order. After `WorkerCallFailed` the group has ended.
+        """
+
     def stop(self, grace_seconds: float = 10.0) -> None:
         """Close the targets and end all processes of the group; harmless when nothing runs."""
 
     @property
     def deployment(self) -> Json | None:
-        """The StageDeployment the group was started with, or None when it is not alive."""
+        """The StageDeployment that the ranks are laid out by, or None when it is not alive."""
 
     @property
     def alive(self) -> bool:

@@ -13,15 +13,17 @@ from typing import Any
 class WorkerContext:
     """Handed to the target's constructor.
 
-    `stage` and `iteration` are those of the current call. `cancelled` is set when the caller gave
-    the current call up: a method that checks it and returns keeps the group; one that runs on for
-    longer than the controller waits costs it.
+    `hosts` names the host of each rank, as manifests do; empty: all are on this one. `stage` and
+    `iteration` are those of the current call. `cancelled` is set when the caller gave the current
+    call up: a method that checks it and returns keeps the group; one that runs on for longer than
+    the controller waits costs it.
     """
 
     rank: int
     world_size: int
     role: str
     log_path: Path
+    hosts: tuple[str, ...] = ()
     cancelled: threading.Event = field(default_factory=threading.Event)
     stage: str = ""
     iteration: int | None = None

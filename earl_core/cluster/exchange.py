@@ -128,9 +128,10 @@ class Exchange:
 
     def _expire(self) -> NoReturn:
         waiting = [rank.rank for rank in self._monitor.ranks if rank.reply is None]
+        others = "" if len(waiting) == 1 else f" Neither did ranks {waiting[1:]}."
         reason = (
-            f"it did not finish within its deadline of {self._request.deadline_seconds:g} s. "
-            "Raise the deadline, or look at the stacks in the log to see where it hangs"
+            f"it did not finish within its deadline of {self._request.deadline_seconds:g} s."
+            f"{others} Raise the deadline, or look at the stacks in the log to see where it hangs"
         )
         self._monitor.lose(Loss("deadline", reason, waiting[0]), dump=True)
         raise loss_error(self._monitor, self._condition, self._request.where)

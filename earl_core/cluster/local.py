@@ -7,25 +7,29 @@ import atexit
 import itertools
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from earl_core.cluster.base import Json, MemoryUse, Progress
-from earl_core.cluster.errors import Where, WorkerError, WorkerLost
+from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, WorkerLost
 from earl_core.cluster.exchange import Aborted, Exchange, Request, loss_error
 from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.processes import ENDING_GRACE_SECONDS
 from earl_core.cluster.rank import RankHandle
+from earl_core.cluster.rendezvous import (
+    ATTEMPTS,
+    port_was_taken,
+    rank_variables,
+    shared_variables,
+)
+from earl_core.cluster.threads import T, in_thread
 from earl_core.cluster.wire import encode
-
-T = TypeVar("T")
 
 _running: set[LocalWorkerGroup] = set()
 
@@ -126,20 +130,30 @@ class LocalWorkerGroup:
             raise ValueError(f"A worker group needs at least one rank, not {world_size}.")
         with self._lifecycle:
             self._stop(grace_seconds=10.0)
-            request = self._start_request(deployment, arguments, world_size, abort)
             self._starting = abort
             try:
-                self._spawn(world_size)
-                assert self._monitor is not None
-                Exchange(self._monitor, self._condition, request).run()
+                for attempt in range(1, ATTEMPTS + 1):
+                    request = self._start_request(deployment, arguments, world_size, abort)
+                    try:
+                        self._start_once(request, world_size)
+                        break
+                    except WorkerError as error:
+                        if attempt == ATTEMPTS or not port_was_taken(error):
+                            raise
                 self._deployment = deployment
-            except BaseException as error:
-                self._stop(grace_seconds=0.0)
-                if isinstance(error, Aborted):
-                    raise WorkerLost(request.where, "the start was cancelled") from None
-                raise
             finally:
                 self._starting = None
+
+    def _start_once(self, request: Request, world_size: int) -> None:
+        try:
+            self._spawn(world_size)
+            assert self._monitor is not None
+            Exchange(self._monitor, self._condition, request).run()
+        except BaseException as error:
+            self._stop(grace_seconds=0.0)
+            if isinstance(error, Aborted):
+                raise WorkerLost(request.where, "the start was cancelled") from None
+            raise
 
     def _start_request(
         self, deployment: Json, arguments: Json, world_size: int, abort: threading.Event
@@ -165,19 +179,13 @@ class LocalWorkerGroup:
 
     def _spawn(self, world_size: int) -> None:
         self._log_directory.mkdir(parents=True, exist_ok=True)
-        shared = {
-            **os.environ,
-            **self._environment,
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-        }
+        shared = shared_variables(world_size, {**os.environ, **self._environment})
         ranks: list[RankHandle] = []
         try:
             for rank in range(world_size):
                 path = self._log_path(rank)
                 log = LogFile(path, path.stat().st_size if path.exists() else 0)
-                environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                environment = {**shared, **rank_variables(rank)}
                 ranks.append(RankHandle(rank, log, environment, self._heartbeat_timeout))
         except BaseException:
             for handle in ranks:
@@ -285,6 +293,32 @@ class LocalWorkerGroup:
             lambda abort: self._call(where, arguments, deadline_seconds, progress, abort)
         )
 
+    def relayout(
+        self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
+    ) -> list[Any]:
+        """Have the ranks change to another layout of the same number of ranks, state kept.
+
+        Calls the targets' `relayout(deployment=...)`; its results in rank order. When any rank
+        fails, the group is ended: the ranks' states need not fit together any more.
+        """
+        monitor = self._monitor
+        try:
+            results = self.call(
+                "relayout",
+                stage=stage,
+                iteration=iteration,
+                deadline_seconds=deadline_seconds,
+                deployment=deployment,
+            )
+        except WorkerCallFailed:
+            self.stop()
+            raise
+        with self._condition:
+            # Unless another thread has started the group anew meanwhile.
+            if self._monitor is monitor and self.alive:
+                self._deployment = deployment
+        return results
+
     def _call(
         self,
         where: Where,
@@ -336,42 +370,11 @@ class LocalWorkerGroup:
             return monitor
 
     async def _in_thread(self, function: Callable[[threading.Event], T]) -> T:
-        # A thread of its own, not the loop's executor: a few long calls would fill that, and its
-        # threads hold up the interpreter's exit.
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        abort = threading.Event()
+        return await in_thread(function, name=f"earl-{self.role}-call", wake=self._wake)
 
-        def run() -> None:
-            try:
-                value = function(abort)
-            except BaseException as error:
-                outcome = error if isinstance(error, Exception) else RuntimeError(repr(error))
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(future.set_exception, outcome)
-            else:
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(future.set_result, value)
-
-        threading.Thread(target=run, name=f"earl-{self.role}-call", daemon=True).start()
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            abort.set()
-            with self._condition:
-                self._condition.notify_all()
-            while not future.done():
-                # A second cancellation must not let go of a call that is still being wound up.
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({future})
-            future.exception()
-            raise
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
 
 
 def _stop_all() -> None:

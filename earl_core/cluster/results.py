@@ -37,6 +37,22 @@ def merge_results(
     return {"shards": shards, "metrics": {name: _merged(name, rules, results) for name in names}}
 
 
+def same_results(results: Sequence[Mapping[str, Any]], agreed: Sequence[str]) -> dict[str, Any]:
+    """The first rank's result; its shards, if it has any, are those of all ranks in their order.
+
+    For ranks that do one thing together and report what is true of all of them. Raises
+    `ValueError` when they do not return the same under the names `agreed`.
+    """
+    for name in agreed:
+        values = [result[name] for result in results]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the ranks of one group returned different {name}: {values}")
+    together = dict(results[0])
+    if "shards" in together:
+        together["shards"] = [shard for result in results for shard in result["shards"]]
+    return together
+
+
 def _merged(name: str, rules: Mapping[str, Rule], results: Sequence[Mapping[str, Any]]) -> float:
     having = [result for result in results if name in result["metrics"]]
     values = [float(result["metrics"][name]) for result in having]

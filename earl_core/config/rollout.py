@@ -19,7 +19,9 @@ class EnvironmentConfig(Settings):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the environment; checked before work starts."
     )
-    hosts: int = Field(default=1, ge=1, description="Processes that run environment code.")
+    hosts: int = Field(
+        default=1, ge=1, description="Processes that run environment code, for each engine."
+    )
     step_timeout_seconds: float = Field(
         default=30.0, gt=0, description="A reset or step that takes longer fails its episode."
     )
@@ -79,7 +81,9 @@ class RolloutConfig(Settings):
         default=(), description="Single-token strings that end an answer, besides end-of-turn."
     )
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    threads: int = Field(default=0, ge=0, description="CPU threads of an engine; 0: all cores.")
+    threads: int = Field(
+        default=0, ge=0, description="CPU threads of an engine; 0: the cores divided among them."
+    )
     top_p: float = 1.0
     top_k: int = 0
     vllm: VllmConfig = VllmConfig()

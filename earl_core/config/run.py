@@ -13,6 +13,7 @@ from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.base import Settings
 from earl_core.config.experience import ExperienceConfig
+from earl_core.config.layout import LayoutConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.rollout import EnvironmentConfig, RolloutConfig
 from earl_core.config.services import (
@@ -42,6 +43,7 @@ class RunConfig(Settings):
     experience: ExperienceConfig = ExperienceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()
+    layout: LayoutConfig = LayoutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dispatch: DispatchConfig = DispatchConfig()
@@ -87,6 +89,7 @@ class RunConfig(Settings):
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
+        self.layout.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         return self
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from earl_core.config.layout import layout_rows
 from earl_core.config.run import RunConfig
 
 
@@ -37,6 +38,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
             "update.max_tokens_per_microbatch",
         ),
         ("episodes in all", str(episodes * config.iterations), "x iterations"),
+        *layout_rows(config),
         ("precision of the update", update.precision, "update.precision"),
         ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
         ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),

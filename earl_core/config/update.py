@@ -29,4 +29,6 @@ class UpdateConfig(Settings):
         default=4096, ge=1, description="Tokens packed into one forward pass."
     )
     activation_checkpointing: bool = False
-    threads: int = Field(default=0, ge=0, description="CPU threads of the update; 0: all cores.")
+    threads: int = Field(
+        default=0, ge=0, description="CPU threads of each rank; 0: the cores divided among them."
+    )

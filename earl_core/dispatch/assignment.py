@@ -42,11 +42,16 @@ def assign(
     return owner
 
 
-def imbalance(cost: np.ndarray, owner: np.ndarray, replicas: int) -> float:
-    """How far the dearest replica lies above the mean, as a share of it; 0 is even."""
-    loads = np.bincount(owner, weights=cost, minlength=replicas)
-    mean = float(loads.mean())
-    return max(float(loads.max()) / mean - 1.0, 0.0) if mean > 0 else 0.0
+def imbalance(cost: np.ndarray, owner: np.ndarray, part: np.ndarray, replicas: int) -> float:
+    """How far the dearest replica lies above the mean, as a share of it; 0 is even.
+
+    part: int64 per item, from 0; after each part the replicas wait for the dearest.
+    """
+    parts = int(part.max(initial=0)) + 1
+    loads = np.bincount(part * replicas + owner, weights=cost, minlength=parts * replicas)
+    dearest = float(loads.reshape(parts, replicas).max(axis=1).sum())
+    mean = float(cost.sum()) / replicas
+    return max(dearest / mean - 1.0, 0.0) if mean > 0 else 0.0
 
 
 def _deal(

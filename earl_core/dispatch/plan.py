@@ -259,12 +259,15 @@ def make_plan(
     layout: Layout,
     *,
     groups: Sequence[int] | np.ndarray | None = None,
+    parts: Sequence[int] | np.ndarray | None = None,
 ) -> DispatchPlan:
     """Plan the way of a batch to its consumers.
 
     The rows of the last manifest decide; its columns and those of the manifests before it are
     joined by sample_id. groups: the group of each row in ascending order of sample_id, needed
-    when `layout.keep_groups`. Raises `ManifestError` when manifests contradict themselves or
+    when `layout.keep_groups`. parts: for each row which part of the work it belongs to, the same
+    for all rows of a group; the replicas meet after each part, so each is balanced by itself.
+    Raises `ManifestError` when manifests contradict themselves or
     each other, `ValueError` when the layout cannot be met.
     """
     sources = join(manifests, layout.columns)
@@ -285,9 +288,23 @@ def make_plan(
     for rank, host in enumerate(hosts):
         near[number[host]].append(rank // per_replica)
     home = _homes(sources, item, len(cost), number)
-    owner = assign(cost, home, near, layout.data_parallel, layout.max_imbalance)
-    uneven = imbalance(cost, owner, layout.data_parallel)
+    part = _parts(item, len(cost), parts)
+    owner = np.empty(len(cost), dtype=np.int64)
+    for one in np.unique(part):
+        chosen = np.flatnonzero(part == one)
+        owner[chosen] = assign(
+            cost[chosen], home[chosen], near, layout.data_parallel, layout.max_imbalance
+        )
+    uneven = imbalance(cost, owner, part, layout.data_parallel)
     return DispatchPlan(layout, sources, owner[item], hosts, uneven)
+
+
+def _parts(item: np.ndarray, items: int, parts: Sequence[int] | np.ndarray | None) -> np.ndarray:
+    """The part of each item, int64, counted from 0. item: the item of each row."""
+    found = np.zeros(items, dtype=np.int64)
+    if parts is not None:
+        found[item] = np.unique(np.asarray(parts), return_inverse=True)[1]
+    return found
 
 
 def _only_host(sources: Sources, ranks: int) -> tuple[str, ...]:

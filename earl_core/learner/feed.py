@@ -11,47 +11,63 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from earl_core.learner.attention import SampleBoundaries
+from earl_core.learner.boundaries import SampleBoundaries
+from earl_core.learner.context_parallel import ContextGroup, PackShare, TrainedGather, share_of
 from earl_core.learner.model import PackedTensors
-from earl_core.learner.packing import PackedMicrobatch, TrainingSample, pack
+from earl_core.learner.packing import Allocate, PackedMicrobatch, TrainingSample, pack
 from earl_core.learner.staging import SentBuffer, Staging
 
-# Five int64 arrays and at most four float32 columns, none longer than the tokens; each may start
-# up to 64 bytes late.
+if TYPE_CHECKING:
+    from earl_core.learner.mesh import UpdateMesh
+
+# Five int64 arrays and at most four float32 columns, and six int64 arrays of a context rank's
+# part, none longer than the tokens; each may start up to 64 bytes late.
 _BYTES_PER_TOKEN = 5 * 8 + 4 * 4
-_SLACK_BYTES = 9 * 64
+_BYTES_PER_TOKEN_SHARED_OUT = _BYTES_PER_TOKEN + 6 * 8
+_SLACK_BYTES = 15 * 64
 
 
 @dataclass(frozen=True)
 class FedMicrobatch:
     """A packed microbatch and its arrays on the device.
 
-    packed: on the host; its arrays are overwritten once the microbatch after the next is asked
-    for. tensors: what the model needs. episode_index int64 [T'] and columns float32 [T']: as in
-    `packed`.
+    packed: the whole microbatch, on the host; its arrays are overwritten once the microbatch after
+    the next is asked for. tensors: what the model needs: with context parallelism this rank's
+    tokens, and of the trained tokens those that it predicts. context: how these come together
+    again (`gather_trained`); None where they are all here. episode_index int64 [T'] and columns
+    float32 [T']: of the whole microbatch, as in `packed`.
     """
 
     packed: PackedMicrobatch
     tensors: PackedTensors
     episode_index: torch.Tensor
     columns: dict[str, torch.Tensor]
+    context: TrainedGather | None = None
 
 
 @dataclass(frozen=True)
 class _Prepared:
     packed: PackedMicrobatch
+    share: PackShare | None
+    boundaries: SampleBoundaries
     sent: SentBuffer | None
 
 
 class Feed:
-    """Gives the microbatches of a plan in order, on `device`. One iteration at a time."""
+    """Gives the microbatches of a plan in order, on `device`. One iteration at a time.
 
-    def __init__(self, device: torch.device) -> None:
+    mesh: where its context dimension has several ranks, each gets its part of every microbatch;
+    they must ask for the same microbatches.
+    """
+
+    def __init__(self, device: torch.device, mesh: UpdateMesh | None = None) -> None:
         self._device = device
+        self._context = ContextGroup.of(mesh)
         self._stagings: tuple[Staging, ...] = ()
         if device.type == "cuda":
             # Two buffers: one is packed while the host arrays of the other are in use.
@@ -80,27 +96,48 @@ class Feed:
         self, samples: Sequence[TrainingSample], rows: Sequence[int], number: int
     ) -> _Prepared:
         if not self._stagings:
-            return _Prepared(pack(samples, rows), None)
+            packed = pack(samples, rows)
+            share = self._share(packed, np.empty)
+            return _Prepared(packed, share, self._boundaries(packed, share), None)
         staging = self._stagings[number % 2]
         tokens = sum(len(samples[row].tokens) for row in rows)
-        staging.begin(tokens * _BYTES_PER_TOKEN + _SLACK_BYTES)
+        per_token = _BYTES_PER_TOKEN if self._context is None else _BYTES_PER_TOKEN_SHARED_OUT
+        staging.begin(tokens * per_token + _SLACK_BYTES)
         packed = pack(samples, rows, staging.allocate)
-        return _Prepared(packed, staging.send())
+        share = self._share(packed, staging.allocate)
+        # Copies from ordinary memory wait for their stream: on the computing one, for the current
+        # microbatch.
+        with staging.copying():
+            boundaries = self._boundaries(packed, share)
+        return _Prepared(packed, share, boundaries, staging.send())
+
+    def _share(self, packed: PackedMicrobatch, allocate: Allocate) -> PackShare | None:
+        return None if self._context is None else share_of(packed, self._context, allocate)
+
+    def _boundaries(self, packed: PackedMicrobatch, share: PackShare | None) -> SampleBoundaries:
+        exchange = None if share is None else share.exchange
+        return SampleBoundaries.from_tree(packed.tree, self._device, exchange)
 
     def _deliver(self, ready: _Prepared) -> FedMicrobatch:
-        packed, sent = ready.packed, ready.sent
+        packed, share, sent = ready.packed, ready.share, ready.sent
         if sent is not None:
-            sent.receive()
+            sent.receive(ready.boundaries.tensors())
 
         def place(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array) if sent is None else sent.tensor(array)
 
+        mine = packed if share is None else share
         tensors = PackedTensors(
-            tokens=place(packed.tokens),
-            position_ids=place(packed.position_ids),
-            boundaries=SampleBoundaries.from_tree(packed.tree, self._device),
-            predictors=place(packed.predictors),
-            targets=place(packed.targets),
+            tokens=place(mine.tokens),
+            position_ids=place(mine.position_ids),
+            boundaries=ready.boundaries,
+            predictors=place(mine.predictors),
+            targets=place(mine.targets),
         )
+        context = None
+        if share is not None:
+            context = TrainedGather(
+                share.exchange.place, place(share.trained), place(share.order), share.most
+            )
         columns = {name: place(column) for name, column in packed.columns.items()}
-        return FedMicrobatch(packed, tensors, place(packed.episode_index), columns)
+        return FedMicrobatch(packed, tensors, place(packed.episode_index), columns, context)

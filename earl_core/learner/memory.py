@@ -1,12 +1,117 @@
-"""Peak memory of one update, for metrics and for the selector's calibration."""
+"""Memory of the learner: its peak, and one typed error for running out of it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+
+from earl_core import faults
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_ASKED = re.compile(r"(?:[Tt]ried to allocate|allocate) ([\d.]+) (bytes|[KMGT]iB)")
+_CPU_ALLOCATOR = re.compile(
+    r"DefaultCPUAllocator|can't allocate memory|not enough memory|Cannot allocate memory"
+)
+
+
+class OutOfMemory(MemoryError):
+    """A microbatch did not fit into memory.
+
+    `payload` holds the same numbers for whoever plans again: stage, microbatch (from 1) of
+    microbatches, tokens in it, bytes_asked (None where the allocator did not say).
+    """
+
+    def __init__(
+        self, stage: str, microbatch: int, microbatches: int, tokens: int, bytes_asked: int | None
+    ) -> None:
+        asked = "" if bytes_asked is None else f" when it asked for {bytes_asked:,} bytes more"
+        super().__init__(
+            f"microbatch {microbatch} of {microbatches} of '{stage}', {tokens:,} tokens, ran out "
+            f"of memory{asked}: lower update.max_tokens_per_microbatch, set "
+            "update.activation_checkpointing, or give the stage more ranks"
+        )
+        self.payload: dict[str, Any] = {
+            "stage": stage,
+            "microbatch": microbatch,
+            "microbatches": microbatches,
+            "tokens": tokens,
+            "bytes_asked": bytes_asked,
+        }
+
+
+@contextmanager
+def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int) -> Iterator[None]:
+    """Around the work on one microbatch, numbered from 1: raises `OutOfMemory` in place of what
+    the allocators of Python, of torch on the CPU and of CUDA raise. The fault point
+    `<stage>.microbatch<number>` lies in it.
+    """
+    try:
+        faults.point(f"{stage}.microbatch{number}", iteration)
+        yield
+    except OutOfMemory:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(stage, number, count, tokens, _bytes_asked(str(error))) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator refused: torch's on the CPU raises a plain RuntimeError."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_CPU_ALLOCATOR.search(str(error)))
+
+
+def _bytes_asked(message: str) -> int | None:
+    found = _ASKED.search(message)
+    return int(float(found.group(1)) * _UNITS[found.group(2)]) if found else None
+
+
+class Parking:
+    """Device memory of tensors, given back and taken again; their bytes wait in host memory.
+
+    The tensors stay the objects they are, so that all who hold views of them hold them still; in
+    between they must not be used.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+
+    def give(self, tensors: Iterable[torch.Tensor], device_type: str = "cuda") -> int:
+        """Give the memory of those on such devices back; returns its bytes."""
+        storages = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.device.type == device_type and storage.nbytes():
+                storages[storage.data_ptr()] = storage
+        for storage in storages.values():
+            size, pinned = storage.nbytes(), device_type == "cuda"
+            waiting = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            waiting.copy_(_bytes_of(storage))
+            storage.resize_(0)
+            self._held.append((storage, waiting))
+        if device_type == "cuda" and torch.cuda.is_available():
+            # Other processes see what the allocator lets go of, not what it keeps for itself.
+            torch.cuda.empty_cache()
+        return sum(waiting.numel() for _, waiting in self._held)
+
+    def take(self) -> None:
+        """Take the memory again, and the bytes with it; nothing if none was given."""
+        while self._held:
+            storage, waiting = self._held.pop()
+            storage.resize_(waiting.numel())
+            _bytes_of(storage).copy_(waiting)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def reset_peak() -> None:

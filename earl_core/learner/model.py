@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -21,6 +22,9 @@ from earl_core.config.base import ConfigError
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention import SampleBoundaries, register_attention
 from earl_core.learner.packing import PackedMicrobatch
+
+if TYPE_CHECKING:
+    from earl_core.learner.vocabulary_parallel import VocabularyShard
 
 # Logits held at a time: 2**25 float32 numbers are 128 MiB. More are computed in chunks.
 LOGITS_PER_CHUNK = 2**25
@@ -82,8 +86,13 @@ def load_policy(
     )
     prepare_for_packing(model)
     if activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     return model
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep each layer's input only, and compute the rest again in the backward pass."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def load_tokenizer(config: ModelConfig, directory: Path | None = None) -> PreTrainedTokenizerBase:
@@ -104,8 +113,17 @@ def load_tokenizer(config: ModelConfig, directory: Path | None = None) -> PreTra
 def prepare_for_packing(model: PreTrainedModel) -> None:
     """Choose `earl_varlen`, switch dropout and caches off, and prove that packing is exact.
 
-    Training mode stays on, because transformers checkpoints activations only then. Raises
-    ConfigError for an architecture that mixes packed samples or changes logits after its head.
+    Raises ConfigError for an architecture that mixes packed samples or changes logits after its
+    head.
+    """
+    settle(model)
+    _check_packing(model)
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Choose `earl_varlen`, switch dropout and caches off.
+
+    Training mode stays on, because transformers checkpoints activations only then.
     """
     model.set_attn_implementation(register_attention())
     model.config.use_cache = False
@@ -116,7 +134,6 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
         for name in ("attention_dropout", "dropout", "resid_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-    _check_packing(model)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -155,7 +172,7 @@ def _check_packing(model: PreTrainedModel) -> None:
             f"{name} lets packed samples see each other (a recurrent or convolutional layer?): "
             "choose a model whose layers mix tokens by attention only."
         )
-    own = _head(model)(alone).float()
+    own = head_of(model)(alone).float()
     if not torch.allclose(own, logits, atol=1e-3 * float(logits.abs().max()), rtol=1e-3):
         raise ConfigError(
             f"{name} changes its logits after the output layer (scaling or soft caps), which "
@@ -163,7 +180,8 @@ def _check_packing(model: PreTrainedModel) -> None:
         )
 
 
-def _head(model: PreTrainedModel) -> nn.Module:
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The output layer. Raises ConfigError for a model without one."""
     head = cast(Any, model).get_output_embeddings()
     if head is None:
         raise ConfigError(f"{type(model).__name__} has no output layer: it is no language model.")
@@ -176,13 +194,15 @@ def logprobs_of_trained(
     *,
     temperature: float,
     entropy: EntropyMode = "none",
-    logits_per_chunk: int = LOGITS_PER_CHUNK,
+    chunk_tokens: int | None = None,
+    vocabulary: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (and entropies) of the trained tokens under softmax(logits / temperature).
 
     Returns float32 [T'] and float32 [T'] or None. The head runs at the trained positions only,
-    in chunks of at most `logits_per_chunk` logits; with more than one chunk each is recomputed
-    in the backward pass, so memory holds one chunk whatever T' is.
+    in chunks of `chunk_tokens`, or of as many as give `LOGITS_PER_CHUNK` logits; with more than
+    one chunk each is recomputed in the backward pass, so memory holds one chunk whatever T' is.
+    vocabulary: this rank's part where the head is split over ranks; the result is the whole one.
     """
     decoder = decoder_of(model)
     output = decoder(
@@ -192,10 +212,12 @@ def logprobs_of_trained(
         sample_boundaries=packed.boundaries,
     )
     hidden = output[0][0].index_select(0, packed.predictors)
-    head = _head(model)
-    vocabulary = cast(torch.Tensor, head.weight).shape[0]
-    chunk = max(1, logits_per_chunk // vocabulary)
+    head = head_of(model)
     score: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _score_positions
+    width = cast(torch.Tensor, head.weight).shape[0]
+    if vocabulary is not None:
+        hidden, score, width = vocabulary.enter(hidden), vocabulary.score, vocabulary.most
+    chunk = chunk_tokens or max(1, LOGITS_PER_CHUNK // width)
     if hidden.shape[0] <= chunk:
         return score(head, hidden, packed.targets, temperature, entropy)
     parts = [
@@ -219,7 +241,7 @@ def _score_positions(
     if temperature != 1.0:
         logits = logits / temperature
     distribution = torch.log_softmax(logits, dim=-1)
-    logprobs = distribution.gather(1, targets[:, None])[:, 0]
+    logprobs = -F.nll_loss(distribution, targets, reduction="none")
     if entropy == "none":
         return logprobs, None
     with torch.set_grad_enabled(entropy == "differentiable" and torch.is_grad_enabled()):
@@ -227,14 +249,29 @@ def _score_positions(
 
 
 class PolicyModule(nn.Module):
-    """`logprobs_of_trained` as a module, so that accelerate can wrap its forward."""
+    """`logprobs_of_trained` as a module, so that what wraps modules can wrap all of it."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        chunk_tokens: int | None = None,
+        vocabulary: VocabularyShard | None = None,
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.chunk_tokens = chunk_tokens
+        self.vocabulary = vocabulary
 
     def forward(
         self, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `logprobs_of_trained`."""
-        return logprobs_of_trained(self.causal_lm, packed, temperature=temperature, entropy=entropy)
+        return logprobs_of_trained(
+            self.causal_lm,
+            packed,
+            temperature=temperature,
+            entropy=entropy,
+            chunk_tokens=self.chunk_tokens,
+            vocabulary=self.vocabulary,
+        )

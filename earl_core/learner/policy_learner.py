@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +12,25 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import PreTrainedModel
 
-from earl_core.algorithms import (
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    EntropyBonus,
-    ImportanceCorrection,
-    LossInputs,
-    Objective,
-)
-from earl_core.algorithms.policy_losses import PolicyGradient, PPOClip
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
 from earl_core.learner.checkpoint import read_training_state, write_training_state
+from earl_core.learner.context_parallel import gather_trained
+from earl_core.learner.data_ranks import DataRanks
 from earl_core.learner.feed import FedMicrobatch, Feed
-from earl_core.learner.minibatches import Minibatch, split_minibatches
-from earl_core.learner.model import (
-    EntropyMode,
-    PolicyModule,
-    load_policy,
-    load_tokenizer,
-)
-from earl_core.learner.optimizer import build_optimizer, learning_rate, set_learning_rate
+from earl_core.learner.gradients import Gradients
+from earl_core.learner.mesh import UpdateMesh, create_mesh
+from earl_core.learner.microbatch_loss import Algorithm
+from earl_core.learner.minibatches import Minibatch, SampleTable, split_table
+from earl_core.learner.model import EntropyMode, load_policy, load_tokenizer
+from earl_core.learner.optimizer import PolicyOptimizer, learning_rate
 from earl_core.learner.packing import TrainingSample, plan_shared
+from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.update_metrics import UpdateMetrics
 
 StepHook = Callable[[int], None]
@@ -47,12 +41,17 @@ class NonFiniteGradientError(ArithmeticError):
 
 
 class PolicyLearner:
-    """Trains one causal language model on one device.
+    """Trains one causal language model, alone or as one rank of a mesh.
 
     model: what to load; directory: read weights and tokenizer from here instead of `model.path`.
     temperature: that of the rollout; logits are divided by it. iterations, seed: of the run.
-    Raises ConfigError for a model that cannot be trained, AlgorithmConfigError for an unknown
-    algorithm.
+    mesh: the ranks that train together; all of them call each method alike, those of one replica
+    with the same samples, and what they compute is what one process would compute from all
+    samples. logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
+    offload_optimizer: keep the optimizer's state of a GPU in the host's memory.
+
+    Raises ConfigError for a model that cannot be trained, or not on this mesh, and
+    AlgorithmConfigError for an unknown algorithm.
     """
 
     def __init__(
@@ -65,48 +64,63 @@ class PolicyLearner:
         iterations: int = 1,
         seed: int = 0,
         directory: Path | None = None,
+        mesh: UpdateMesh | None = None,
+        logits_chunk_tokens: int | None = None,
+        offload_optimizer: bool = False,
     ) -> None:
+        mesh = mesh or create_mesh()
         if update.threads:
             torch.set_num_threads(update.threads)
         self.config = update
         self.temperature = temperature
         self.iterations = iterations
         self.seed = seed
-        self._objective = _objective(algorithm)
-        correction = algorithm.importance_correction
-        self._correction = (
-            None if correction is None else ImportanceCorrection(**correction.model_dump())
-        )
-        # Anything but the two losses known to look at tokens one by one may need the episode
-        # whole, a loss named by import path included.
-        self._whole_episodes = not isinstance(
-            self._objective.policy_loss, PolicyGradient | PPOClip
-        ) or (self._correction is not None and self._correction.level == "sequence")
+        self._algorithm = Algorithm(algorithm)
         self._accelerator = _accelerator(update.precision)
-        self.model = load_policy(
+        loaded = load_policy(
             model, directory=directory, activation_checkpointing=update.activation_checkpointing
         )
         self.tokenizer = load_tokenizer(model, directory)
-        optimizer = build_optimizer(self.model, update)
-        self._module, self._optimizer = self._accelerator.prepare(
-            PolicyModule(self.model), optimizer
-        )
-        self._feed = Feed(self.device)
+        self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
+        self.adopt(parallelize(loaded, mesh, chunk_tokens=logits_chunk_tokens), {})
+
+    def adopt(
+        self, parallel: ParallelModel, state: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Go on with this model, on its mesh, and with this optimizer state, by parameter name."""
+        self.parallel = parallel
+        self.optimizer.bind(self.named_parameters())
+        for name, tensors in state.items():
+            self.optimizer.load_state(name, tensors)
+        self._gradients = Gradients(parallel.model.parameters(), self.mesh)
+        self._feed = Feed(self.device, self.mesh)
+        self._ranks = DataRanks(self.mesh)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model under its usual parameter names; what is on other ranks is not in them."""
+        return self.parallel.model
+
+    @property
+    def mesh(self) -> UpdateMesh:
+        """The ranks that train together, and this one's place among them."""
+        return self.parallel.mesh
 
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
-        return torch.device(self._accelerator.device)
+        return self.mesh.device
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The AdamW below accelerate's wrapper."""
-        inner: torch.optim.Optimizer = self._optimizer.optimizer
-        return inner
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by state-dict name, tied ones once: plain, or DTensors."""
+        return self.model.named_parameters()
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's float32 weights by state-dict name, tied ones once; not copied."""
-        return {name: weight.detach() for name, weight in self.model.named_parameters()}
+        """The policy's float32 weights by state-dict name, tied ones once; not copied.
+
+        Plain tensors, or DTensors where the mesh has cut them.
+        """
+        return {name: weight.detach() for name, weight in self.named_parameters()}
 
     @torch.no_grad()
     def score(
@@ -117,10 +131,10 @@ class PolicyLearner:
     ) -> list[np.ndarray]:
         """Log-probs of the trained tokens under the weights as they are.
 
-        Returns one float32 [L] per sample, 0 where the mask is 0: the columns `old_logprobs` (of
-        the policy) and `reference_logprobs` (of a frozen one). They are written into `out` if it
-        is given, whatever it held. on_progress(done, all) is called after each microbatch,
-        counting samples.
+        Returns one float32 [L] per sample of this rank, 0 where the mask is 0: the columns
+        `old_logprobs` (of the policy) and `reference_logprobs` (of a frozen one). They are written
+        into `out` if it is given, whatever it held. on_progress(done, all) is called after each
+        microbatch, counting samples.
         """
         if out is None:
             out = [np.empty(len(sample.tokens), dtype=np.float32) for sample in samples]
@@ -128,16 +142,23 @@ class PolicyLearner:
         for logprobs_of_row in scored:
             logprobs_of_row[:] = 0.0
         done = 0
-        for fed in self._microbatches(samples, range(len(samples))):
+        plan = self._plan(samples, range(len(samples)))
+        (count,) = self._levelled([plan])
+        for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
             packed = fed.packed
+            with memory.microbatch("score", -1, number, count, packed.tokens.size):
+                if packed.targets.size or self._others_wait:
+                    logprobs, _ = self._forward(fed, "none")
+            if number > len(plan):
+                continue
             if packed.targets.size:
-                logprobs, _ = self._forward(fed, "none")
                 per_row = packed.split_by_row(logprobs.cpu().numpy())
                 for row, values in zip(packed.rows, per_row, strict=True):
                     scored[row][samples[row].loss_mask.astype(bool, copy=False)] = values
             done += len(packed.rows)
             if on_progress is not None:
                 on_progress(done, len(samples))
+        self.parallel.rest()
         return scored
 
     def update(
@@ -148,32 +169,39 @@ class PolicyLearner:
         on_step: StepHook | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
-        """Apply one iteration's optimizer steps; returns metrics.
+        """Apply one iteration's optimizer steps; returns metrics over all ranks' samples.
 
         Each epoch visits all samples in `minibatches` parts of whole groups; each part is one
-        optimizer step whose gradient does not depend on how it is cut into microbatches.
-        iteration counts from 0. on_step(index) is called after each step, on_progress(trained
-        samples, all samples) after each microbatch.
+        optimizer step whose gradient does not depend on how it is cut into microbatches, nor on
+        which rank has which sample. iteration counts from 0. on_step(index) is called after each
+        step, on_progress(trained samples, all samples of this rank) after each microbatch.
 
         Raises ValueError when a column that the algorithm needs is missing, and
-        NonFiniteGradientError before a step that would destroy the weights.
+        NonFiniteGradientError, on all ranks, before a step that would destroy the weights.
         """
         config = self.config
-        self._check_columns(samples)
+        self._algorithm.check_columns(samples, config.epochs * config.minibatches)
         memory.reset_peak()
         rate = learning_rate(config, iteration, self.iterations)
-        set_learning_rate(self.optimizer, rate)
+        self.optimizer.learning_rate = rate
         metrics = UpdateMetrics(rate)
+        table = self._table(samples)
         steps = 0
         for epoch in range(config.epochs):
-            for minibatch in split_minibatches(
-                samples, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch
-            ):
-                self._step(samples, minibatch, metrics, first_pass=epoch == 0, report=on_progress)
+            minibatches = split_table(
+                table, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch
+            )
+            plans = [self._plan(samples, minibatch.rows) for minibatch in minibatches]
+            counts = self._levelled(plans)
+            for minibatch, plan, count in zip(minibatches, plans, counts, strict=True):
+                self._step(
+                    samples, minibatch, plan, count,
+                    metrics=metrics, iteration=iteration, epoch=epoch, report=on_progress,
+                )  # fmt: skip
                 if on_step is not None:
                     on_step(steps)
                 steps += 1
-        return metrics.summary() | memory.peak_bytes()
+        return metrics.summary(self._ranks, memory.peak_bytes())
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Write a training state that `restore` takes; see `checkpoint.write_training_state`."""
@@ -183,124 +211,137 @@ class PolicyLearner:
             tokenizer=self.tokenizer,
             optimizer=self.optimizer,
             state=state,
+            mesh=self.mesh,
         )
 
     def restore(self, directory: Path) -> dict[str, Any]:
-        """Continue from a training state, bit for bit; returns the `state` given to `save`."""
-        return read_training_state(directory, model=self.model, optimizer=self.optimizer)
+        """Continue from a training state, bit for bit; returns the `state` given to `save`.
 
-    def _microbatches(
-        self, samples: Sequence[TrainingSample], rows: Sequence[int]
-    ) -> Iterator[FedMicrobatch]:
+        Any mesh reads what any other wrote.
+        """
+        return read_training_state(
+            directory, model=self.model, optimizer=self.optimizer, mesh=self.mesh
+        )
+
+    @property
+    def _others_wait(self) -> bool:
+        """Whether ranks with other samples count on this one even where it has none."""
+        return self.mesh.shape.data > 1
+
+    def _table(self, samples: Sequence[TrainingSample]) -> SampleTable:
+        """What decides the minibatches, of all ranks' samples."""
+        parts = self._ranks.gather(SampleTable.of(samples).columns)
+        table = SampleTable.joined(parts, self._ranks.rank)
+        if self._algorithm.whole_episodes and len(parts) > 1:
+            torn = table.episodes_on_several(parts)
+            if torn:
+                raise ValueError(
+                    f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
+                    "samples of an episode together: deal whole episodes or groups to the ranks."
+                )
+        return table
+
+    def _plan(self, samples: Sequence[TrainingSample], rows: Sequence[int]) -> list[list[int]]:
+        """Which rows make a microbatch."""
+        together = [samples[row].episode_id for row in rows]
         plan = plan_shared(
             [samples[row].tokens for row in rows],
             self.config.max_tokens_per_microbatch,
-            keep_together=(
-                [samples[row].episode_id for row in rows] if self._whole_episodes else None
-            ),
+            keep_together=together if self._algorithm.whole_episodes else None,
         )
-        return self._feed.microbatches(samples, [[rows[index] for index in part] for part in plan])
+        return [[rows[index] for index in part] for part in plan]
+
+    def _levelled(self, plans: Sequence[Sequence[object]]) -> list[int]:
+        """How many microbatches this rank goes through for each plan, so that no other waits."""
+        counts = [len(plan) for plan in plans]
+        if self.parallel.sharded:
+            return self._ranks.most(counts)
+        # Without shards the ranks meet after the last microbatch; gradients must be there then.
+        return [max(1, count) for count in counts] if self._others_wait else counts
+
+    def _microbatches(
+        self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[int]], count: int
+    ) -> Iterator[FedMicrobatch]:
+        """Those of the plan, and fillers until there are `count`."""
+        missing = count - len(plan)
+        if missing > 0:
+            samples = [*samples, _FILLER]
+            plan = [*plan, *[[len(samples) - 1]] * missing]
+        return self._feed.microbatches(samples, plan)
 
     def _forward(
         self, fed: FedMicrobatch, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logprobs, entropies = self._module(fed.tensors, self.temperature, entropy)
-        return logprobs, entropies
+        """Log-probs and entropies of the whole microbatch's trained tokens, [T']."""
+        with self._accelerator.autocast():
+            logprobs, entropies = self.parallel.score(fed.tensors, self.temperature, entropy)
+        if entropies is not None:
+            entropies = gather_trained(entropies, fed)
+        return gather_trained(logprobs, fed), entropies
 
     def _step(
         self,
         samples: Sequence[TrainingSample],
         minibatch: Minibatch,
-        metrics: UpdateMetrics,
+        plan: Sequence[Sequence[int]],
+        count: int,
         *,
-        first_pass: bool,
+        metrics: UpdateMetrics,
+        iteration: int,
+        epoch: int,
         report: Callable[[int, int], None] | None,
     ) -> None:
         began = time.perf_counter()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         done = 0
-        for fed in self._microbatches(samples, minibatch.rows):
-            if fed.packed.targets.size:
-                self._accumulate(fed, minibatch, metrics, first_pass=first_pass)
-            done += len(fed.packed.rows)
-            if report is not None:
+        for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
+            packed, own = fed.packed, number <= len(plan)
+            self.parallel.begin_microbatch(last=number == count)
+            with memory.microbatch("update", iteration, number, count, packed.tokens.size):
+                if own and packed.targets.size:
+                    self._accumulate(fed, minibatch, metrics, first_pass=epoch == 0)
+                elif self._others_wait:
+                    logprobs, _ = self._forward(fed, "none")
+                    torch.autograd.backward(logprobs.sum() * 0.0)
+            if own and report is not None:
+                done += len(packed.rows)
                 report(done, len(minibatch.rows))
-        norm = self._accelerator.clip_grad_norm_(
-            self._module.parameters(), self.config.max_grad_norm
-        )
-        if not torch.isfinite(norm):
-            self._optimizer.zero_grad()
+        self.parallel.rest()
+        self._gradients.reduce()
+        norm = self._gradients.clip(self.config.max_grad_norm)
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad()
             raise NonFiniteGradientError(
                 f"The gradient of a minibatch with {minibatch.totals.n_tokens} trained tokens is "
-                f"{float(norm)}: its step was not applied. Lower update.learning_rate, or use "
+                f"{norm}: its step was not applied. Lower update.learning_rate, or use "
                 "update.precision fp32."
             )
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        metrics.step(float(norm), time.perf_counter() - began)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        metrics.step(norm, time.perf_counter() - began)
 
     def _accumulate(
-        self,
-        fed: FedMicrobatch,
-        minibatch: Minibatch,
-        metrics: UpdateMetrics,
-        *,
-        first_pass: bool,
+        self, fed: FedMicrobatch, minibatch: Minibatch, metrics: UpdateMetrics, *, first_pass: bool
     ) -> None:
-        active = self._objective.entropy_bonus.active
-        mode: EntropyMode = "differentiable" if active else "detached"
-        logprobs, entropy = self._forward(fed, mode)
-        columns, index = fed.columns, fed.episode_index
-        # Without old log-probs there is a single step, so the policy before it is this one.
-        old = columns.get("old_logprobs", logprobs.detach())
-        episodes = fed.packed.episode_ids.tolist()
-        weights = None
-        if self._correction is not None:
-            weights = self._correction.weights(
-                old, columns["rollout_logprobs"], index, len(episodes)
-            )
-        result = self._objective.microbatch(
-            LossInputs(logprobs, old, columns["advantages"], index, len(episodes), weights),
-            self._tensor(np.array([minibatch.token_counts[e] for e in episodes])),
-            minibatch.totals,
-            reference_logprobs=columns.get("reference_logprobs"),
-            entropy=entropy,
-        )
-        self._accelerator.backward(result.loss)
+        logprobs, entropy = self._forward(fed, self._algorithm.entropy_mode)
+        evaluated = self._algorithm.evaluate(fed, logprobs, entropy, minibatch)
+        torch.autograd.backward(evaluated.result.loss)
         metrics.microbatch(
-            fed.packed,
-            loss=result.loss.detach(),
-            parts=result.metrics,
-            log_ratio=logprobs.detach() - old,
-            old_logprobs=old if first_pass else None,
-            importance_weights=weights,
-            boundaries=fed.tensors.boundaries,
+            fed,
+            loss=evaluated.result.loss.detach(),
+            parts=evaluated.result.metrics,
+            log_ratio=logprobs.detach() - evaluated.old_logprobs,
+            old_logprobs=evaluated.old_logprobs if first_pass else None,
+            importance_weights=evaluated.weights,
         )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def _check_columns(self, samples: Sequence[TrainingSample]) -> None:
-        needed = {"advantages": "run the advantage stage first"}
-        if self._objective.kl is not None:
-            needed["reference_logprobs"] = "run the reference stage first"
-        if self.config.epochs * self.config.minibatches > 1 or self._correction is not None:
-            needed["old_logprobs"] = "fill it with `score` before the update"
-        for sample in samples:
-            for name, advice in needed.items():
-                if getattr(sample, name) is None:
-                    raise ValueError(f"Sample {sample.sample_id} has no {name}: {advice}.")
-
-
-def _objective(algorithm: AlgorithmConfig) -> Objective:
-    in_loss = algorithm.kl.placement == "loss"
-    return Objective(
-        policy_loss=POLICY_LOSSES.build(algorithm.policy_loss),
-        aggregation=AGGREGATIONS.build(algorithm.aggregation),
-        kl=KL_ESTIMATORS.build(algorithm.kl.estimator) if in_loss else None,
-        kl_coefficient=algorithm.kl.coefficient if in_loss else 0.0,
-        entropy_bonus=EntropyBonus(coefficient=algorithm.entropy_coefficient),
-    )
+# What a rank computes, times nothing, where others have a microbatch more than it.
+_FILLER = TrainingSample(
+    tokens=np.zeros(2, dtype=np.int32),
+    loss_mask=np.array([0, 1], dtype=np.uint8),
+    rollout_logprobs=np.zeros(2, dtype=np.float32),
+)
 
 
 def _accelerator(precision: str) -> Accelerator:

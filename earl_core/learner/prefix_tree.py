@@ -34,6 +34,11 @@ class TokenRun:
     depth: int
     parent: int
 
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that causal attention computes for the run's tokens."""
+        return self.length * self.depth + self.length * (self.length + 1) // 2
+
 
 @dataclass(frozen=True)
 class PrefixTree:
@@ -92,6 +97,26 @@ def build_tree(samples: Sequence[np.ndarray], least_shared: int = LEAST_SHARED) 
         children = [(a, b, depth, parent) for a, b in itertools.pairwise(edges)]
         stack.extend(reversed(children))
     return PrefixTree(tuple(runs), tuple(last_run))
+
+
+def cut_tree(tree: PrefixTree, edges: Sequence[int]) -> PrefixTree:
+    """The same tokens, with every run cut at the pack positions `edges` (ascending).
+
+    The second part of a run is a child of the first, so that samples keep their tokens and their
+    attention; a run that no edge lies inside stays as it is.
+    """
+    runs: list[TokenRun] = []
+    last_part: list[int] = []
+    places = np.unique(np.asarray(edges, dtype=np.int64))
+    for run in tree.runs:
+        stop = run.start + run.length
+        inside = places[(places > run.start) & (places < stop)].tolist()
+        parent = last_part[run.parent] if run.parent >= 0 else -1
+        for first, last in itertools.pairwise([run.start, *inside, stop]):
+            runs.append(TokenRun(first, last - first, run.depth + first - run.start, parent))
+            parent = len(runs) - 1
+        last_part.append(parent)
+    return PrefixTree(tuple(runs), tuple(last_part[run] for run in tree.last_run))
 
 
 def _separate(samples: Sequence[np.ndarray]) -> PrefixTree:

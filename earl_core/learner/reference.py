@@ -1,4 +1,4 @@
-"""The rank of the `reference` worker group: scores samples with the frozen initial policy."""
+"""One rank of the `reference` worker group: scores samples with the frozen initial policy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
-from earl_core.dispatch import Batch
 from earl_core.dispatch.manifest import parse_manifest
-from earl_core.learner.samples import write_scores
-from earl_core.learner.worker import build_learner
-from earl_core.run.shards import run_store
-from earl_core.selector.deployment import StageDeployment
+from earl_core.learner.memory import Parking
+from earl_core.learner.mesh import MeshShape, create_mesh, leave_world
+from earl_core.learner.samples import SCORED, training_samples, write_scores
+from earl_core.learner.together import Ranks
+from earl_core.learner.worker import build_learner, rank_reader, state_tensors
+from earl_core.selector import StageDeployment
 from earl_core.trajectory.schema import REFERENCE_SCHEMA
 
 
@@ -29,28 +30,51 @@ class ReferenceWorker:
     ) -> None:
         self._context = context
         self._config = parse_config(config)
-        self._store = run_store(run_directory, self._config)
-        self._learner = build_learner(self._config, StageDeployment.model_validate(deployment))
+        layout = StageDeployment.model_validate(deployment)
+        self._mesh = create_mesh(MeshShape.of(layout))
+        self._reader = rank_reader(context, self._config, run_directory)
+        self._learner = build_learner(self._config, layout, self._mesh)
+        self._parking = Parking()
+
+    def close(self) -> None:
+        """Disconnect from the other ranks."""
+        self._mesh.close()
+        leave_world()
 
     def score(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Write `reference_logprobs` for the rows of the rollout's manifest."""
+        """Write `reference_logprobs` for this replica's rows of the rollout's manifest."""
         started = time.perf_counter()
         parsed = [parse_manifest(manifest) for manifest in manifests]
-        verify = self._config.dispatch.verify == "always"
-        with Batch(self._store, parsed, verify=verify) as batch:
-            entry = write_scores(
-                self._store,
-                batch,
-                lambda samples, out: self._learner.score(samples, self._report, out),
-                stage="reference",
-                iteration=self._context.iteration or 0,
-                rank=self._context.rank,
-                schema=REFERENCE_SCHEMA,
-            )
+        shards, tokens = [], 0
+        with Ranks(self._mesh).do(lambda: self._reader.open(parsed, self._mesh, SCORED)) as batch:
+            if self._mesh.leader and len(batch):
+                entry = write_scores(
+                    self._reader.store,
+                    batch,
+                    lambda samples, out: self._learner.score(samples, self._report, out),
+                    stage="reference",
+                    iteration=self._context.iteration or 0,
+                    rank=self._context.rank,
+                    schema=REFERENCE_SCHEMA,
+                )
+                shards, tokens = [entry.model_dump(mode="json")], sum(entry.row_lengths)
+            else:
+                # The other ranks of a replica compute their parts of the same rows; a replica
+                # without rows takes part in what all do together.
+                self._learner.score(training_samples(batch))
         seconds = time.perf_counter() - started
-        tokens = sum(entry.row_lengths)
         metrics = {"seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
-        return {"shards": [entry.model_dump(mode="json")], "metrics": metrics}
+        return {"shards": shards, "metrics": metrics, "weight": tokens}
+
+    def offload(self) -> dict[str, Any]:
+        """Give the device's memory back between stages; without a GPU it does nothing."""
+        return {"bytes": self._parking.give(state_tensors(self._learner))}
+
+    def reload(self) -> dict[str, Any]:
+        """Take it again, before anything else is called."""
+        self._parking.take()
+        return {}
 
     def _report(self, done: int, samples: int) -> None:
-        self._context.report({"samples_done": done, "samples": samples})
+        if self._context.rank == 0:
+            self._context.report({"samples_done": done, "samples": samples})

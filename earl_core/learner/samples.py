@@ -1,22 +1,158 @@
-"""Between shards and training samples: views into shared memory, joined by row."""
+"""Between shards and training samples: each rank's rows, as views into shared memory.
+
+Every rank makes the same plan from the manifests and reads its own rows from it, and only the
+columns it needs. Ranks of one replica (context x tensor) read the same rows whole: tensor ranks
+compute on equal data, and context ranks need all tokens to know which beginnings samples share.
+On one host they share the mapping, so that nothing is read twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from earl_core.dispatch import Batch, ShardEntry, ShardStore
+from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
+from earl_core.dispatch.fetch import fetch
+from earl_core.dispatch.layout import Layout
+from earl_core.dispatch.plan import DispatchPlan, make_plan
+from earl_core.dispatch.transports import Transport
+from earl_core.learner.mesh import MeshShape, UpdateMesh
+from earl_core.learner.minibatches import SampleTable, split_table
 from earl_core.learner.packing import TrainingSample
+from earl_core.selector import ModelShape
+from earl_core.trajectory.schema import SAMPLE_BITS
 
-_OPTIONAL = ("advantages", "reference_logprobs", "old_logprobs")
+SCORED = ("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id")
+"""Columns of a sample that is scored."""
+
+TRAINED = (*SCORED, "advantages", "reference_logprobs")
+"""Columns of a sample that is trained on; the reference's only where there is one."""
+
+Split = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(sample_id, group_id) of all rows → the number of the part of each; all int64."""
+
+_OPTIONAL = ("advantages", "reference_logprobs")
 
 
-def training_samples(batch: Batch) -> list[TrainingSample]:
+@dataclass(frozen=True)
+class RowCost:
+    """A row of n tokens costs `linear * n + quadratic * n**2`, in any unit."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    @classmethod
+    def of(cls, model: ModelShape) -> RowCost:
+        """Multiplications of a forward pass: the matrices for each token, attention for each pair
+        of a token and one before it. The backward pass costs twice as much of both.
+        """
+        matrices = model.layers * model.layer_parameters + model.embedding_parameters
+        return cls(float(matrices), float(model.layers * model.query_size))
+
+
+@dataclass(frozen=True)
+class RankReader:
+    """Reads what one rank of a stage works on.
+
+    hosts: of every rank, as manifests name them. transport: brings what lies on other hosts.
+    verify: check the shards' bytes on every read.
+    """
+
+    store: ShardStore
+    transport: Transport
+    hosts: tuple[str, ...]
+    cost: RowCost = RowCost()
+    verify: bool = False
+
+    def open(
+        self,
+        manifests: Sequence[Manifest],
+        mesh: UpdateMesh,
+        columns: Sequence[str],
+        split: Split | None = None,
+    ) -> Batch:
+        """The rank's rows of the last manifest, with those of `columns` that any manifest has.
+
+        The batch may be empty. Raises what `make_plan` and `fetch` raise.
+        """
+        plan = self.plan(manifests, mesh, columns, split)
+        return fetch(plan, mesh.rank, self.store, self.transport, verify=self.verify)
+
+    def plan(
+        self,
+        manifests: Sequence[Manifest],
+        mesh: UpdateMesh,
+        columns: Sequence[str],
+        split: Split | None = None,
+    ) -> DispatchPlan:
+        """Who reads what; equal on all ranks. split: into parts that are balanced one by one.
+
+        An episode is whole on one replica, so that losses over whole episodes are. So is a group
+        if that keeps the replicas as even as the layout asks: its episodes begin alike, and what
+        they share is computed once.
+        """
+        there = {name for manifest in manifests for name in manifest.column_names()}
+        layout = self._layout(mesh.shape, [name for name in columns if name in there])
+        if mesh.shape.data == 1:
+            return make_plan(manifests, layout)
+        plans = []
+        rows, groups = self._groups(manifests, mesh)
+        parts = None if split is None else split(rows, groups)
+        for units in (groups, rows >> SAMPLE_BITS):
+            plan = make_plan(manifests, layout, groups=units, parts=parts)
+            if plan.imbalance <= layout.max_imbalance:
+                return plan
+            plans.append(plan)
+        return min(plans, key=lambda plan: plan.imbalance)
+
+    def _layout(self, shape: MeshShape, columns: Sequence[str]) -> Layout:
+        return Layout(
+            data_parallel=shape.data,
+            tensor_parallel=shape.context * shape.tensor,
+            hosts=self.hosts,
+            columns=tuple(columns),
+            linear=self.cost.linear,
+            quadratic=self.cost.quadratic,
+            keep_groups=shape.data > 1,
+        )
+
+    def _groups(
+        self, manifests: Sequence[Manifest], mesh: UpdateMesh
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """sample_id and group_id of all rows, int64: a few bytes a row, which every rank reads."""
+        layout = Layout(tensor_parallel=mesh.shape.size, hosts=self.hosts, columns=("group_id",))
+        plan = make_plan(manifests, layout)
+        with fetch(plan, mesh.rank, self.store, self.transport, verify=self.verify) as batch:
+            return batch.rows, batch.scalars("group_id")
+
+
+def by_minibatch(count: int, *, seed: int, iteration: int) -> Split:
+    """Parts that are the minibatches of the first epoch, after each of which the ranks meet.
+
+    Later epochs deal the groups out anew: they are balanced as far as chance does it.
+    """
+
+    def split(rows: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        columns = [rows, groups, rows >> SAMPLE_BITS, np.ones_like(rows)]
+        table = SampleTable(np.stack(columns, axis=1), 0, len(rows))
+        parts = np.zeros(len(rows), dtype=np.int64)
+        minibatches = split_table(table, count, seed=seed, iteration=iteration, epoch=0)
+        for number, minibatch in enumerate(minibatches):
+            parts[list(minibatch.rows)] = number
+        return parts
+
+    return split
+
+
+def training_samples(
+    batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None
+) -> list[TrainingSample]:
     """One `TrainingSample` per row; its arrays are read-only views that must go before the batch.
 
-    Columns that no manifest of the batch has are None.
+    Columns that the batch does not have are None. old_logprobs: one array per row.
     """
     there = set(batch.names())
     episodes = batch.scalars("episode_id")
@@ -26,6 +162,7 @@ def training_samples(batch: Batch) -> list[TrainingSample]:
             tokens=batch.row("tokens", row),
             loss_mask=batch.row("loss_mask", row),
             rollout_logprobs=batch.row("rollout_logprobs", row),
+            old_logprobs=None if old_logprobs is None else old_logprobs[row],
             episode_id=int(episodes[row]),
             group_id=int(groups[row]),
             sample_id=int(batch.rows[row]),

@@ -7,6 +7,9 @@ registering the shards' mappings and transferring columns that are then packed o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 
@@ -51,6 +54,10 @@ class Staging:
         self._used = -(-stop // _ALIGNMENT) * _ALIGNMENT
         return self._bytes[start:stop].view(kind)
 
+    def copying(self) -> AbstractContextManager[object]:
+        """Inside, other copies to the device run where this buffer's does; `send` comes after."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def send(self) -> SentBuffer:
         """Start copying everything allocated to the device."""
         host = self._host[: min(self._used, self._host.numel())]
@@ -73,15 +80,19 @@ class SentBuffer:
         self._base = host.ctypes.data
         self._copied = copied
 
-    def receive(self) -> None:
-        """Have this thread's current stream wait for the copy; call it before `tensor`."""
+    def receive(self, others: Iterable[torch.Tensor] = ()) -> None:
+        """Have this thread's current stream wait for the copy; call it before `tensor`.
+
+        others: tensors made inside `Staging.copying`.
+        """
         if self._copied is None:
             return
         stream = torch.cuda.current_stream(self._there.device)
         stream.wait_event(self._copied)
         # The bytes were allocated on the copying stream, which must not reuse them before this
         # stream is done with them.
-        self._there.record_stream(stream)
+        for tensor in (self._there, *others):
+            tensor.record_stream(stream)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """The counterpart of an array that `Staging.allocate` gave."""

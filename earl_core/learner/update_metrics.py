@@ -1,13 +1,15 @@
-"""What one update reports, gathered microbatch by microbatch."""
+"""What one update reports, gathered microbatch by microbatch, and from all data ranks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
 from earl_core.algorithms.importance import mismatch_metrics
-from earl_core.learner.attention import SampleBoundaries
-from earl_core.learner.packing import PackedMicrobatch
+from earl_core.learner.data_ranks import DataRanks
+from earl_core.learner.feed import FedMicrobatch
 
 
 class UpdateMetrics:
@@ -21,23 +23,17 @@ class UpdateMetrics:
         self._mismatch: list[tuple[torch.Tensor, np.ndarray]] = []
         self._weights: list[torch.Tensor] = []
         self._seconds = 0.0
-        self._tokens = 0
-        self._computed = 0
-        self._padded = 0
-        self._trained = 0
-        self._samples = 0
-        self._microbatches = 0
+        self._counts = dict.fromkeys(_COUNTS, 0)
 
     def microbatch(
         self,
-        packed: PackedMicrobatch,
+        fed: FedMicrobatch,
         *,
         loss: torch.Tensor,
         parts: dict[str, torch.Tensor],
         log_ratio: torch.Tensor,
         old_logprobs: torch.Tensor | None,
         importance_weights: torch.Tensor | None,
-        boundaries: SampleBoundaries,
     ) -> None:
         """Add a microbatch: `loss` and `parts` are additive over a minibatch; others [T'].
 
@@ -46,6 +42,7 @@ class UpdateMetrics:
         for name, value in {"loss": loss, **parts}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
         self._log_ratio_max.append(log_ratio.max())
+        packed = fed.packed
         if old_logprobs is not None:
             # Copied, because the feed uses the microbatch's memory again, and because a view keeps
             # all of a microbatch alive on the device.
@@ -53,41 +50,89 @@ class UpdateMetrics:
             self._mismatch.append((old_logprobs.clone(), engine))
             if importance_weights is not None:
                 self._weights.append(importance_weights)
-        self._tokens += sum(packed.lengths)
-        self._computed += packed.tokens.size
-        self._padded += boundaries.padded_tokens
-        self._trained += packed.targets.size
-        self._samples += len(packed.rows)
-        self._microbatches += 1
+        added = (
+            sum(packed.lengths),
+            packed.tokens.size,
+            fed.tensors.tokens.numel(),
+            fed.tensors.boundaries.padded_tokens,
+            packed.targets.size,
+            1,
+        )
+        for name, count in zip(_COUNTS, added, strict=True):
+            self._counts[name] += count
 
     def step(self, grad_norm: float, seconds: float) -> None:
         """Close a minibatch: its gradient norm before clipping, and its duration."""
         self._norms.append(grad_norm)
         self._seconds += seconds
 
-    def summary(self) -> dict[str, float]:
-        """Means over the optimizer steps; counts and rates over the whole update."""
+    def summary(self, ranks: DataRanks, peaks: dict[str, float]) -> dict[str, float]:
+        """Means over the optimizer steps; counts and rates over the whole update and all ranks.
+
+        peaks: of this rank; the largest of all are in the result. Collective.
+        """
         steps = len(self._norms)
-        metrics = {name: float(value) / max(1, steps) for name, value in self._sums.items()}
+        every = ranks.gather_json(self._own() | {"peaks": peaks})
+        metrics = {name: total / max(1, steps) for name, total in _added(every, "sums").items()}
         if "ratio" in metrics:
             metrics["ratio_mean"] = metrics.pop("ratio")
-        if self._log_ratio_max:
-            metrics["ratio_max"] = float(torch.stack(self._log_ratio_max).max().exp())
-        if self._weights:
-            metrics["importance_weight_mean"] = float(torch.cat(self._weights).mean())
-        if self._mismatch:
-            trainer = torch.cat([pair[0] for pair in self._mismatch])
-            engine = np.concatenate([pair[1] for pair in self._mismatch])
-            metrics |= mismatch_metrics(trainer, engine)
-        return metrics | {
-            "grad_norm": float(np.mean(self._norms)) if steps else 0.0,
-            "learning_rate": self._learning_rate,
-            "optimizer_steps": float(steps),
-            "microbatches": float(self._microbatches),
-            "tokens": float(self._tokens),
-            "tokens_trained": float(self._trained),
-            "tokens_per_second": self._tokens / self._seconds if self._seconds else 0.0,
-            "shared_prefix_share": 1.0 - self._computed / self._tokens if self._tokens else 0.0,
-            "padding_share": 1.0 - self._computed / self._padded if self._padded else 0.0,
-            "update_seconds": self._seconds,
+        ratios = [each["log_ratio_max"] for each in every if each["log_ratio_max"] is not None]
+        if ratios:
+            metrics["ratio_max"] = float(np.exp(np.float32(max(ratios))))
+        metrics |= self._compared(ranks)
+        counts = _added(every, "counts")
+        tokens, seconds = counts["tokens"], max(each["seconds"] for each in every)
+        return (
+            metrics
+            | {
+                "grad_norm": float(np.mean(self._norms)) if steps else 0.0,
+                "learning_rate": self._learning_rate,
+                "optimizer_steps": float(steps),
+                "microbatches": float(counts["microbatches"]),
+                "tokens": float(tokens),
+                "tokens_trained": float(counts["trained"]),
+                "tokens_per_second": tokens / seconds if seconds else 0.0,
+                "shared_prefix_share": 1.0 - counts["packed"] / tokens if tokens else 0.0,
+                "padding_share": 1.0 - counts["own"] / counts["padded"] if tokens else 0.0,
+                "update_seconds": seconds,
+            }
+            | {name: max(each["peaks"][name] for each in every) for name in peaks}
+        )
+
+    def _own(self) -> dict[str, Any]:
+        largest = torch.stack(self._log_ratio_max).max() if self._log_ratio_max else None
+        return {
+            "sums": {name: float(value) for name, value in self._sums.items()},
+            "log_ratio_max": None if largest is None else float(largest),
+            "counts": self._counts,
+            "seconds": self._seconds,
         }
+
+    def _compared(self, ranks: DataRanks) -> dict[str, float]:
+        """Trainer against engine, over the trained tokens of all ranks."""
+        metrics = {}
+        weights = _joined(ranks, [each.cpu().numpy() for each in self._weights])
+        if weights.size:
+            metrics["importance_weight_mean"] = float(weights.mean(dtype=np.float64))
+        trainer = _joined(ranks, [pair[0].cpu().numpy() for pair in self._mismatch])
+        engine = _joined(ranks, [pair[1] for pair in self._mismatch])
+        return metrics | (mismatch_metrics(trainer, engine) if trainer.size else {})
+
+
+# Of all samples; of them after sharing prefixes; of these on this rank; what its attention
+# computes; trained ones; and microbatches.
+_COUNTS = ("tokens", "packed", "own", "padded", "trained", "microbatches")
+
+
+def _added(every: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """The sums over the ranks of the numbers under `key`; a rank may lack some."""
+    total: dict[str, Any] = {}
+    for each in every:
+        for name, value in each[key].items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+def _joined(ranks: DataRanks, parts: list[np.ndarray]) -> np.ndarray:
+    own = np.concatenate([np.empty(0, dtype=np.float32), *parts])
+    return np.concatenate(ranks.gather(own.astype(np.float32, copy=False)))

@@ -1,29 +1,51 @@
-"""The rank of the `update` worker group: holds the training state and applies each update once.
+"""One rank of the `update` worker group: holds the training state, applies each update once.
 
 The state has a policy version, the number of updates in it. From the first optimizer step of an
 update to its seal the state is dirty: it is neither the old version nor the new one on disk. A
 dirty state reloads what was last restored or saved before anything else; one that applied an
 update but could not save it only saves.
+
+All methods are collective: every rank of the group gets the same call and goes through it alike.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import xxhash
 from transformers.utils import logging as transformers_logging
 
 from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import RunConfig, parse_config
+from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry
+from earl_core.dispatch.host import host_name
 from earl_core.dispatch.manifest import parse_manifest
+from earl_core.dispatch.transports.shared_memory import SharedMemoryTransport
+from earl_core.learner.memory import Parking
+from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.learner.samples import training_samples, write_scores
+from earl_core.learner.relayout import relayout
+from earl_core.learner.samples import (
+    TRAINED,
+    RankReader,
+    RowCost,
+    by_minibatch,
+    training_samples,
+    write_scores,
+)
+from earl_core.learner.slices import slices_of
+from earl_core.learner.together import Ranks
 from earl_core.run.shards import run_store
-from earl_core.selector.deployment import StageDeployment
+from earl_core.selector import ModelShape, StageDeployment
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
 from earl_core.weights.manifest import config_digest
 from earl_core.weights.publish import digest_of, publish
@@ -36,7 +58,9 @@ class WrongVersion(RuntimeError):
 
 
 class LearnerWorker:
-    """Call `restore` first; then `update`, `publish` and `restore` in any order."""
+    """Call `restore` first; then `update`, `publish`, `save`, `relayout` and `restore` in any
+    order.
+    """
 
     def __init__(
         self,
@@ -48,15 +72,21 @@ class LearnerWorker:
     ) -> None:
         self._context = context
         self._config = parse_config(config)
-        self._store = run_store(run_directory, self._config)
-        self._verify = self._config.dispatch.verify == "always"
         self._deployment = StageDeployment.model_validate(deployment)
-        self._learner = build_learner(self._config, self._deployment)
+        self._mesh = create_mesh(MeshShape.of(self._deployment))
+        self._reader = rank_reader(context, self._config, run_directory)
+        self._learner = build_learner(self._config, self._deployment, self._mesh)
+        self._parking = Parking()
         self._config_digest = config_digest(Path(self._config.model.path))
         self._version = 0
         self._dirty = False
         self._restored: Path | None = None
         self._applied: dict[str, Any] | None = None
+
+    def close(self) -> None:
+        """Disconnect from the other ranks."""
+        self._mesh.close()
+        leave_world()
 
     def restore(self, checkpoint: str | None) -> dict[str, Any]:
         """Take the state of a checkpoint; None: the initial model, which is loaded already."""
@@ -65,7 +95,7 @@ class LearnerWorker:
             state = self._learner.restore(path)
             self._version = int(state["policy_version"])
         elif self._version or self._dirty:
-            self._learner = build_learner(self._config, self._deployment)
+            self._learner = build_learner(self._config, self._deployment, self._mesh)
             self._version = 0
         self._restored, self._dirty, self._applied = path, False, None
         return {"policy_version": self._version}
@@ -79,14 +109,13 @@ class LearnerWorker:
         """Apply iteration k's update to version k, once; write `checkpoint` if given.
 
         manifests: the rollout's, the reference's if there is one, the advantage's last. Returns
-        the new policy version, the weights' digest, metrics, and how many steps were applied in
-        this call (0 when an earlier call had applied them).
+        the new policy version, the weights' digest, metrics, the shards this rank wrote, and how
+        many steps were applied in this call (0 when an earlier call had applied them).
         """
         iteration = self._context.iteration or 0
         steps = 0
         if self._dirty:
-            logger.warning("the last update was cut off: going back to the last saved state")
-            self.restore(str(self._restored) if self._restored else None)
+            self._go_back()
         if self._applied is None or self._version != iteration + 1:
             if self._version != iteration:
                 raise WrongVersion(
@@ -106,14 +135,60 @@ class LearnerWorker:
                 f"policy version {policy_version} was asked for, but the learner holds version "
                 f"{self._version}{' in the middle of an update' if self._dirty else ''}"
             )
+        self._point("publish.write", self._context.iteration or 0)
         manifest = publish(
             self._learner.named_weights(),
             Path(directory),
             policy_version,
             dtype,
             config_digest=self._config_digest,
+            mesh=self._mesh,
         )
         return manifest.model_dump(mode="json")
+
+    def save(self, directory: str) -> dict[str, Any]:
+        """Write the state where other ranks will `restore` it from; it stays as it is."""
+        self._require_clean("be handed over")
+        self._learner.save(Path(directory), {"policy_version": self._version})
+        return {"policy_version": self._version}
+
+    def relayout(self, deployment: dict[str, Any]) -> dict[str, Any]:
+        """Change the mesh of the live state, bit for bit, and the other settings of the deployment.
+
+        Raises `WrongVersion` for a dirty state, `ConfigError` for a mesh that the model does not
+        fit.
+        """
+        self._require_clean("be laid out anew")
+        wanted = StageDeployment.model_validate(deployment)
+        self._parking.take()
+        moved = relayout(self._learner, wanted, update_settings(self._config, wanted))
+        self._deployment, self._mesh = wanted, self._learner.mesh
+        return {"policy_version": self._version, **moved}
+
+    def offload(self) -> dict[str, Any]:
+        """Give the device's memory back between stages; without a GPU it does nothing."""
+        return {"bytes": self._parking.give(state_tensors(self._learner))}
+
+    def reload(self) -> dict[str, Any]:
+        """Take it again, before anything else is called."""
+        self._parking.take()
+        return {}
+
+    def _require_clean(self, purpose: str) -> None:
+        if self._dirty:
+            raise WrongVersion(
+                f"the learner is in the middle of the update of policy version {self._version} "
+                f"and cannot {purpose}: rebuild the group from the last checkpoint"
+            )
+
+    def _go_back(self) -> None:
+        logger.warning("the last update was cut off: going back to the last saved state")
+        if self._restored is not None and not self._restored.exists():
+            raise WrongVersion(
+                f"the last update was cut off, and the state before it, {self._restored}, is gone: "
+                "resume the run from its last checkpoint"
+            )
+        self.restore(str(self._restored) if self._restored else None)
 
     def _apply(self, manifests: list[dict[str, Any]], iteration: int) -> int:
         started = time.perf_counter()
@@ -126,75 +201,134 @@ class LearnerWorker:
             faults.point(f"update.step{index}", iteration)
 
         parsed = [parse_manifest(manifest) for manifest in manifests]
-        shards: tuple[ShardEntry, ...] = ()
-        if self._config.needs_old_logprobs:
-            parsed.append(self._score(parsed, iteration))
-            shards = parsed[-1].shards
-        with Batch(self._store, parsed, verify=self._verify) as batch:
-            samples = training_samples(batch)
+        split = by_minibatch(
+            self._config.update.minibatches, seed=self._config.seed, iteration=iteration
+        )
+        shards: list[ShardEntry] = []
+        with ExitStack() as leases:
+            batch = leases.enter_context(
+                Ranks(self._mesh).do(lambda: self._reader.open(parsed, self._mesh, TRAINED, split))
+            )
+            old = None
+            if self._config.needs_old_logprobs:
+                shards, old = self._score(batch, parsed[-1], leases)
+            samples = training_samples(batch, old)
             metrics = self._learner.update(
                 samples, iteration=iteration, on_step=on_step, on_progress=self._report
             )
             # Views must be gone before the batch gives its leases back.
-            del samples
+            del samples, old
         faults.point("update.applied", iteration)
         self._version, self._dirty = iteration + 1, False
         self._applied = {
             "policy_version": self._version,
-            "digest": digest_of(self._learner.named_weights()),
+            "digest": self._digest(),
             "metrics": {**metrics, "steps": steps, "seconds": time.perf_counter() - started},
             "shards": [entry.model_dump(mode="json") for entry in shards],
         }
         return steps
 
-    def _score(self, manifests: list[Manifest], iteration: int) -> Manifest:
-        """Write the trainer's log-probs before its first step; read back like any column."""
-        with Batch(self._store, manifests, verify=self._verify) as batch:
-            entry = write_scores(
-                self._store,
-                batch,
-                lambda samples, out: self._learner.score(samples, out=out),
-                stage="update",
-                iteration=iteration,
-                rank=self._context.rank,
-                schema=OLD_LOGPROBS_SCHEMA,
-            )
-        return Manifest(
-            run=manifests[-1].run,
-            iteration=iteration,
+    def _score(
+        self, batch: Batch, rows: Manifest, leases: ExitStack
+    ) -> tuple[list[ShardEntry], list[np.ndarray]]:
+        """The trainer's log-probs of the rank's rows before its first step.
+
+        A replica's leader writes them into a shard and gives views of it; the others keep theirs.
+        """
+        if not (self._mesh.leader and len(batch)):
+            return [], self._learner.score(training_samples(batch))
+        entry = write_scores(
+            self._reader.store,
+            batch,
+            lambda samples, out: self._learner.score(samples, out=out),
             stage="update",
-            key="",
-            policy_version=iteration,
-            shards=(entry,),
+            iteration=rows.iteration,
+            rank=self._context.rank,
+            schema=OLD_LOGPROBS_SCHEMA,
         )
+        written = rows.model_copy(update={"stage": "update", "shards": (entry,)})
+        scores = leases.enter_context(Batch(self._reader.store, [written]))
+        return [entry], scores.list_rows("old_logprobs")
+
+    def _digest(self) -> str:
+        """Equal for equal weights in an equal mesh; 32 hex digits."""
+        parts = {each.name: each.tensor for each in slices_of(self._learner.named_weights())}
+        digest = digest_of(parts)
+        if self._mesh.shape.size == 1:
+            return digest
+        own = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.int64)
+        every = [table.tolist() for table in Ranks(self._mesh).gather(own)]
+        return xxhash.xxh3_128_hexdigest(json.dumps(every).encode())
 
     def _save(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
-        faults.point("update.save", iteration)
+        self._point("update.save", iteration)
         prompts = (iteration + 1) * self._config.rollout.prompts_per_iteration
         state = {**record, "policy_version": self._version, "prompts_trained": prompts}
         self._learner.save(path, state)
         self._restored = path
 
+    def _point(self, name: str, iteration: int) -> None:
+        """A fault point whose error is everyone's, as errors inside of what follows it are."""
+        Ranks(self._mesh).do(lambda: faults.point(name, iteration))
+
     def _report(self, done: int, samples: int) -> None:
-        self._context.report({"samples_done": done, "samples": samples})
+        if self._context.rank == 0:
+            self._context.report({"samples_done": done, "samples": samples})
 
 
-def build_learner(config: RunConfig, deployment: StageDeployment) -> PolicyLearner:
-    """A learner laid out as the deployment says."""
+def rank_reader(context: WorkerContext, config: RunConfig, run_directory: str) -> RankReader:
+    """What reads this rank's rows of the run's shards."""
+    store = run_store(run_directory, config)
+    return RankReader(
+        store,
+        SharedMemoryTransport(store.directory),
+        context.hosts or (host_name(),) * context.world_size,
+        _row_cost(Path(config.model.path)),
+        verify=config.dispatch.verify == "always",
+    )
+
+
+def _row_cost(model: Path) -> RowCost:
+    try:
+        raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return RowCost.of(ModelShape.from_config(raw))
+    except (OSError, ValueError):
+        # A model whose numbers have other names is balanced by tokens.
+        return RowCost()
+
+
+def build_learner(
+    config: RunConfig, deployment: StageDeployment, mesh: UpdateMesh
+) -> PolicyLearner:
+    """A learner laid out as the deployment says, on this rank of the mesh."""
     transformers_logging.disable_progress_bar()
-    update = config.update.model_copy(
+    return PolicyLearner(
+        config.model,
+        update_settings(config, deployment),
+        config.algorithm,
+        temperature=config.rollout.temperature,
+        iterations=config.iterations,
+        seed=config.seed,
+        mesh=mesh,
+        logits_chunk_tokens=deployment.logits_chunk_tokens,
+        offload_optimizer=deployment.offload_optimizer,
+    )
+
+
+def state_tensors(learner: PolicyLearner) -> list[torch.Tensor]:
+    """This rank's parts of the weights and of the optimizer's state."""
+    weights = [each.tensor for each in slices_of(learner.named_weights())]
+    states = [value for entry in learner.optimizer.state.values() for value in entry.values()]
+    return [*weights, *states]
+
+
+def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateConfig:
+    """The run's settings of the update, with those that the deployment decides."""
+    return config.update.model_copy(
         update={
             "threads": deployment.threads,
             "activation_checkpointing": deployment.activation_checkpointing,
             "max_tokens_per_microbatch": deployment.max_tokens_per_microbatch
             or config.update.max_tokens_per_microbatch,
         }
-    )
-    return PolicyLearner(
-        config.model,
-        update,
-        config.algorithm,
-        temperature=config.rollout.temperature,
-        iterations=config.iterations,
-        seed=config.seed,
     )

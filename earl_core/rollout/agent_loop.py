@@ -87,6 +87,7 @@ class _Loop:
         self._meter = meter or LoadMeter(len(specs))
         self._on_progress = on_progress or (lambda _: None)
         self._open: dict[int, EpisodePlayer] = {}
+        self._episodes = settings.episodes or len(specs)
         self.players = [
             EpisodePlayer(
                 spec,
@@ -213,7 +214,7 @@ class _Loop:
     def check_failures(self) -> None:
         """Raise `RolloutFailed` once too many episodes have failed."""
         failed = self._meter.episodes_failed
-        if failed > self._settings.max_failed_share * len(self.players):
+        if failed > self._settings.max_failed_share * self._episodes:
             raise self._failure(failed)
 
     def _failure(self, failed: int) -> RolloutFailed:
@@ -225,10 +226,10 @@ class _Loop:
         ]
         share = self._settings.max_failed_share
         return RolloutFailed(
-            f"{failed} of {len(self.players)} episodes failed, more than the share of {share:g} "
+            f"{failed} of {self._episodes} episodes failed, more than the share of {share:g} "
             "that environment.max_failed_share allows. Repair the environment, or raise that "
             "share. The first failures:\n" + "\n".join(named),
-            {"failed": failed, "episodes": len(self.players), "reasons": reasons},
+            {"failed": failed, "episodes": self._episodes, "reasons": reasons},
         )
 
     async def clean_up(self) -> None:

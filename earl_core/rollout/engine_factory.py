@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from earl_core.cluster.context import WorkerContext
 from earl_core.config import ConfigError, RunConfig
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.base import Engine
@@ -38,11 +36,7 @@ def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
     )
 
 
-def build_engine(
-    config: RunConfig,
-    deployment: StageDeployment,
-    context: WorkerContext,
-) -> Engine:
+def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
     """The configured engine, not started. Raises `ConfigError` when the model is missing.
 
     Its policy version is undefined until weights are loaded.
@@ -50,7 +44,7 @@ def build_engine(
     rollout, directory = config.rollout, model_directory(config)
     max_model_len = deployment.max_model_len or rollout.max_model_len
     running = deployment.max_running_requests or rollout.max_running_requests
-    threads = deployment.threads or rollout.threads
+    threads = deployment.threads * deployment.tensor_parallel
     if rollout.engine == "torch":
         from earl_core.rollout.engines.torch_engine import TorchEngine
 
@@ -65,9 +59,6 @@ def build_engine(
         )
     from earl_core.rollout.engines.vllm_engine import VllmEngine
 
-    # Engines side by side get cores of their own; a single one may use whatever is free.
-    allowed, first = sorted(os.sched_getaffinity(0)), context.rank * threads
-    cores = tuple(allowed[first : first + threads]) if context.world_size > 1 else ()
     return VllmEngine(
         directory,
         policy_version=None,
@@ -75,7 +66,6 @@ def build_engine(
         max_running_requests=running,
         max_model_len=max_model_len,
         threads=threads,
-        cores=cores,
         tensor_parallel=deployment.tensor_parallel,
         settings=rollout.vllm,
         trust_remote_code=config.model.trust_remote_code,

@@ -43,8 +43,9 @@ class PlaySettings:
     """Budgets and sampling of a rollout; `None` means no limit but the model's context.
 
     temperature: 0 is greedy. max_failed_share: the rollout fails when more than this share of
-    its episodes has failed. max_live_episodes: episodes that are in play at the same time.
-    transcripts: how many of the first episodes are recorded as text.
+    its episodes has failed. episodes: how many it has, where those played here are a part of it.
+    max_live_episodes: episodes that are in play at the same time. transcripts: how many of the
+    first episodes are recorded as text.
     """
 
     max_turns: int
@@ -52,6 +53,7 @@ class PlaySettings:
     max_tokens_per_episode: int | None = None
     temperature: float = 1.0
     max_failed_share: float = 0.1
+    episodes: int | None = None
     max_live_episodes: int | None = None
     transcripts: int = 0
 

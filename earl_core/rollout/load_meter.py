@@ -26,8 +26,8 @@ class LoadMeter:
         self.live_tokens_max = 0
         self._live_tokens = 0
         self._running = 0
-        self._request_seconds = 0.0
-        self._busy_seconds = 0.0
+        self.request_seconds = 0.0
+        self.busy_seconds = 0.0
         self._started = self._changed = time.perf_counter()
         self._ended: float | None = None
 
@@ -60,7 +60,7 @@ class LoadMeter:
     @property
     def running_mean(self) -> float:
         """Requests in the engine, averaged over the time in which there were any."""
-        return self._request_seconds / self._busy_seconds if self._busy_seconds > 0 else 0.0
+        return self.request_seconds / self.busy_seconds if self.busy_seconds > 0 else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,6 +76,6 @@ class LoadMeter:
     def _account(self) -> None:
         now = time.perf_counter()
         if self._running:
-            self._request_seconds += self._running * (now - self._changed)
-            self._busy_seconds += now - self._changed
+            self.request_seconds += self._running * (now - self._changed)
+            self.busy_seconds += now - self._changed
         self._changed = now

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from earl_core.rollout.load_meter import LoadMeter
-from earl_core.trajectory.samples import Episode, Sample
+from earl_core.rollout.errors import RolloutFailed
+from earl_core.rollout.tally import Tally
+from earl_core.trajectory.samples import Episode
 
 GAME_OUTCOMES = ("win", "draw", "loss", "illegal")
 """Reported together, zeros included, as soon as one of them occurs."""
@@ -31,83 +31,100 @@ def wilson_interval(count: int, total: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def outcome_counts(episodes: Sequence[Episode]) -> dict[str, int]:
+def outcome_counts(tally: Tally) -> dict[str, int]:
     """How often each `info["outcome"]` occurred; game outcomes in their usual order."""
-    counts = Counter(str(e.info["outcome"]) for e in episodes if "outcome" in e.info)
+    counts = tally.outcomes
     ordered = GAME_OUTCOMES if any(name in counts for name in GAME_OUTCOMES) else ()
     names = [*ordered, *sorted(set(counts) - set(ordered))]
-    return {name: counts[name] for name in names}
+    return {name: counts.get(name, 0) for name in names}
 
 
-def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns, outcomes, turns, contexts (tokens) and finish reasons of unfailed episodes."""
-    total = max(len(episodes), 1)
-    returns = np.array([episode.total_reward for episode in episodes] or [0.0])
-    turns = np.array([episode.turns for episode in episodes] or [0])
-    samples = sum(len(episode.samples) for episode in episodes)
-    answered = sum(sample.trained_tokens for episode in episodes for sample in episode.samples)
+def rollout_metrics(tally: Tally) -> dict[str, float]:
+    """Returns, outcomes, turns, contexts (tokens) and finish reasons of the unfailed episodes, and
+    what the rollout took: seconds, tokens, tokens/s, memory (bytes)."""
+    total = max(tally.episodes, 1)
+    turns = sum(value * count for value, count in tally.turns.items())
     metrics = {
-        "episodes": float(len(episodes)),
-        "samples_per_episode": samples / total,
-        "return/mean": float(returns.mean()),
-        "return/std": float(returns.std()),
-        "turns/mean": float(turns.mean()),
-        "turns/max": float(turns.max()),
-        "tokens_per_turn": answered / max(float(turns.sum()), 1.0),
-        **_context_metrics(episodes),
+        "episodes": float(tally.episodes),
+        "samples_per_episode": tally.samples / total,
+        "return/mean": tally.returns.mean,
+        "return/std": tally.returns.std(),
+        "turns/mean": turns / total,
+        "turns/max": float(max(tally.turns, default=0)),
+        "tokens_per_turn": tally.answered_tokens / max(float(turns), 1.0),
+        **_context_metrics(tally),
     }
-    for name, count in outcome_counts(episodes).items():
+    for name, count in outcome_counts(tally).items():
         metrics[f"outcome/{name}"] = count / total
-    for reason, count in sorted(Counter(e.finish_reason for e in episodes).items()):
+    for reason, count in sorted(tally.finishes.items()):
         metrics[f"finish/{reason}"] = count / total
-    return metrics | _environment_metrics(episodes)
+    for name, (value, times) in sorted(tally.environment.items()):
+        metrics[f"environment/{name}"] = value / times
+    return metrics | _load_metrics(tally)
 
 
-def rollout_metrics(
-    episodes: Sequence[Episode], meter: LoadMeter, peak_memory_bytes: float
-) -> dict[str, float]:
-    """`episode_metrics` plus what the rollout took: seconds, tokens, tokens/s, memory (bytes)."""
+def _load_metrics(tally: Tally) -> dict[str, float]:
+    load = tally.load
+    waits = load.environment_wait + load.generation_wait
+    share = load.environment_wait / waits if waits > 0 else 0.0
     return {
-        **episode_metrics(episodes),
-        "episodes_failed": float(meter.episodes_failed),
-        "generated_tokens": float(meter.generated_tokens),
-        "prompt_tokens": float(meter.prompt_tokens),
-        "tokens_per_second": meter.tokens_per_second,
-        "seconds": meter.seconds,
-        "environment_seconds": meter.environment_share * meter.seconds,
-        "environment_share": meter.environment_share,
-        "peak_memory_bytes": float(peak_memory_bytes),
+        "episodes_failed": float(tally.failed),
+        "generated_tokens": float(load.generated_tokens),
+        "prompt_tokens": float(load.prompt_tokens),
+        "tokens_per_second": load.generated_tokens / max(load.seconds, 1e-9),
+        "seconds": load.seconds,
+        "environment_seconds": share * load.seconds,
+        "environment_share": share,
+        "peak_memory_bytes": float(load.peak_memory_bytes),
     }
 
 
-def selector_statistics(
-    episodes: Sequence[Episode], meter: LoadMeter, peak_memory_bytes: float
-) -> dict[str, float]:
-    """What the selector wants to know: contexts and live tokens in tokens, waits in seconds."""
-    contexts = _context_metrics(episodes)
-    turns = [episode.turns for episode in episodes] or [0]
+def selector_statistics(tally: Tally) -> dict[str, float]:
+    """What the selector wants to know: contexts and live tokens in tokens, waits in seconds.
+
+    Running requests and live tokens are those of one engine: the mean over all, and the most.
+    """
+    load, contexts = tally.load, _context_metrics(tally)
+    turns = sum(value * count for value, count in tally.turns.items())
     return {
         "context_mean": contexts["context/mean"],
         "context_p95": contexts["context/p95"],
         "context_max": contexts["context/max"],
-        "running_requests_mean": meter.running_mean,
-        "running_requests_max": float(meter.running_max),
-        "live_tokens_max": float(meter.live_tokens_max),
-        "turns_mean": float(np.mean(turns)),
-        "tool_wait_seconds": meter.environment_wait / max(meter.environment_steps, 1),
-        "tokens_per_second": meter.tokens_per_second,
-        "peak_memory_bytes": float(peak_memory_bytes),
+        "running_requests_mean": load.request_seconds / max(load.busy_seconds, 1e-9),
+        "running_requests_max": float(load.running_max),
+        "live_tokens_max": float(load.live_tokens_max),
+        "turns_mean": turns / max(tally.episodes, 1),
+        "tool_wait_seconds": load.environment_wait / max(load.environment_steps, 1),
+        "tokens_per_second": load.generated_tokens / max(load.seconds, 1e-9),
+        "peak_memory_bytes": float(load.peak_memory_bytes),
     }
 
 
-def evaluation_results(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+def evaluation_results(tally: Tally) -> dict[str, dict[str, float]]:
     """For each outcome its count, share and 95 % Wilson interval (`low`, `high`)."""
     results = {}
-    for name, count in outcome_counts(episodes).items():
-        low, high = wilson_interval(count, len(episodes))
-        share = count / max(len(episodes), 1)
+    for name, count in outcome_counts(tally).items():
+        low, high = wilson_interval(count, tally.episodes)
+        share = count / max(tally.episodes, 1)
         results[name] = {"count": count, "share": share, "low": low, "high": high}
     return results
+
+
+def check_failures(tally: Tally, max_failed_share: float) -> None:
+    """Raise `RolloutFailed` when no episode was played to its end, or too many failed."""
+    failed, total = tally.failed, tally.failed + tally.episodes
+    counts = {"failed": failed, "episodes": total}
+    if total and not tally.episodes:
+        raise RolloutFailed(
+            "every episode failed, so there is nothing to learn from: repair the environment",
+            counts,
+        )
+    if failed > max_failed_share * total:
+        raise RolloutFailed(
+            f"{failed} of {total} episodes failed, more than the share of {max_failed_share:g} "
+            "that environment.max_failed_share allows: repair the environment, or raise that share",
+            counts,
+        )
 
 
 def example(episode: Episode) -> dict[str, Any]:
@@ -139,39 +156,18 @@ def _peak_of(pid: int) -> int:
     return 0
 
 
-def _context_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    contexts = np.array([episode.context_tokens for episode in episodes] or [0])
+def _context_metrics(tally: Tally) -> dict[str, float]:
+    values = _expanded(tally.contexts)
     metrics = {
-        "context/mean": float(contexts.mean()),
-        "context/p95": float(np.percentile(contexts, 95)),
-        "context/max": float(contexts.max()),
+        "context/mean": float(values.mean()),
+        "context/p95": float(np.percentile(values, 95)),
+        "context/max": float(values.max()),
     }
-    by_turn: list[list[int]] = []
-    for episode in episodes:
-        for turn, context in enumerate(_contexts_by_turn(episode.samples)):
-            if turn == len(by_turn):
-                by_turn.append([])
-            by_turn[turn].append(context)
-    for turn, values in enumerate(by_turn[:_TURNS_SHOWN], start=1):
-        metrics[f"context_by_turn/{turn:02d}"] = float(np.mean(values))
+    for turn, (tokens, count) in enumerate(tally.context_by_turn[:_TURNS_SHOWN], start=1):
+        metrics[f"context_by_turn/{turn:02d}"] = tokens / count
     return metrics
 
 
-def _contexts_by_turn(samples: Sequence[Sample]) -> list[int]:
-    """Tokens that stand in the sample after each turn's answer."""
-    ends: list[int] = []
-    for sample in samples:
-        ends.extend(sample.turn_starts[1:])
-        if sample.turn_starts:
-            ends.append(len(sample.tokens))
-    return ends
-
-
-def _environment_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for episode in episodes:
-        metrics = episode.info.get("metrics")
-        if isinstance(metrics, dict):
-            for name, value in metrics.items():
-                values.setdefault(str(name), []).append(float(value))
-    return {f"environment/{name}": float(np.mean(v)) for name, v in sorted(values.items())}
+def _expanded(histogram: Mapping[int, int]) -> np.ndarray:
+    ordered = sorted(histogram.items()) or [(0, 1)]
+    return np.repeat([value for value, _ in ordered], [count for _, count in ordered])

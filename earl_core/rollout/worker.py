@@ -1,8 +1,8 @@
-"""The rollout worker: a rank that owns one engine and plays its share of the episodes.
+"""The rollout worker: owns one engine and plays the share of the episodes that it is dealt.
 
-It runs in a worker group. Everything that goes in and comes out is JSON: weights and samples stay
-in shared memory, only their manifests pass. torch, transformers and vllm are imported when the
-engine is built, not before.
+It runs in a worker group of one rank; several engines are several groups. Everything that goes in
+and comes out is JSON: weights and samples stay in shared memory, only their manifests pass. torch,
+transformers and vllm are imported when the engine is built, not before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.environments.base import Message
@@ -26,8 +27,9 @@ from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.base import Engine, EngineLost, GenerationRequest, WeightSyncError
 from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
-from earl_core.rollout.errors import RolloutCancelled, RolloutFailed
+from earl_core.rollout.errors import RolloutCancelled
 from earl_core.rollout.load_meter import LoadMeter
+from earl_core.rollout.tally import Tally
 from earl_core.run.shards import run_store
 from earl_core.seeds import derive_seed
 from earl_core.selector.deployment import StageDeployment
@@ -46,10 +48,10 @@ _CANCEL_SECONDS = 0.25
 
 
 class RolloutWorker:
-    """Constructed in each rank of the `rollout` worker group.
+    """Constructed in the rank of a `rollout` worker group.
 
     deployment: a dumped `StageDeployment`. config: a dumped `RunConfig`. Call `ensure` before
-    anything that generates. With several ranks each plays a contiguous share of the prompts.
+    anything that generates. An engine that is lost is gone at once: the next `ensure` builds anew.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class RolloutWorker:
         started = time.perf_counter()
         if self._engine is None:
             self._chat = load_chat_tokenizer(self._config)
-            engine = build_engine(self._config, self._deployment, self._context)
+            engine = build_engine(self._config, self._deployment)
             await engine.start()
             self._engine = engine
         engine = self._engine
@@ -112,17 +114,27 @@ class RolloutWorker:
         manifest = await asyncio.to_thread(manifest_from_directory, Path(path), policy_version)
         return await self.ensure(manifest.model_dump(mode="json"))
 
-    async def rollout(self, first_prompt: int, prompts: int) -> dict[str, Any]:
+    async def rollout(
+        self,
+        first_prompt: int,
+        prompts: int,
+        *,
+        share: int = 0,
+        of_prompts: int | None = None,
+        transcripts: int | None = None,
+    ) -> dict[str, Any]:
         """Play the call's iteration's episodes and publish their samples as a shard.
 
         Group ids are the prompts' indices in the run, episode_id = group_id * group_size + k.
-        Returns `shards` (entries for the manifest), `metrics`, `statistics` (for the selector)
-        and `examples` (transcripts). Raises `RolloutFailed` when too many episodes failed.
+        share: tells this call's shard from the iteration's others. of_prompts: how many prompts
+        the whole rollout has, if more than these. transcripts: how many of the first episodes are
+        recorded; None as configured. Returns `shards` (entries for the manifest), `metrics`,
+        `statistics` (for the selector), `examples` (transcripts) and `tally`, from which the
+        numbers of several shares follow. Raises `RolloutFailed` when too many episodes failed.
         """
-        config, rank, ranks = self._config, self._context.rank, self._context.world_size
+        config = self._config
         iteration = self._context.iteration or 0
         size = config.rollout.group_size
-        mine = range(prompts * rank // ranks, prompts * (rank + 1) // ranks)
         specs = [
             EpisodeSpec(
                 episode_id=group * size + member,
@@ -130,32 +142,30 @@ class RolloutWorker:
                 prompt_id=group,
                 seed=derive_seed(config.seed, iteration, "rollout", group * size + member),
             )
-            for group in (first_prompt + offset for offset in mine)
+            for group in range(first_prompt, first_prompt + prompts)
             for member in range(size)
         ]
-        settings = self._settings(config.rollout.temperature, config.tracking.trace_episodes)
-        meter = LoadMeter(len(specs))
-        episodes = await self._play(specs, settings, {}, meter)
-        kept = [e for e in episodes if e.finish_reason not in FAILED_REASONS]
-        if specs and not kept:
-            raise RolloutFailed(
-                "every episode failed, so there is nothing to learn from: repair the environment",
-                {"failed": len(episodes), "episodes": len(episodes)},
-            )
+        whole = (of_prompts or prompts) * size
+        settings = self._settings(config.rollout.temperature, transcripts, whole)
+        episodes, tally = await self._play(specs, settings, {})
+        faults.point(f"rollout.played{first_prompt}", iteration)
+        if whole == len(specs):
+            metrics.check_failures(tally, config.environment.max_failed_share)
         store = run_store(self._run_directory, config)
         entry = store.publish(
             stage="rollout",
             iteration=iteration,
-            rank=rank,
+            rank=share,
             schema=ROLLOUT_SCHEMA,
-            rows=RolloutRows(kept),
+            rows=RolloutRows(_kept(episodes)),
         )
-        peak = self._peak_memory()
+        faults.point(f"rollout.sealed{share}", iteration)
         return {
             "shards": [entry.model_dump(mode="json")],
-            "metrics": metrics.rollout_metrics(kept, meter, peak),
-            "statistics": metrics.selector_statistics(kept, meter, peak),
+            "metrics": metrics.rollout_metrics(tally),
+            "statistics": metrics.selector_statistics(tally),
             "examples": [metrics.example(e) for e in episodes if "transcript" in e.info],
+            "tally": tally.to_json(),
         }
 
     async def evaluate(
@@ -164,33 +174,35 @@ class RolloutWorker:
         temperature: float | None = None,
         options: dict[str, Any] | None = None,
         key: str = "evaluation",
+        *,
+        first: int = 0,
+        of_episodes: int | None = None,
+        transcripts: int | None = None,
     ) -> dict[str, Any]:
         """Play held-out episodes, one for each prompt, and train on none.
 
         The same `key` gives the same prompts and seeds at every iteration, so that curves compare
         like with like. temperature: None as in the rollout, 0 greedy. options: environment
-        options that differ from training. Returns `outcomes` ({name: count, share, low, high},
-        95 % Wilson intervals), `metrics`, `examples`, `episodes`, `failed`.
+        options that differ from training. first: where a share of `of_episodes` begins. Returns
+        `outcomes` ({name: count, share, low, high}, 95 % Wilson intervals), `metrics`, `examples`,
+        `episodes`, `failed` and `tally`.
         """
-        rank, ranks = self._context.rank, self._context.world_size
-        first = HELD_OUT_PROMPTS + episodes * rank // ranks
-        last = HELD_OUT_PROMPTS + episodes * (rank + 1) // ranks
+        prompts = range(HELD_OUT_PROMPTS + first, HELD_OUT_PROMPTS + first + episodes)
         specs = [
             EpisodeSpec(prompt, prompt, prompt, derive_seed(self._config.seed, key, prompt))
-            for prompt in range(first, last)
+            for prompt in prompts
         ]
-        settings = self._settings(temperature, self._config.tracking.trace_episodes)
-        meter = LoadMeter(len(specs))
-        played = await self._play(specs, settings, options or {}, meter)
-        kept = [e for e in played if e.finish_reason not in FAILED_REASONS]
+        settings = self._settings(temperature, transcripts, of_episodes)
+        played, tally = await self._play(specs, settings, options or {})
         return {
             "iteration": self._context.iteration,
             "key": key,
-            "episodes": len(kept),
-            "failed": len(played) - len(kept),
-            "outcomes": metrics.evaluation_results(kept),
-            "metrics": metrics.rollout_metrics(kept, meter, self._peak_memory()),
+            "episodes": tally.episodes,
+            "failed": tally.failed,
+            "outcomes": metrics.evaluation_results(tally),
+            "metrics": metrics.rollout_metrics(tally),
             "examples": [metrics.example(e) for e in played if "transcript" in e.info],
+            "tally": tally.to_json(),
         }
 
     async def play_one(
@@ -203,8 +215,8 @@ class RolloutWorker:
         """Play one episode and return its transcript (see `metrics.example`)."""
         spec = EpisodeSpec(prompt, prompt, prompt, seed)
         settings = self._settings(temperature, transcripts=1)
-        (episode,) = await self._play([spec], settings, options or {}, LoadMeter(1))
-        return metrics.example(episode)
+        episodes, _ = await self._play([spec], settings, options or {})
+        return metrics.example(episodes[0])
 
     async def answer(
         self, messages: list[Message], seed: int, temperature: float | None = None
@@ -242,15 +254,11 @@ class RolloutWorker:
             await pool.stop()
 
     async def _play(
-        self,
-        specs: Sequence[EpisodeSpec],
-        settings: PlaySettings,
-        options: dict[str, Any],
-        meter: LoadMeter,
-    ) -> list[Episode]:
+        self, specs: Sequence[EpisodeSpec], settings: PlaySettings, options: dict[str, Any]
+    ) -> tuple[list[Episode], Tally]:
         engine, chat = self._ready()
         pool = await self._pool(options)
-        report = _ProgressReport(self._context)
+        meter, report = LoadMeter(len(specs)), _ProgressReport(self._context)
         task = asyncio.ensure_future(
             play(engine, pool, chat, specs, settings, meter=meter, on_progress=report)
         )
@@ -260,25 +268,36 @@ class RolloutWorker:
                     raise RolloutCancelled("the rollout was cancelled; nothing of it is kept")
                 await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
             report(meter, last=True)
-            return task.result()
+            episodes = task.result()
+        except EngineLost:
+            await self._drop_engine()
+            raise
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+        return episodes, Tally.of(_kept(episodes), meter, self._peak_memory())
 
-    def _settings(self, temperature: float | None, transcripts: int = 0) -> PlaySettings:
+    def _settings(
+        self,
+        temperature: float | None,
+        transcripts: int | None = 0,
+        episodes: int | None = None,
+    ) -> PlaySettings:
         rollout, running = self._config.rollout, self._running_requests()
         lockstep = self._engine is not None and self._engine.lockstep
+        traced = self._config.tracking.trace_episodes
         return PlaySettings(
             max_turns=rollout.max_turns,
             max_tokens_per_turn=rollout.max_tokens_per_turn,
             max_tokens_per_episode=rollout.max_tokens_per_episode,
             temperature=rollout.temperature if temperature is None else temperature,
             max_failed_share=self._config.environment.max_failed_share,
+            episodes=episodes,
             # Twice as many as decode at a time: while half of them wait for their environments
             # the engine stays full, and the prefix cache still holds every live conversation.
             max_live_episodes=running if lockstep else 2 * running,
-            transcripts=transcripts if self._context.rank == 0 else 0,
+            transcripts=traced if transcripts is None else transcripts,
         )
 
     def _running_requests(self) -> int:
@@ -314,6 +333,10 @@ class RolloutWorker:
     def _peak_memory(self) -> int:
         pids = self._engine.pids() if self._engine is not None else []
         return metrics.peak_memory_bytes(sorted({os.getpid(), *pids}))
+
+
+def _kept(episodes: Sequence[Episode]) -> list[Episode]:
+    return [episode for episode in episodes if episode.finish_reason not in FAILED_REASONS]
 
 
 class _ProgressReport:

@@ -8,14 +8,18 @@ from earl_core.config.base import Settings
 
 
 class StageDeployment(Settings):
-    """How one stage is laid out for one iteration. Worker groups are rebuilt when it changes."""
+    """How one stage is laid out for one iteration; its worker groups follow when it changes.
+
+    rollout: `replicas` engines, each with tensor parallelism inside. Training stages: a mesh of
+    replicas x shard x context_parallel x tensor_parallel ranks.
+    """
 
     stage: str
     replicas: int = Field(default=1, ge=1, description="engines, or data-parallel replicas")
     tensor_parallel: int = Field(default=1, ge=1)
     context_parallel: int = Field(default=1, ge=1)
     shard: int = Field(default=1, ge=1, description="ranks that share one copy of the parameters")
-    threads: int = Field(default=1, ge=1, description="CPU threads of each rank")
+    threads: int = Field(default=1, ge=1, description="CPU threads of each device")
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
     max_model_len: int | None = Field(default=None, ge=1, description="tokens of one sequence")
     max_running_requests: int | None = Field(default=None, ge=1)
@@ -29,7 +33,9 @@ class StageDeployment(Settings):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the stage's worker group."""
+        """Worker processes of the stage: an engine has one, whatever runs inside it."""
+        if self.stage == "rollout":
+            return self.replicas
         return self.replicas * self.tensor_parallel * self.context_parallel * self.shard
 
 

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from earl_core.config.base import Settings
 from earl_core.config.experience import ExperienceConfig
+from earl_core.config.layout import LayoutConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector.deployment import DeploymentPlan, StageDeployment
@@ -27,6 +28,7 @@ class SelectionInput(Settings):
     rollout: RolloutConfig
     experience: ExperienceConfig = ExperienceConfig()
     update: UpdateConfig
+    layout: LayoutConfig = LayoutConfig()
     needs_reference: bool
     hardware: Hardware
     model: ModelShape
@@ -41,20 +43,31 @@ class SelectionInput(Settings):
 
 
 def fixed_plan(given: SelectionInput) -> DeploymentPlan:
-    """One rank for every stage, as configured."""
-    cores = given.hardware.cpu_cores
+    """Every stage as configured, with the iteration's entry of `layout.changes`."""
+    layout = given.layout
+    engines, mesh = layout.at(given.iteration)
     length, length_reason = model_length(given, max(given.statistics.context_max, default=0.0))
-    engine_threads = given.rollout.threads or cores
-    update_threads = given.update.threads or cores
+    cores = given.hardware.cpu_cores
+    engine_threads, rank_threads = layout.threads(
+        given.rollout, given.update, cores, given.iteration
+    )
     update = StageDeployment(
         stage="update",
-        threads=update_threads,
+        replicas=mesh.replicate,
+        shard=mesh.shard,
+        context_parallel=mesh.context_parallel,
+        tensor_parallel=mesh.tensor_parallel,
+        threads=rank_threads,
         max_tokens_per_microbatch=given.update.max_tokens_per_microbatch,
         activation_checkpointing=given.update.activation_checkpointing,
+        logits_chunk_tokens=mesh.logits_chunk_tokens,
+        offload_optimizer=mesh.offload_optimizer,
     )
     stages = {
         "rollout": StageDeployment(
             stage="rollout",
+            replicas=engines.replicas,
+            tensor_parallel=engines.tensor_parallel,
             threads=engine_threads,
             max_model_len=length,
             max_running_requests=given.rollout.max_running_requests,
@@ -63,15 +76,30 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
         "update": update,
     }
     reasons = {
-        "rollout": f"1 engine x {engine_threads} threads: the one layout known; {length_reason}",
+        "rollout": f"{engines.text} x {_threads(engine_threads)}: {_configured(given, 'rollout')}; "
+        f"{length_reason}",
         "experience": experience_reason(given.experience),
-        "update": f"1 rank x {update_threads} threads, microbatches of at most "
-        f"{update.max_tokens_per_microbatch} tokens: as configured",
+        "update": f"{mesh.text} x {_threads(rank_threads)}, microbatches of at most "
+        f"{update.max_tokens_per_microbatch} tokens: {_configured(given, 'update')}",
     }
     if given.needs_reference:
-        stages["reference"] = update.model_copy(update={"stage": "reference"})
+        # The frozen model has no optimizer whose state could be moved away.
+        stages["reference"] = update.model_copy(
+            update={"stage": "reference", "offload_optimizer": False}
+        )
         reasons["reference"] = "laid out as the update, which has the same forward pass"
     return DeploymentPlan(iteration=given.iteration, stages=stages, reasons=reasons)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _configured(given: SelectionInput, stage: str) -> str:
+    since = given.layout.since(given.iteration, stage)
+    text = f"as configured from iteration {since} on" if since else "as configured"
+    apart = "" if given.layout.placement == "colocated" else f", {given.layout.placement}"
+    return text + apart
 
 
 def experience_deployment(config: ExperienceConfig) -> StageDeployment:

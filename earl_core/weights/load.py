@@ -50,7 +50,7 @@ def manifest_from_directory(directory: Path, policy_version: int) -> WeightsMani
 
     Reads `model.safetensors` or the files of `model.safetensors.index.json`.
     """
-    files = _model_files(directory)
+    files = model_files(directory)
     entries: dict[str, TensorEntry] = {}
     tensors: dict[str, torch.Tensor] = {}
     described: list[WeightFile] = []
@@ -100,7 +100,8 @@ def _open_file(file: WeightFile, expected: dict[str, TensorEntry]) -> dict[str, 
     return {name: view(mapping, place) for name, place in places.items()}
 
 
-def _model_files(directory: Path) -> list[Path]:
+def model_files(directory: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face model directory; raises `WeightsError` for none."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

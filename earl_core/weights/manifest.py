@@ -61,8 +61,9 @@ class WeightsManifest(_Frozen):
     """A sealed set of weights under Hugging Face state-dict names.
 
     `tied` maps a name that was left out (as `save_pretrained` leaves out a tied `lm_head.weight`)
-    to the name whose bytes it shares. `digest` is xxh3_128 over names, dtypes, shapes and bytes in
-    the order of names, so equal weights have equal digests however they are split into files.
+    to the name whose bytes it shares. `digest` is xxh3_128 over names, dtypes, shapes and hashes of
+    bytes in the order of names, so equal weights have equal digests however they are split into
+    files and whoever wrote them.
     `config_digest` is empty when the publisher gave no model configuration.
     """
 

@@ -1,17 +1,24 @@
-"""Write policy weights in place into shared memory and seal them."""
+"""Write policy weights in place into shared memory and seal them, by one rank or by many."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 
+from earl_core.dispatch.writable_mappings import WritableMapping, writable_mappings
+from earl_core.learner.slices import local_part, slices_of
+from earl_core.learner.together import Ranks
+from earl_core.weights import pages
+from earl_core.weights.joint_file import combine, digest_together, fill, own_shares, tensor_hash
 from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsError, WeightsManifest
-from earl_core.weights.safetensors_layout import DTYPE_CODES, Layout, map_file, plan_layout, view
+from earl_core.weights.safetensors_layout import DTYPE_CODES, DTYPES, Layout, plan_layout
+
+if TYPE_CHECKING:
+    from earl_core.learner.mesh import UpdateMesh
 
 logger = logging.getLogger(__name__)
 
@@ -23,33 +30,51 @@ def publish(
     dtype: torch.dtype | str,
     *,
     config_digest: str = "",
+    mesh: UpdateMesh | None = None,
 ) -> WeightsManifest:
     """Write `directory/weights-<policy_version>.safetensors` and describe it.
 
     `named_tensors` are the model's parameters and persistent buffers under Hugging Face
-    state-dict names; floating-point ones are cast to `dtype` (`torch.bfloat16` or `"bfloat16"`)
-    straight into the mapped file, so that no second full copy exists. Tensors that share memory
-    are written once, under the first name. Nothing is visible before the file is whole; a full
-    disk or shared memory is an `OSError` and leaves nothing behind.
+    state-dict names, DTensors where a mesh has cut them; floating-point ones are cast to `dtype`
+    (`torch.bfloat16` or `"bfloat16"`) straight into the mapped file, so that no second full copy
+    exists on any rank. Tensors that share memory are written once, under the first name. With a
+    mesh all its ranks call it, and all get the manifest; file and digest are those of one process.
+
+    The memory of an older version is used again once nothing names or reads it. Nothing is visible
+    before the file is whole; a full disk or shared memory is an `OSError` on all ranks and leaves
+    nothing behind.
     """
+    ranks = Ranks(mesh)
     target = resolve_dtype(dtype)
-    kept, tied = _split_tied(named_tensors)
-    if not kept:
-        raise WeightsError("there are no tensors to publish")
-    shapes = {
-        name: (target if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape))
-        for name, tensor in kept.items()
-    }
+    plan = ranks.from_first(lambda: _plan(named_tensors, target))
+    shapes = {name: (DTYPES[code], tuple(shape)) for name, code, shape in plan["tensors"]}
     layout = plan_layout(shapes, {"format": "pt", "policy_version": str(policy_version)})
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"weights-{policy_version:08d}.safetensors"
-    partial = directory / f".{path.name}.{os.getpid()}.partial"
+    slices = ranks.do(lambda: slices_of(named_tensors))
+    mine = own_shares(slices, layout, ranks)
+    claimed: pages.Pages | None = None
+
+    def claim() -> str:
+        nonlocal claimed
+        claimed = pages.take(directory, layout.total_bytes)
+        return str(claimed.path)
+
     try:
-        digest = _write(partial, layout, kept)
-        os.replace(partial, path)
+        hidden = Path(ranks.from_first(claim))
+        mapping = ranks.do(lambda: _writable(hidden, layout, ranks.first))
+        try:
+            ranks.do(lambda: fill(mapping.memory, layout.places, slices, mine))
+            digest = digest_together(mapping.memory, layout.places, ranks)
+        finally:
+            writable_mappings.put_back(mapping)
+        ranks.on_first(lambda: claimed.seal(path) if claimed else None)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        if claimed is not None:
+            claimed.discard()
         raise
+    finally:
+        if claimed is not None:
+            claimed.close()
     return WeightsManifest(
         policy_version=policy_version,
         files=(WeightFile(path=str(path.absolute()), bytes=layout.total_bytes),),
@@ -57,16 +82,16 @@ def publish(
             name: TensorEntry(dtype=DTYPE_CODES[kind], shape=shape, file=0)
             for name, (kind, shape) in shapes.items()
         },
-        tied=tied,
+        tied=plan["tied"],
         digest=digest,
         config_digest=config_digest,
     )
 
 
 def remove(manifest: WeightsManifest) -> None:
-    """Unlink the manifest's files. Processes that have them mapped keep reading them whole."""
+    """Remove the manifest's files. Processes that have them mapped keep reading them whole."""
     for file in manifest.files:
-        Path(file.path).unlink(missing_ok=True)
+        pages.remove(Path(file.path))
 
 
 def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -78,15 +103,30 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """xxh3_128 over names, dtypes, shapes and bytes in the order of names; 32 hex digits."""
-    state = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        shape = ",".join(map(str, tensor.shape))
-        state.update(f"{name}|{DTYPE_CODES[tensor.dtype]}|{shape}|".encode())
-        if tensor.numel():
-            state.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return state.hexdigest()
+    """xxh3_128 over names, dtypes, shapes and each tensor's own xxh3_128, in the order of names.
+
+    32 hex digits. Tensors are whole; see `digest_together` for many ranks.
+    """
+    return combine(
+        {
+            name: (tensor.dtype, tuple(tensor.shape), tensor_hash(tensor))
+            for name, tensor in tensors.items()
+        }
+    )
+
+
+def _plan(named_tensors: Mapping[str, torch.Tensor], target: torch.dtype) -> dict[str, Any]:
+    """Names, dtype codes and whole shapes of what is written, and which names share memory."""
+    kept, tied = _split_tied(named_tensors)
+    if not kept:
+        raise WeightsError("there are no tensors to publish")
+    tensors = []
+    for name, tensor in kept.items():
+        dtype = target if tensor.is_floating_point() else tensor.dtype
+        if dtype not in DTYPE_CODES:
+            raise WeightsError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
+        tensors.append((name, DTYPE_CODES[dtype], list(tensor.shape)))
+    return {"tensors": tensors, "tied": tied}
 
 
 def _split_tied(
@@ -96,8 +136,9 @@ def _split_tied(
     kept: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     for name, tensor in named_tensors.items():
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and not tensor.is_meta and key in first:
+        part = local_part(tensor)
+        key = (part.device, part.data_ptr(), tensor.shape, part.stride(), part.dtype)
+        if part.numel() and not part.is_meta and key in first:
             tied[name] = first[key]
             continue
         first[key] = name
@@ -105,25 +146,10 @@ def _split_tied(
     return kept, tied
 
 
-def _write(path: Path, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> str:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        # Pages are claimed before they are touched: writing a sparse mapping on a full tmpfs
-        # would end in SIGBUS instead of an error.
-        os.posix_fallocate(descriptor, 0, layout.total_bytes)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"no room for {layout.total_bytes} bytes of weights in {path.parent}: free space "
-            "there or point it at a larger file system",
-        ) from error
-    finally:
-        os.close(descriptor)
-    mapping = map_file(path, writable=True)
-    mapping[: len(layout.prefix)] = layout.prefix
-    written: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for name, place in layout.places.items():
-            written[name] = view(mapping, place)
-            written[name].copy_(tensors[name].detach())
-    return digest_of(written)
+def _writable(path: Path, layout: Layout, first: bool) -> WritableMapping:
+    """The file mapped for writing; the mapping of pages used before has its page tables."""
+    mapping = writable_mappings.take(path, path.lstat())
+    mapping.populate()
+    if first:
+        mapping.memory[: len(layout.prefix)] = layout.prefix
+    return mapping

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from earl_core.weights.manifest import WeightsError
+from earl_core.weights.pages import open_leased
 
 DTYPE_CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -89,14 +90,20 @@ def plan_layout(
     return Layout(prefix, places, len(prefix) + offset)
 
 
-def map_file(path: Path, writable: bool = False) -> mmap.mmap:
-    """Map a whole file. Read mappings are copy-on-write: a stray write never reaches the file."""
-    with open(path, "r+b" if writable else "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+def map_file(path: Path) -> mmap.mmap:
+    """Map a whole file to read, copy-on-write: a stray write never reaches the file.
+
+    While the mapping or a view of it is alive, the file's pages are not used for newer weights.
+    """
+    descriptor = open_leased(path)
+    try:
+        size = os.fstat(descriptor).st_size
         if size < 8:
             raise WeightsError(f"{path} is not a safetensors file: it has {size} bytes")
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
-        return mmap.mmap(file.fileno(), size, access=access)
+        # The mapping keeps a copy of the descriptor, and with it the lease.
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
 
 
 def read_layout(mapping: mmap.mmap, path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:

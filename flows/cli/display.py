@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from flows.cli.progress import Activity, EvaluationRow, IterationRow, Progress
+from flows.cli.progress import Activity, EvaluationRow, IterationRow, Progress, preparation
 from flows.cli.tables import activity_numbers, interval, number, screen
 
 _PER_SECOND = 4.0
@@ -169,8 +169,8 @@ class PlainDisplay(_Base):
             return f"iteration {iteration}: {iteration_text(IterationRow.of(iteration, metrics))}"
         if event.get("finished") and stage == "evaluation":
             return evaluation_text(EvaluationRow.of(iteration, metrics))
-        if "starting" in event:
-            return f"starting the {event['starting']} worker"
+        if preparing := preparation(event):
+            return preparing
         if "building" in event:
             return f"building the model {event['building']}"
         if event.get("stage_started"):

@@ -23,6 +23,7 @@ EXPECTED = WRONG_INPUT | {
     "NonFiniteGradientError",
     "NothingFits",
     "PoolFull",
+    "ReplicasLost",
     "RolloutFailed",
     "RunInUse",
     "ServerUnavailable",

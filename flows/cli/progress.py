@@ -86,7 +86,7 @@ class Activity:
 
     stage: str = ""
     iteration: int = 0
-    starting: str = ""
+    preparing: str = ""
     done: float | None = None
     total: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
@@ -95,8 +95,7 @@ class Activity:
     @property
     def text(self) -> str:
         """A few words, such as `rollout` or `rollout: starting the update worker`."""
-        starting = f"starting the {self.starting} worker" if self.starting else ""
-        return ": ".join(part for part in (self.stage, starting) if part)
+        return ": ".join(part for part in (self.stage, self.preparing) if part)
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,8 @@ class Progress:
                 self._finish(stage, iteration, event.get("metrics", {}))
             elif "building" in event:
                 self._activity = Activity(stage=f"building the model {event['building']}")
-            elif "starting" in event:
-                self._activity = replace(self._activity, starting=str(event["starting"]))
+            elif preparing := preparation(event):
+                self._activity = replace(self._activity, preparing=preparing)
             elif event.get("stage_started"):
                 self._activity = Activity(stage=stage, iteration=iteration)
             elif "metrics" not in event:
@@ -188,6 +187,15 @@ class Progress:
                 seconds=time.monotonic() - self._started,
                 iteration_seconds=pace,
             )
+
+
+def preparation(event: Mapping[str, Any]) -> str:
+    """What an event says about workers that a stage waits for; empty: nothing."""
+    if "starting" in event:
+        return f"starting the {event['starting']} worker"
+    if "laying_out" in event:
+        return f"laying the {event['laying_out']} out anew"
+    return ""
 
 
 def outcome_names(rows: list[dict[str, Any]]) -> list[str]:

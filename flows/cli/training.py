@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.config.layout import check_devices, check_layout
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import RunInUse, is_locked
 from flows import server
@@ -19,6 +20,7 @@ from flows.cli.interrupt import Interrupted, leave, run_interruptible
 from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
 from flows.cli.tables import make_console, resolved_table
 from flows.server_watch import ServerLost, ServerWatch
+from tasks.hardware import read_hardware, read_model_shape
 
 
 def train(config: str, overrides: list[str], plain: bool) -> None:
@@ -116,6 +118,10 @@ def preflight(settings: RunConfig, run: Path) -> None:
             f"model.path {str(model)!r} is not a model directory (no config.json), and there is no "
             "model.builder that could make it: correct the path, or prepare the model first"
         )
+    hardware = read_hardware()
+    check_devices(settings, hardware)
+    if (model / "config.json").is_file():
+        check_layout(settings, read_model_shape(model), hardware)
     template = settings.model.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"model.chat_template {template!r} is not a file: correct the path")

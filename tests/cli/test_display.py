@@ -85,6 +85,15 @@ def test_a_started_worker_is_shown_until_the_stage_reports() -> None:
     assert "starting" not in rendered(progress)
 
 
+def test_workers_that_take_another_layout_are_shown() -> None:
+    progress = Progress(iterations=1)
+    progress.handle("update", 4, {"stage_started": True})
+    progress.handle("update", 4, {"laying_out": "update"})
+    assert "update: laying the update out anew" in rendered(progress)
+    progress.handle("update", 4, {"samples_done": 1, "samples": 8})
+    assert "anew" not in rendered(progress)
+
+
 def test_only_the_last_iterations_are_shown_and_a_repeated_one_once() -> None:
     progress = Progress(iterations=50)
     progress.recall([IterationRow.of(k, METRICS) for k in range(20)], [])

@@ -55,7 +55,8 @@ class Target:
 
     def describe(self) -> dict[str, Any]:
         self.calls += 1
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "EXTRA")
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        names = (*names, "MASTER_PORT", "EXTRA")
         return {
             "pid": os.getpid(),
             "rank": self.context.rank,
@@ -71,6 +72,13 @@ class Target:
             "log_path": str(self.context.log_path),
             "torch": "torch" in sys.modules,
         }
+
+    def relayout(self, deployment: dict[str, Any]) -> dict[str, Any]:
+        if self.context.rank == deployment.get("fails_on"):
+            raise ValueError(f"rank {self.context.rank} cannot be laid out so")
+        self.calls += 1
+        self.deployment = deployment
+        return {"rank": self.context.rank}
 
     def echo(self, value: Any) -> Any:
         return value

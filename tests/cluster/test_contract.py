@@ -61,7 +61,7 @@ def test_two_ranks_answer_in_rank_order(make_group: MakeGroup, site: Site) -> No
     for rank, told in enumerate((first, second)):
         environment = told["environment"]
         assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
-        assert environment["WORLD_SIZE"] == "2"
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "2"
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert Path(told["log_path"]).name == f"w-{rank}.log"
     assert first["environment"]["MASTER_PORT"] == second["environment"]["MASTER_PORT"]
@@ -228,6 +228,35 @@ def test_stop_closes_targets_plain_and_async(make_group: MakeGroup, tmp_path: Pa
     group.stop(grace_seconds=0.3)
     assert time.monotonic() - begin < 3
     assert gone_within(pids, 0)
+
+
+def test_a_relayout_keeps_the_ranks_and_is_the_deployment_from_then_on(
+    make_group: MakeGroup, site: Site
+) -> None:
+    group = make_group()
+    group.start({"tensor_parallel": 2}, {}, world_size=2)
+    pids = group.pids
+    assert group.relayout({"shard": 2}, **site) == [{"rank": 0}, {"rank": 1}]
+    assert group.pids == pids
+    assert group.deployment == {"shard": 2}
+    for told in group.call("describe", **site):
+        assert told["deployment"] == {"shard": 2}
+        assert told["calls"] == 2
+
+
+def test_a_relayout_that_fails_on_a_rank_costs_the_group(make_group: MakeGroup, site: Site) -> None:
+    group = make_group()
+    with pytest.raises(WorkerLost, match=r"call start\(\) first"):
+        group.relayout({"shard": 2}, **site)
+    group.start({"tensor_parallel": 2}, {}, world_size=2)
+    pids = group.pids
+    with pytest.raises(WorkerCallFailed, match="rank 1 cannot be laid out so") as caught:
+        group.relayout({"shard": 2, "fails_on": 1}, **site)
+    for part in ("rank 1", "'relayout'", "'rollout'", "iteration 7"):
+        assert part in str(caught.value)
+    assert not group.alive
+    assert group.deployment is None
+    assert gone_within(pids, 1)
 
 
 def test_acall_runs_beside_the_loop(make_group: MakeGroup, site: Site) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.cluster.results import Rule, merge_results
+from earl_core.cluster.results import Rule, merge_results, same_results
 
 RULES: dict[str, Rule] = {
     "mean": "mean",
@@ -58,3 +58,12 @@ def test_means_over_nothing_are_the_first_ranks() -> None:
 def test_a_metric_without_a_rule_is_an_error() -> None:
     with pytest.raises(ValueError, match="surprise"):
         merge_results([{"metrics": {"surprise": 1.0}, "weight": 1}] * 2, RULES)
+
+
+def test_what_ranks_did_together_is_the_first_ranks_with_the_shards_of_all() -> None:
+    ranks = [{"version": 3, "loss": loss, "shards": [{"rank": loss}]} for loss in (1.0, 2.0)]
+    together = same_results(ranks, ["version"])
+    assert together == {"version": 3, "loss": 1.0, "shards": [{"rank": 1.0}, {"rank": 2.0}]}
+    assert same_results([{"version": 3}] * 2, ["version"]) == {"version": 3}
+    with pytest.raises(ValueError, match=r"different version: \[3, 3, 4\]"):
+        same_results([*ranks, {"version": 4, "shards": []}], ["version"])

@@ -180,6 +180,22 @@ def test_balance_keeps_the_bound_and_groups_stay_whole(case: Any) -> None:
         assert max(loads) <= allowed * (1 + 1e-9)
 
 
+def test_every_part_of_the_work_is_balanced_by_itself() -> None:
+    tokens = np.random.default_rng(5).integers(100, 900, size=(1, 60))
+    _, stages = even_world(HOSTS[:1], 60, tokens)
+    layout = Layout(data_parallel=3, keep_groups=True)
+    groups, parts = np.arange(60) // 2, np.arange(60) // 2 % 4
+    plan = make_plan(stages, layout, groups=groups, parts=parts + 7)
+    total = 0
+    for part in range(4):
+        loads = [tokens[0, rows[parts[rows] == part]].sum() for rows in map(plan.rows, range(3))]
+        alone = np.bincount(groups[parts == part], weights=tokens[0, parts == part])
+        assert max(loads) <= max(sum(loads) / 3 * 1.06, dearest(alone, 3)) * (1 + 1e-9)
+        total += max(loads)
+    assert plan.imbalance == pytest.approx(total / (tokens.sum() / 3) - 1)
+    assert (plan.owner[0::2] == plan.owner[1::2]).all()
+
+
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
 def test_the_order_of_producers_changes_nothing(case: Any, random: Any) -> None:

@@ -53,9 +53,9 @@ def build_model(kind: str) -> PreTrainedModel:
     )
 
 
-def save_model(kind: str, directory: Path) -> Path:
+def save_model(kind: str | PreTrainedModel, directory: Path) -> Path:
     """A model directory with weights five times the usual spread, and a tokenizer."""
-    model = build_model(kind)
+    model = build_model(kind) if isinstance(kind, str) else kind
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

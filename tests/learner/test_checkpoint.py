@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from earl_core.learner.checkpoint import CheckpointError, verify_training_state
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
+from tests.learner.slice_ranks import references, results, value_of
 from tests.learner.test_policy_learner import largest_difference, make_learner
 
 
@@ -52,8 +54,8 @@ def test_a_new_process_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     resumed = make_learner(base, **settings)
     assert resumed.restore(tmp_path / "four") == {"policy_version": 4}
     assert largest_difference(learner, resumed) == 0.0
-    for ours, theirs in zip(learner.model.parameters(), resumed.model.parameters(), strict=True):
-        state, restored = learner.optimizer.state[ours], resumed.optimizer.state[theirs]
+    for name, _ in learner.named_parameters():
+        state, restored = learner.optimizer.state[name], resumed.optimizer.state[name]
         assert state.keys() == restored.keys()
         assert "exp_avg" in state
         assert all(torch.equal(state[key], restored[key]) for key in state)
@@ -134,11 +136,32 @@ def test_a_failed_write_leaves_the_old_state_and_nothing_else(
     learner.save(tmp_path / "run" / "state", {"policy_version": 1})
     learner.save(tmp_path / "run" / "state", {"policy_version": 2})
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("earl_core.learner.checkpoint.save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"no room for .* bytes of a checkpoint .*No space left"):
         learner.save(tmp_path / "run" / "state", {"policy_version": 3})
     assert verify_training_state(tmp_path / "run" / "state") == {"policy_version": 2}
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["state"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_mesh_writes_the_files_of_one_process(ranks: int) -> None:
+    """Each rank has also read the one process's checkpoint, bit for bit, or it had failed."""
+    alone = references().files
+    for case, found in results(ranks)[0]["files"].items():
+        written = json.loads((Path(found["state"]) / "state.json").read_text())
+        assert written == alone["tied" in case], case
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_ranks_wrote_loads_with_stock_transformers(tied: bool) -> None:
+    cases = results(2)[0]["files"]
+    found = next(value for name, value in cases.items() if ("tied" in name) == tied)
+    policy = Path(found["state"]) / "policy"
+    stock, report = AutoModelForCausalLM.from_pretrained(policy, output_loading_info=True)
+    assert not any(report.values()), report
+    assert (stock.lm_head.weight is stock.model.embed_tokens.weight) == tied
+    for name, weight in stock.named_parameters():
+        assert torch.equal(weight, value_of(name, "weight", weight.shape))

@@ -1,11 +1,12 @@
-"""The learning rate as a function of the iteration, and what is decayed."""
+"""The learning rate as a function of the iteration; AdamW by parameter name; what is decayed."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from earl_core.config.update import UpdateConfig
-from earl_core.learner.optimizer import build_optimizer, learning_rate
+from earl_core.learner.optimizer import PolicyOptimizer, learning_rate
 from tests.learner.helpers import build_model
 
 
@@ -23,14 +24,58 @@ def test_schedules() -> None:
     assert learning_rate(UpdateConfig(schedule="linear"), 99, 4) == 0.0
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_only_matrices_are_decayed_and_tied_weights_appear_once(kind: str) -> None:
-    model = build_model(kind)
-    optimizer = build_optimizer(model, UpdateConfig(weight_decay=0.1))
-    decayed, plain = optimizer.param_groups
-    assert all(p.ndim >= 2 for p in decayed["params"])
-    assert decayed["weight_decay"] == 0.1
-    assert all(p.ndim == 1 for p in plain["params"])
-    assert plain["weight_decay"] == 0.0
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert owned == {id(p) for p in model.parameters()}
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_steps_are_those_of_torch_with_only_matrices_decayed(kind: str, offload: bool) -> None:
+    ours, theirs = build_model(kind), build_model(kind)
+    config = UpdateConfig(weight_decay=0.1, learning_rate=1e-2)
+    optimizer = PolicyOptimizer(ours.named_parameters(), config, offload=offload)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+    assert optimizer.state == {}
+    for number in range(3):
+        torch.manual_seed(number)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        optimizer.learning_rate = reference.param_groups[0]["lr"] = 1e-2 / (number + 1)
+        reference.param_groups[1]["lr"] = optimizer.learning_rate
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    names = dict(ours.named_parameters())
+    assert set(optimizer.state) == set(names)
+    for name, other in theirs.named_parameters():
+        assert torch.equal(names[name], other), name
+        for key, value in reference.state[other].items():
+            assert torch.equal(optimizer.state[name][key], value), (name, key)
+
+
+def test_a_parameter_without_gradient_stays_and_loaded_state_is_used() -> None:
+    model = build_model("llama")
+    parameters = dict(model.named_parameters())
+    first, second = list(parameters)[:2]
+    optimizer = PolicyOptimizer(parameters.items(), UpdateConfig(weight_decay=0.5))
+    before = parameters[first].detach().clone()
+    parameters[second].grad = torch.ones_like(parameters[second])
+    state = {
+        "step": torch.tensor(4.0),
+        "exp_avg": torch.zeros_like(parameters[second]),
+        "exp_avg_sq": torch.zeros_like(parameters[second]),
+    }
+    optimizer.load_state(second, state)
+    optimizer.step()
+    assert torch.equal(parameters[first], before)
+    assert set(optimizer.state) == {second}
+    assert float(optimizer.state[second]["step"]) == 5.0
+    optimizer.bind(parameters.items())
+    assert optimizer.state == {}

@@ -15,7 +15,7 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.base import ConfigError
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.learner import model as model_module
+from earl_core.learner.mesh import UpdateMesh
 from earl_core.learner.packing import TrainingSample
 from earl_core.learner.policy_learner import (
     NonFiniteGradientError,
@@ -34,7 +34,12 @@ TEMPERATURE = 0.7
 
 
 def make_learner(
-    directory: Path, algorithm: dict[str, Any] | None = None, **update: Any
+    directory: Path,
+    algorithm: dict[str, Any] | None = None,
+    *,
+    mesh: UpdateMesh | None = None,
+    logits_chunk_tokens: int | None = None,
+    **update: Any,
 ) -> PolicyLearner:
     settings = {"precision": "fp32", "learning_rate": 1e-3, "max_tokens_per_microbatch": 64}
     return PolicyLearner(
@@ -43,6 +48,8 @@ def make_learner(
         AlgorithmConfig(**(algorithm or {})),
         temperature=TEMPERATURE,
         iterations=10,
+        mesh=mesh,
+        logits_chunk_tokens=logits_chunk_tokens,
     )
 
 
@@ -176,9 +183,7 @@ def test_microbatches_do_not_change_the_update(policy_loss: str, tmp_path: Path)
         assert largest_difference(learner, results[0][0]) < 1e-6
 
 
-def test_checkpointed_activations_and_chunked_logits_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpointed_activations_and_chunked_logits_change_nothing(tmp_path: Path) -> None:
     save_model("qwen2", tmp_path)
     samples = random_samples(12)
     algorithm = {"entropy_coefficient": 0.01}
@@ -191,13 +196,7 @@ def test_checkpointed_activations_and_chunked_logits_change_nothing(
     checkpointed.update(samples, iteration=0)
     assert len(forwards) == 2 * expected["microbatches"]
     assert largest_difference(plain, checkpointed) < 1e-7
-    chunked = make_learner(tmp_path, algorithm, epsilon=1e-2)
-    original = model_module.logprobs_of_trained
-    monkeypatch.setattr(
-        model_module,
-        "logprobs_of_trained",
-        lambda *a, **k: original(*a, **k, logits_per_chunk=120),
-    )
+    chunked = make_learner(tmp_path, algorithm, logits_chunk_tokens=3, epsilon=1e-2)
     chunked.update(samples, iteration=0)
     assert largest_difference(plain, chunked) < 1e-6
 

@@ -135,11 +135,10 @@ def test_logprobs_and_gradients_equal_those_of_single_samples(
 def test_shared_keys_for_the_varlen_kernel_are_each_runs_path() -> None:
     samples = branching(3, 8)
     tree = build_tree([sample.tokens for sample in samples], 8)
-    boundaries = SampleBoundaries.from_tree(tree, "meta")
-    assert boundaries.cu_keys is not None
-    assert boundaries.cu_keys.shape[0] == len(tree.runs) + 1
-    assert boundaries.keys is not None
-    assert boundaries.keys.shape[0] == sum(tree.path(i).size for i in range(len(tree.runs)))
+    (call,) = SampleBoundaries.from_tree(tree, "meta").calls
+    assert call.cu_keys.shape[0] == len(tree.runs) + 1
+    assert call.keys is not None
+    assert call.keys.shape[0] == sum(tree.path(i).size for i in range(len(tree.runs)))
 
 
 def test_equal_samples_cost_once() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 from earl_core.environments.base import Message, StepResult
+from earl_core.environments.registry import create
 
 
 class Unreliable:
@@ -32,3 +35,27 @@ class Unreliable:
 
     def close(self) -> None:
         pass
+
+
+class HeldGame:
+    """Tic-tac-toe. While there is a file `<folder>/hold`, the games of the prompts in `held` say
+    `<folder>/held-<process id>` and wait."""
+
+    def __init__(self, held: list[int], folder: str) -> None:
+        self._game = create("tic_tac_toe", {"style": "compact"})
+        self._held, self._hold = held, Path(folder) / "hold"
+        self._prompt = 0
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._prompt = prompt
+        return self._game.reset(prompt, seed)
+
+    def step(self, text: str) -> StepResult:
+        if self._prompt in self._held and self._hold.exists():
+            self._hold.with_name(f"held-{os.getpid()}").touch()
+            while self._hold.exists():
+                time.sleep(0.02)
+        return self._game.step(text)
+
+    def close(self) -> None:
+        self._game.close()

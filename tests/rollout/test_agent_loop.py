@@ -14,6 +14,7 @@ from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySe
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.metrics import rollout_metrics, selector_statistics
+from earl_core.rollout.tally import Tally
 from earl_core.trajectory.samples import Episode, RolloutRows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
@@ -224,7 +225,8 @@ def test_transcripts_and_numbers() -> None:
     assert all("transcript" not in episode.info for episode in episodes[1:])
     assert seen == [1]
     kept = [e for e in episodes if e.finish_reason not in FAILED_REASONS]
-    numbers = rollout_metrics(kept, meter, 7.0)
+    tally = Tally.of(kept, meter, 7)
+    numbers = rollout_metrics(tally)
     assert numbers["episodes"] == 3
     assert numbers["episodes_failed"] == 1
     assert numbers["return/mean"] == 1.0
@@ -236,7 +238,7 @@ def test_transcripts_and_numbers() -> None:
     assert numbers["generated_tokens"] == 4 * 2 + 3 * 2
     assert numbers["context_by_turn/02"] == numbers["context/max"] == kept[0].context_tokens
     assert numbers["environment/moves"] == 2.0
-    statistics = selector_statistics(kept, meter, 7.0)
+    statistics = selector_statistics(tally)
     assert statistics["running_requests_max"] == 4
     assert statistics["live_tokens_max"] >= 3 * kept[0].context_tokens
     assert all(isinstance(value, float) for value in (*numbers.values(), *statistics.values()))

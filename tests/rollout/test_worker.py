@@ -18,6 +18,8 @@ from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError
 from earl_core.rollout.errors import RolloutCancelled, RolloutFailed
+from earl_core.rollout.metrics import check_failures, rollout_metrics
+from earl_core.rollout.tally import Tally, merge
 from earl_core.rollout.worker import HELD_OUT_PROMPTS, RolloutWorker
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.load import manifest_from_directory
@@ -62,12 +64,12 @@ class Setting:
         run.mkdir()
         (run / "run.json").write_text(json.dumps({"uid": "uid1"}))
 
-    def worker(self, rank: int = 0, world_size: int = 1, iteration: int = 0) -> RolloutWorker:
+    def worker(self, iteration: int = 0) -> RolloutWorker:
         context = WorkerContext(
-            rank=rank,
-            world_size=world_size,
+            rank=0,
+            world_size=1,
             role="rollout",
-            log_path=self.root / f"rollout-{rank}.log",
+            log_path=self.root / "rollout-0.log",
             iteration=iteration,
             _send_progress=self.progress.append,
         )
@@ -132,13 +134,26 @@ def test_a_repeated_rollout_is_equal_and_another_iteration_is_not(setting: Setti
     assert not first.equals(other)
 
 
-def test_ranks_play_different_prompts_of_one_rollout(setting: Setting) -> None:
-    tables = [
-        setting.table(setting.run(lambda w: w.rollout(10, 5), rank=rank, world_size=2))
-        for rank in range(2)
-    ]
-    groups = [table["group_id"].to_pylist() for table in tables]
-    assert groups == [[10, 10, 11, 11], [12, 12, 13, 13, 14, 14]]
+def test_shares_of_one_rollout_are_what_one_call_plays(setting: Setting) -> None:
+    whole = setting.run(lambda w: w.rollout(10, 5))
+
+    async def play_shares(worker: RolloutWorker) -> list[Any]:
+        return [
+            await worker.rollout(first, count, share=number, of_prompts=5, transcripts=traced)
+            for number, (first, count, traced) in enumerate([(10, 2, 2), (12, 3, 0)])
+        ]
+
+    shares = setting.run(play_shares)
+    together = pa.concat_tables([setting.table(share) for share in shares])
+    alone = setting.table(whole)
+    for name in ("episode_id", "group_id", "tokens", "loss_mask", "turn_rewards"):
+        assert together[name].to_pylist() == alone[name].to_pylist()
+    assert [len(share["examples"]) for share in shares] == [2, 0]
+    tally = merge([[Tally.from_json(share["tally"])] for share in shares])
+    numbers = rollout_metrics(tally)
+    for name, value in rollout_metrics(Tally.from_json(whole["tally"])).items():
+        if not any(word in name for word in ("second", "share", "memory")):
+            assert numbers[name] == pytest.approx(value), name
 
 
 def test_ensure_loads_only_what_is_new(setting: Setting, tmp_path: Path) -> None:
@@ -207,7 +222,29 @@ def test_episodes_whose_environment_fails_leave_the_shard(setting: Setting) -> N
         setting.run(lambda worker: worker.rollout(0, 6))
 
 
-def test_in_a_worker_group_of_two_ranks(setting: Setting) -> None:
+def test_failures_of_a_share_are_judged_against_the_whole(setting: Setting) -> None:
+    """A share may fail altogether where the rollout as a whole may bear it."""
+    setting.config["environment"] |= {
+        "name": "tests.rollout.environments:Unreliable",
+        "options": {"raising": [0, 1], "hanging": []},
+        "max_failed_share": 0.4,
+    }
+
+    async def play_shares(worker: RolloutWorker) -> list[Any]:
+        return [await worker.rollout(2 * n, 2, share=n, of_prompts=6) for n in range(3)]
+
+    shares = setting.run(play_shares)
+    assert [setting.table(share).num_rows for share in shares] == [0, 4, 4]
+    tally = merge([[Tally.from_json(share["tally"])] for share in shares])
+    check_failures(tally, 0.4)
+    with pytest.raises(RolloutFailed, match="4 of 12 episodes failed, more than"):
+        check_failures(tally, 0.3)
+    setting.config["environment"]["max_failed_share"] = 0.1
+    with pytest.raises(RolloutFailed, match="of 12 episodes failed"):
+        setting.run(lambda worker: worker.rollout(0, 2, of_prompts=6))
+
+
+def test_in_a_worker_group(setting: Setting) -> None:
     group = LocalWorkerGroup(
         "rollout", "earl_core.rollout.worker:RolloutWorker", log_directory=setting.root / "logs"
     )
@@ -215,15 +252,15 @@ def test_in_a_worker_group_of_two_ranks(setting: Setting) -> None:
     where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 60}
     seen: list[dict[str, Any]] = []
     try:
-        group.start({**DEPLOYMENT, "replicas": 2}, arguments, world_size=2)
+        group.start(DEPLOYMENT, arguments)
         ready = group.call("ensure", weights=setting.weights(), **where)
-        assert [rank["policy_version"] for rank in ready] == [0, 0]
+        assert [rank["policy_version"] for rank in ready] == [0]
         results = group.call("rollout", first_prompt=0, prompts=6, on_progress=seen.append, **where)
         pids = group.pids
     finally:
         group.stop()
     episodes = [setting.table(result)["episode_id"].to_pylist() for result in results]
-    assert episodes == [list(range(6)), list(range(6, 12))]
+    assert episodes == [list(range(12))]
     assert seen
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 

@@ -30,12 +30,14 @@ class WeightSyncError(EngineError):
     """Weights did not arrive as their manifest describes them.
 
     The engine still runs with its former weights when `engine_lost` is false; otherwise its
-    weights are undefined and every later call raises `EngineLost`.
+    weights are undefined and every later call raises `EngineLost`. `payload` says it to those who
+    see this error from another process.
     """
 
     def __init__(self, message: str, *, engine_lost: bool = False) -> None:
         super().__init__(message)
         self.engine_lost = engine_lost
+        self.payload = {"engine_lost": engine_lost}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,369 @@
+"""The update stage beside plain torch loops (the limit) and TRL's update (the peer).
+
+All sides train SmolLM2 once on the same recorded episodes, with the same loss, optimizer and
+precision. Each measurement is a fresh process: it warms up with one update and measures others.
+Rounds go through the sides in alternating order, so that a machine that becomes slower slows all;
+ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser, publish
+from benchmarks.iteration_sides import trl_python
+from benchmarks.process_tree import CommandFailed
+from benchmarks.update_episodes import workload
+from earl_core.config import RunConfig, load_config
+from tasks.hardware import read_hardware
+
+EARL, PLAIN, COMPILED, POSITIONS, TRL = "earl", "plain", "compiled", "positions", "trl"
+SIDES = {
+    EARL: "EARL",
+    PLAIN: "plain torch loop, the same packs and attention (the limit)",
+    COMPILED: "the same loop, MLPs and norms under torch.compile",
+    POSITIONS: "plain torch loop, packed by position ids, sdpa with a dense mask, nothing shared",
+    TRL: "TRL",
+}
+_LOOPS = {
+    EARL: None, PLAIN: "SamePacking", COMPILED: "SamePacking", POSITIONS: "PositionIds", TRL: None,
+}  # fmt: skip
+_TIMEOUT_SECONDS = 3600.0
+_MEMORY_SHARE = 0.85
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload in one precision: `count` episodes as recorded, or of `tokens` tokens.
+
+    updates: measured in each process. device_batches: rows of TRL's device batch, the fastest is
+    used. Long samples need activation checkpointing on every side to fit a small machine.
+    """
+
+    name: str
+    precision: str
+    tokens: int | None
+    count: int
+    group_size: int
+    rounds: int
+    updates: int
+    sides: tuple[str, ...]
+    device_batches: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        """What the table calls it."""
+        return f"{self.name} {self.precision}"
+
+
+_THREE = (EARL, PLAIN, TRL)
+CASES = (
+    Case("short", "bf16", None, 48, 4, 3, 2, (*_THREE, POSITIONS, COMPILED), (4, 8, 16)),
+    Case("short", "fp32", None, 48, 4, 2, 1, _THREE, (8,)),
+    Case("4k", "bf16", 4096, 2, 2, 2, 1, _THREE, (1, 2)),
+    Case("4k", "fp32", 4096, 2, 2, 1, 1, _THREE, (1,)),
+    Case("16k", "bf16", 16384, 2, 2, 1, 1, _THREE, (1,)),
+    Case("16k", "fp32", 16384, 2, 2, 1, 1, _THREE, (1,)),
+)
+QUICK = (Case("short", "bf16", None, 8, 4, 1, 2, _THREE, (8,)),)
+# A machine without a GPU takes half an hour for the case; it says nothing that 4k does not.
+_GPU_ONLY = ("16k fp32",)
+
+Update = dict[str, float]
+
+
+class Runner:
+    """Starts sides and collects what they measured."""
+
+    def __init__(self, config: RunConfig, options: argparse.Namespace, scratch: Path) -> None:
+        self._config = config
+        self._file = options.config
+        self._scratch = scratch
+        self._threads = options.threads
+        self._memory_bytes = int(options.memory_gib * 2**30)
+        self._started = 0
+
+    def run(self, case: Case, side: str, device_batch: int = 1) -> tuple[list[Update], Any]:
+        """The measured updates of one process, and its norm. Raises `CommandFailed`."""
+        self._started += 1
+        stem = self._scratch / f"{self._started:03d}-{side}"
+        settings = self._settings(case, side, device_batch)
+        settings["results"] = str(stem.with_suffix(".results"))
+        stem.with_suffix(".json").write_text(json.dumps(settings), encoding="utf-8")
+        module = "benchmarks.trl_update" if side == TRL else "benchmarks.update_side"
+        python = str(trl_python(False)) if side == TRL else sys.executable
+        log = stem.with_suffix(".log")
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [python, "-m", module, str(stem.with_suffix(".json"))],
+                cwd=REPOSITORY,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+            try:
+                code = process.wait(_TIMEOUT_SECONDS)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+        if code:
+            raise CommandFailed(log.read_text(encoding="utf-8", errors="replace")[-4000:])
+        found = json.loads(Path(settings["results"]).read_text(encoding="utf-8"))
+        return found["updates"], found["norm"]
+
+    def _settings(self, case: Case, side: str, device_batch: int) -> dict[str, Any]:
+        update = self._config.update
+        long = case.tokens is not None
+        return {
+            "config": str(self._file),
+            "overrides": [
+                f"update.precision={case.precision}",
+                f"update.activation_checkpointing={str(long).lower()}",
+                f"update.threads={self._threads}",
+            ],
+            "loop": _LOOPS[side],
+            "compile": side == COMPILED,
+            "model": self._config.model.path,
+            "precision": case.precision,
+            "activation_checkpointing": long,
+            "max_tokens_per_microbatch": update.max_tokens_per_microbatch,
+            "tokens": case.tokens,
+            "count": case.count,
+            "group_size": case.group_size,
+            "updates": case.updates,
+            "device_batch": device_batch,
+            "threads": self._threads,
+            "memory_bytes": self._memory_bytes,
+            "temperature": self._config.rollout.temperature,
+            "learning_rate": update.learning_rate,
+            "beta1": update.beta1,
+            "beta2": update.beta2,
+            "epsilon": update.epsilon,
+            "weight_decay": update.weight_decay,
+            "max_grad_norm": update.max_grad_norm,
+            "seed": self._config.seed,
+        }
+
+
+@dataclass
+class Measured:
+    """One case: per side the updates of each round (a round that failed is not there)."""
+
+    case: Case
+    tokens: int
+    rounds: dict[str, list[list[Update]]]
+
+    def seconds(self, side: str) -> float:
+        """Median over all updates."""
+        return median([update["seconds"] for found in self.rounds[side] for update in found])
+
+    def ratios(self, side: str) -> list[float]:
+        """Seconds of that side over EARL's, within each round."""
+        pairs = zip(self.rounds[side], self.rounds[EARL], strict=False)
+        return [_seconds(theirs) / _seconds(ours) for theirs, ours in pairs]
+
+    def row(self, side: str) -> Row:
+        """The side's row of the table."""
+        updates = [update for found in self.rounds[side] for update in found]
+        memory = "peak_cuda_bytes" if "peak_cuda_bytes" in updates[0] else "peak_rss_bytes"
+        return {
+            "case": self.case.title,
+            "side": SIDES[side],
+            "tokens/s": self.tokens / self.seconds(side),
+            "s/update": self.seconds(side),
+            "range": interval([update["seconds"] for update in updates]),
+            "CPU s": median([update["cpu_seconds"] for update in updates]),
+            "tokens": self.tokens,
+            "tokens computed": round(median([update["computed"] for update in updates])),
+            "peak GiB": max(update[memory] for update in updates) / 2**30,
+            "its time over EARL's": median(self.ratios(side)),
+        }
+
+
+def _seconds(updates: Sequence[Update]) -> float:
+    return median([update["seconds"] for update in updates])
+
+
+def measure(case: Case, runner: Runner, report: Report) -> Measured:
+    """All rounds of one case. A side that fails gets a note and is left out; EARL may not."""
+    lengths = [len(episode) for episode in workload(case.tokens, case.count)]
+    rounds: dict[str, list[list[Update]]] = {side: [] for side in case.sides}
+    batches = {TRL: _best_batch(case, runner, report)} if TRL in case.sides else {}
+    left = [side for side in case.sides if side != TRL or batches[TRL]]
+    for number in range(case.rounds):
+        norms: dict[str, float] = {}
+        for side in list(left)[:: -1 if number % 2 else 1]:
+            try:
+                updates, norm = runner.run(case, side, batches.get(side, 1))
+            except CommandFailed as failure:
+                if side == EARL:
+                    raise
+                report.notes.append(f"{case.title}: {SIDES[side]} failed: {_reason(failure)}")
+                left.remove(side)
+                continue
+            rounds[side].append(updates)
+            if norm is not None:
+                norms[side] = norm
+        _check_norms(case, norms)
+    if TRL in left:
+        report.notes.append(
+            f"{case.title}: TRL trains {batches[TRL]} row(s) at a time, of {case.device_batches}."
+        )
+    report.notes.append(
+        f"{case.title}: {case.count} samples of {min(lengths)} to {max(lengths)} tokens, "
+        f"{case.rounds} round(s) of {case.updates} measured update(s)."
+    )
+    return Measured(case, sum(lengths), {side: found for side, found in rounds.items() if found})
+
+
+def _best_batch(case: Case, runner: Runner, report: Report) -> int:
+    """The fastest of the device batches for TRL; 0 when all fail."""
+    if len(case.device_batches) == 1:
+        return case.device_batches[0]
+    tried: list[tuple[float, int]] = []
+    for size in case.device_batches:
+        try:
+            updates, _ = runner.run(replace(case, updates=1), TRL, size)
+        except CommandFailed as failure:
+            report.notes.append(
+                f"{case.title}: TRL with {size} rows at a time failed: {_reason(failure)}"
+            )
+            continue
+        tried.append((_seconds(updates), size))
+    return min(tried)[1] if tried else 0
+
+
+def _check_norms(case: Case, norms: dict[str, float]) -> None:
+    """Sides that do the same work have the same gradients."""
+    tolerance = 0.05 if case.precision == "bf16" else 1e-3
+    if norms and max(norms.values()) > (1 + tolerance) * min(norms.values()):
+        raise RuntimeError(f"{case.title}: the sides' gradient norms differ: {norms}")
+
+
+def _reason(failure: CommandFailed) -> str:
+    """The line that says most: the last error of the log."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line] or lines or ["killed, without a message"]
+    return named[-1][:_SHOWN_CHARACTERS]
+
+
+def fill(report: Report, found: Sequence[Measured]) -> None:
+    """Rows, and the worst case of each comparison as the headline, long contexts apart."""
+    for measured in found:
+        report.rows += [measured.row(side) for side in measured.rounds]
+    for suffix, long in (("", False), ("_long_contexts", True)):
+        cases = [each for each in found if (each.case.tokens is not None) == long]
+        compared = (("update_share_of_plain_torch", PLAIN), ("update_speedup_vs_trl", TRL))
+        for name, side in compared:
+            ratios = [median(each.ratios(side)) for each in cases if side in each.rounds]
+            if ratios:
+                report.headline[name + suffix] = min(ratios)
+        memory = [_peak(each, TRL) / _peak(each, EARL) for each in cases if TRL in each.rounds]
+        if memory:
+            report.headline[f"update_peak_memory_of_trl_over_earl{suffix}"] = min(memory)
+    report.notes += [
+        "tokens/s: tokens of all samples, prompts and observations included, over the seconds of "
+        "one whole update: forward, backward, clipping, optimizer step. EARL's seconds include "
+        "planning, packing and metrics; the plain loops' packs are made before the clock starts; "
+        "TRL's tokenised, padded and scored batch too.",
+        "CPU s: processor seconds of all threads together; much less than seconds times threads "
+        "means that other programs had the cores.",
+        "Tokens computed: tokens that go through the model. Beginnings that samples share are "
+        "computed once on EARL's side and in the plain loop with the same packs; TRL's count has "
+        "its padding.",
+        "Long samples are recorded turns laid one after another until the length is reached; "
+        "SmolLM2 was trained for 8,192 positions, which does not change what an update costs. "
+        "Activation checkpointing is on for them, on every side.",
+        "Headlines are the worst case of the recorded episodes as they are, and, named apart, of "
+        "the long ones, which share and pad next to nothing. Peak: resident memory of the process "
+        "during the update (on a GPU: allocated device memory), weights, gradients and optimizer "
+        "state included.",
+    ]
+
+
+def _peak(measured: Measured, side: str) -> float:
+    peak = measured.row(side)["peak GiB"]
+    assert isinstance(peak, float)
+    return peak
+
+
+def main() -> None:
+    options = _options()
+    # As Ctrl-C does: the side that runs must not outlive this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    config = load_config(options.config)
+    report = Report("update", "The update: EARL, plain torch and TRL")
+    with tempfile.TemporaryDirectory(prefix="earl-update-") as scratch:
+        runner = Runner(config, options, Path(scratch))
+        found = [measure(case, runner, report) for case in options.cases]
+    fill(report, found)
+    report.notes.insert(
+        0,
+        f"{options.config}, model {config.model.path}, {options.threads} threads, "
+        f"{config.update.max_tokens_per_microbatch} tokens in a microbatch. Measured "
+        "seconds are medians, ratios are medians over rounds.",
+    )
+    if options.quick:
+        report.notes.append("--quick: 8 short samples in bf16, one round; a rough number.")
+    publish(report, options)
+
+
+def _options() -> argparse.Namespace:
+    made = parser("Tokens/s and peak memory of the update on EARL, in plain torch and on TRL.")
+    made.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    made.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="CASE",
+        help=f"which cases: {', '.join(repr(case.title) for case in CASES)}; default: all, but "
+        f"{', '.join(_GPU_ONLY)} only with a GPU",
+    )
+    made.add_argument("--rounds", type=int, help="rounds of every case; default: each its own")
+    made.add_argument("--threads", type=int, default=read_hardware().cpu_cores)
+    made.add_argument("--no-trl", action="store_true", help="leave TRL out")
+    made.add_argument(
+        "--memory-gib",
+        type=float,
+        default=_MEMORY_SHARE * psutil.virtual_memory().total / 2**30,
+        help="a side that wants more private memory fails; 0: no limit",
+    )
+    options = made.parse_args()
+    options.cases = _chosen(made, options)
+    return options
+
+
+def _chosen(made: argparse.ArgumentParser, options: argparse.Namespace) -> list[Case]:
+    known = {case.title: case for case in CASES}
+    if options.cases:
+        if unknown := [name for name in options.cases if name not in known]:
+            made.error(f"no such case: {', '.join(unknown)}; known: {', '.join(known)}")
+        cases = [known[name] for name in options.cases]
+    elif options.quick:
+        cases = list(QUICK)
+    else:
+        gpu = bool(read_hardware().gpus)
+        cases = [case for case in CASES if gpu or case.title not in _GPU_ONLY]
+    if options.rounds:
+        cases = [replace(case, rounds=options.rounds) for case in cases]
+    if options.no_trl:
+        cases = [
+            replace(case, sides=tuple(side for side in case.sides if side != TRL)) for case in cases
+        ]
+    return cases
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The recorded episodes of `benchmarks.update`, and long conversations made of their turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+
+EPISODES = Path(__file__).parent / "data" / "episodes.parquet"
+"""One iteration of configs/demo.yaml, recorded by `benchmarks.record_episodes`."""
+
+
+@dataclass(frozen=True)
+class RecordedEpisode:
+    """One sample of L tokens: int32 tokens, uint8 loss_mask, float32 rollout_logprobs and
+    advantages, all [L]; turn_starts: first token of each turn; reward of its episode."""
+
+    episode_id: int
+    group_id: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    advantages: np.ndarray
+    turn_starts: tuple[int, ...]
+    reward: float
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return int(self.loss_mask.argmax())
+
+    def turns(self) -> Iterator[slice]:
+        """The token range of each turn."""
+        stops = (*self.turn_starts[1:], len(self))
+        for start, stop in zip(self.turn_starts, stops, strict=True):
+            yield slice(start, stop)
+
+
+_DTYPES = {
+    "tokens": np.int32,
+    "loss_mask": np.uint8,
+    "rollout_logprobs": np.float32,
+    "advantages": np.float32,
+}
+
+
+def read_episodes(file: Path = EPISODES) -> list[RecordedEpisode]:
+    """All recorded episodes, in their order."""
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+    return [
+        RecordedEpisode(
+            episode_id=row["episode_id"],
+            group_id=row["group_id"],
+            turn_starts=tuple(row["turn_starts"]),
+            reward=row["reward"],
+            **{name: np.array(row[name], dtype=dtype) for name, dtype in _DTYPES.items()},
+        )
+        for row in rows
+    ]
+
+
+def conversations(
+    episodes: list[RecordedEpisode], tokens: int, count: int
+) -> list[RecordedEpisode]:
+    """`count` conversations of at least `tokens` tokens: recorded turns, one after another.
+
+    Each begins at another recorded episode and goes on with the following ones, from the first
+    again after the last; it ends with the first turn that reaches the length. They form one group.
+    """
+    made = []
+    for number in range(count):
+        first = number * len(episodes) // count
+        parts: list[tuple[RecordedEpisode, slice]] = []
+        length = 0
+        for episode in islice(cycle(episodes), first, None):
+            for turn in episode.turns():
+                parts.append((episode, turn))
+                length += turn.stop - turn.start
+                if length >= tokens:
+                    break
+            if length >= tokens:
+                break
+        columns = {
+            name: np.concatenate([getattr(episode, name)[turn] for episode, turn in parts])
+            for name in _DTYPES
+        }
+        starts = np.cumsum([0, *(turn.stop - turn.start for _, turn in parts[:-1])])
+        made.append(
+            RecordedEpisode(
+                episode_id=number,
+                group_id=0,
+                turn_starts=tuple(starts.tolist()),
+                reward=float(number % 2),
+                **columns,
+            )
+        )
+    return made
+
+
+def workload(tokens: int | None, count: int) -> list[RecordedEpisode]:
+    """`count` recorded episodes as they are, or conversations of `tokens` tokens made of them."""
+    episodes = read_episodes()
+    return episodes[:count] if tokens is None else conversations(episodes, tokens, count)

@@ -1,0 +1,103 @@
+"""Placements: pure answers about devices, cores and who makes room, and a target in its place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.placement import PLACED, PLACEMENTS, Place, Site, Wish
+
+COLOCATED, SEPARATE = PLACEMENTS["colocated"], PLACEMENTS["separate"]
+EIGHT = Site(cores=tuple(range(8)), gpus=8)
+
+
+def test_colocated_stages_use_all_devices_in_turn() -> None:
+    assert COLOCATED.devices(2, 4) == 4
+    assert COLOCATED.threads(8, "rollout", 2, 4) == 4
+    assert COLOCATED.threads(8, "update", 2, 4) == 2
+    assert COLOCATED.place(Wish("rollout", 2, 1, member=1, members=2), EIGHT) == Place(
+        (2, 3), (2, 3)
+    )
+    assert COLOCATED.place(Wish("update", 4, 2), EIGHT) == Place((), (0, 1, 2, 3))
+    assert COLOCATED.place(Wish("rollout", 1, 3), EIGHT) == Place((), (0,))
+    assert COLOCATED.gives_way("rollout") == ("reference", "update")
+    assert COLOCATED.gives_way("update") == ("rollout", "reference")
+    assert COLOCATED.gives_way("experience") == ()
+
+
+def test_separate_stages_have_their_own() -> None:
+    assert SEPARATE.devices(2, 4) == 6
+    assert SEPARATE.threads(8, "rollout", 2, 4) == SEPARATE.threads(8, "update", 2, 4) == 1
+    assert SEPARATE.place(Wish("rollout", 2, 2), EIGHT) == Place((0, 1, 2, 3), (0, 1))
+    assert SEPARATE.place(Wish("update", 2, 2), EIGHT) == Place((4, 5, 6, 7), (6, 7))
+    assert not any(SEPARATE.gives_way(role) for role in PLACED)
+
+
+@given(
+    name=st.sampled_from(sorted(PLACEMENTS)),
+    engines=st.integers(1, 4),
+    width=st.integers(1, 4),
+    ranks=st.integers(1, 8),
+    cores=st.integers(1, 64),
+)
+def test_what_works_at_the_same_time_shares_nothing(
+    name: str, engines: int, width: int, ranks: int, cores: int
+) -> None:
+    placement = PLACEMENTS[name]
+    devices = engines * width
+    needed = placement.devices(devices, ranks)
+    site = Site(tuple(range(cores)), needed)
+    threads = [placement.threads(cores, role, devices, ranks) for role in ("rollout", "update")]
+    places = [
+        placement.place(Wish("rollout", width, threads[0], member, engines), site)
+        for member in range(engines)
+    ]
+    if name == "separate":
+        places.append(placement.place(Wish("update", ranks, threads[1]), site))
+    gpus = [gpu for place in places for gpu in place.gpus]
+    assert len(gpus) == len(set(gpus)) == devices + (ranks if name == "separate" else 0)
+    used = [core for place in places for core in place.cores]
+    if cores >= needed:
+        assert len(used) == len(set(used))
+
+
+class Where:
+    """Says where it runs."""
+
+    def __init__(self, context: object, deployment: object, *, word: str) -> None:
+        self._word = word
+
+    def look(self) -> dict[str, object]:
+        return {
+            "word": self._word,
+            "cores": sorted(os.sched_getaffinity(0)),
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, "2,3"), ("4,5,6,7", "6,7")])
+def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expected: str) -> None:
+    core = max(os.sched_getaffinity(0))
+    group = LocalWorkerGroup(
+        "placed",
+        "earl_core.cluster.placement:build",
+        log_directory=tmp_path,
+        environment={"CUDA_VISIBLE_DEVICES": visible} if visible else {},
+    )
+    arguments = {
+        "target": "tests.cluster.test_placement:Where",
+        "cores": [core],
+        "gpus": [2, 3],
+        "arguments": {"word": "here"},
+    }
+    try:
+        group.start({}, arguments)
+        (found,) = group.call("look", stage="", iteration=0, deadline_seconds=30)
+    finally:
+        group.stop()
+    assert found == {"word": "here", "cores": [core], "gpus": expected}

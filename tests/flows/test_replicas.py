@@ -1,0 +1,196 @@
+"""Several engines: equal results whatever their number, and none of the episodes lost with one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+
+from earl_core.cluster.errors import WorkerLost
+from earl_core.config import parse_config
+from earl_core.dispatch import Manifest
+from earl_core.selector import StageDeployment
+from earl_core.weights.load import manifest_from_directory
+from tasks.replicas import ReplicasLost, deal, play_evaluation, play_rollout
+from tasks.session import Session, close_session, open_session
+
+GAMES = {"name": "tic_tac_toe", "options": {"style": "compact"}}
+PROMPTS, GROUP = 7, 2
+
+
+def engines(count: int) -> StageDeployment:
+    return StageDeployment(stage="rollout", replicas=count, max_running_requests=64)
+
+
+Opened = Callable[..., Session]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, tiny_model: Path) -> Iterator[Opened]:
+    """Opens runs without a flow around them, and closes them."""
+    sessions: list[Session] = []
+
+    def make(environment: dict[str, Any] = GAMES, **changes: Any) -> Session:
+        raw = {
+            "name": f"run{len(sessions)}",
+            "seed": 3,
+            "iterations": 4,
+            "runs_directory": str(tmp_path / "runs"),
+            "model": {"path": str(tiny_model)},
+            "environment": environment,
+            "rollout": {
+                "engine": "torch",
+                "dtype": "float32",
+                "prompts_per_iteration": PROMPTS,
+                "group_size": GROUP,
+                "max_turns": 5,
+                "max_tokens_per_turn": 2,
+            },
+            "evaluation": {"episodes": 11, "temperature": 0.0},
+            "tracking": {"enabled": False, "trace_episodes": 2},
+            "dispatch": {"directory": str(tmp_path / "shm")},
+            **changes,
+        }
+        sessions.append(open_session(parse_config(raw)))
+        return sessions[-1]
+
+    yield make
+    for session in sessions:
+        close_session(session)
+
+
+@pytest.fixture
+def weights(tiny_model: Path) -> Manifest:
+    published = manifest_from_directory(tiny_model, 0).model_dump(mode="json")
+    return Manifest(
+        run="r", iteration=0, stage="initial", key="", policy_version=0,
+        outputs={"weights": published},
+    )  # fmt: skip
+
+
+def rows(session: Session, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """All samples in the order of the shards."""
+    found: list[dict[str, Any]] = []
+    for entry in result["shards"]:
+        path = session.run.store.directory / entry["file"]
+        with pa.memory_map(str(path)) as source:
+            found += pa.ipc.open_file(source).read_all().to_pylist()
+    return found
+
+
+def numbers(result: dict[str, Any]) -> dict[str, float]:
+    """The metrics that do not depend on the clock or on the machine."""
+    timed = ("seconds", "per_second", "share", "memory", "replicas", "engines")
+    return {k: v for k, v in result["metrics"].items() if not any(word in k for word in timed)}
+
+
+def test_shares_are_contiguous_balanced_and_never_empty() -> None:
+    assert deal(range(3, 10), 3) == [range(3, 5), range(5, 7), range(7, 10)]
+    assert deal(range(2), 5) == [range(0, 1), range(1, 2)]
+    assert deal(range(0), 2) == []
+
+
+def test_engines_come_and_go_and_change_nothing(
+    opened: Opened, weights: Manifest, tmp_path: Path
+) -> None:
+    """One engine, three of them, and three of which one is killed in the middle of its games."""
+    options = {"held": [PROMPTS - 1], "folder": str(tmp_path)}
+    session = opened({"name": "tests.rollout.environments:HeldGame", "options": options})
+    progress: list[dict[str, Any]] = []
+    session.listener = lambda stage, iteration, event: progress.append(event)
+
+    alone = play_rollout(session, engines(1), 0, weights)
+    alone["rows"] = rows(session, alone)
+    greedy = play_evaluation(session, engines(1), 0, weights)
+    first = session.live("rollout")
+    together = play_rollout(session, engines(3), 0, weights)
+    assert_equal(session, together, alone)
+    assert [len(alone["shards"]), len(together["shards"])] == [1, 3]
+    assert together["metrics"]["replicas"] == 3
+    evaluated = play_evaluation(session, engines(3), 0, weights)
+    assert evaluated["outcomes"] == greedy["outcomes"]
+    assert numbers(evaluated) == pytest.approx(numbers(greedy))
+    # What needs no other layout stays as it is.
+    assert session.live("rollout") is first
+
+    (tmp_path / "hold").touch()
+    killer = threading.Thread(target=kill_the_held_engine, args=(session, tmp_path))
+    killer.start()
+    survived = play_rollout(session, engines(3), 0, weights)
+    killer.join()
+    assert_equal(session, survived, alone)
+    assert survived["metrics"]["replicas_lost"] == 1
+    assert progress[-1]["episodes"] == progress[-1]["episodes_done"] == PROMPTS * GROUP
+    assert progress[-1]["engines"] == 2
+    (note,) = [x for x in session.run.ledger() if "was lost" in x["event"]]
+    assert "signal 9" in note["event"]
+    # The lost engine is back at the next use; one that no layout has any more is gone.
+    again = play_rollout(session, engines(2), 0, weights)
+    assert again["metrics"]["replicas_lost"] == 0
+    assert_equal(session, again, alone)
+    assert session.live("rollout", 1) is not None
+    assert session.live("rollout", 2) is None
+    assert session.peak_bytes("rollout") > 10**7
+
+
+def kill_the_held_engine(session: Session, folder: Path, child: str = "") -> None:
+    """SIGKILL to the engine's worker whose games are held, or to a child of it by its name."""
+    while not (held := list(folder.glob("held-*"))):
+        time.sleep(0.02)
+    parents = {p.pid for p in psutil.Process(int(held[0].name.split("-")[1])).parents()}
+    groups = [session.live("rollout", member) for member in range(3)]
+    (victim,) = {pid for group in groups if group for pid in group.pids} & parents
+    if child:
+        below = psutil.Process(victim).children(recursive=True)
+        victim = next(process.pid for process in below if child in process.name())
+    os.kill(victim, signal.SIGKILL)
+    (folder / "hold").unlink()
+
+
+def assert_equal(session: Session, played: dict[str, Any], expected: dict[str, Any]) -> None:
+    mine, theirs = rows(session, played), expected["rows"]
+    assert [sample["episode_id"] for sample in mine] == list(range(PROMPTS * GROUP))
+    for one, other in zip(mine, theirs, strict=True):
+        for name in ("group_id", "tokens", "loss_mask", "turn_starts", "turn_rewards"):
+            assert one[name] == other[name]
+        assert one["rollout_logprobs"] == pytest.approx(other["rollout_logprobs"], abs=1e-5)
+    assert numbers(played) == pytest.approx(numbers(expected))
+    answers = [
+        [[turn["answer"] for turn in example["turns"]] for example in result["examples"]]
+        for result in (played, expected)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_episodes_that_end_every_engine_end_the_run(
+    opened: Opened, weights: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EARL_FAULT", "rollout.played0@0=kill")
+    session = opened()
+    with pytest.raises(ReplicasLost, match=r"(?s)prompts 0 to 0 .* have cost 2 engines.*signal 9"):
+        play_rollout(session, engines(3), 0, weights)
+    with pytest.raises(ReplicasLost, match=r"(?s)all 2 rollout engines were lost.*signal 9"):
+        play_rollout(session, engines(2), 0, weights)
+
+
+@pytest.mark.slow
+def test_an_engine_lost_between_its_shard_and_its_report(
+    opened: Opened, weights: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EARL_FAULT", "rollout.sealed0@0=kill")
+    session = opened()
+    played = play_rollout(session, engines(2), 0, weights)
+    assert [s["episode_id"] for s in rows(session, played)] == list(range(PROMPTS * GROUP))
+    known = {entry["file"] for entry in played["shards"]}
+    on_disk = {path.name for path in session.run.store.directory.glob("*-rollout-*.arrow")}
+    assert on_disk == known
+    with pytest.raises(WorkerLost, match="signal 9"):
+        play_rollout(session, engines(1), 0, weights)

@@ -1,0 +1,91 @@
+"""Runs on vLLM with several engines, and with tensor parallelism inside one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from earl_core.selector import StageDeployment
+from tasks.replicas import play_rollout
+from tests.flows.runs import REPOSITORY, Runs
+from tests.flows.test_replicas import (
+    GROUP,
+    PROMPTS,
+    Opened,
+    kill_the_held_engine,
+    opened,
+    rows,
+    weights,
+)
+
+__all__ = ["opened", "weights"]
+
+pytestmark = pytest.mark.slow
+
+VLLM = ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=1", "rollout.max_model_len=256")
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four heads of 32, a size that vLLM's attention has."""
+    path = tmp_path_factory.mktemp("models") / "even"
+    script = (
+        "import pathlib, sys\n"
+        "from earl_core.models.tiny import build\n"
+        "build(pathlib.Path(sys.argv[1]), hidden=128, layers=2, warm_start_steps=5)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=REPOSITORY)
+    return path
+
+
+@pytest.mark.parametrize(
+    "layout", [["layout.rollout.replicas=2"], ["layout.rollout.tensor_parallel=2"]]
+)
+def test_runs_with_engines_of_two_devices(runs: Runs, layout: list[str]) -> None:
+    runs.train(*VLLM, *layout, "rollout.threads=0")
+    lines = [json.loads(x) for x in (runs.run() / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/episodes"] for line in lines] == [16.0, 16.0]
+    replicas = 2 if "replicas" in layout[0] else 1
+    assert [line["rollout/replicas"] for line in lines] == [replicas, replicas]
+    # Log-probs of every engine are those of the trainer, in the second iteration too, whose
+    # engines have taken new weights.
+    for line in lines:
+        assert line["update/mismatch_max"] < 1e-4
+    assert runs.shared_memory() == []
+    runs.wait_for_workers_to_end()
+
+
+def test_a_killed_vllm_process_costs_its_engine_only(
+    opened: Opened, weights: object, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its worker lives on and says that the engine is lost; the next use starts a new one."""
+    options = {"held": [PROMPTS - 1], "folder": str(tmp_path)}
+    session = opened(
+        {"name": "tests.rollout.environments:HeldGame", "options": options},
+        rollout={
+            "engine": "vllm",
+            "dtype": "float32",
+            "prompts_per_iteration": PROMPTS,
+            "group_size": GROUP,
+            "max_turns": 5,
+            "max_tokens_per_turn": 2,
+            "max_model_len": 256,
+            "vllm": {"kv_cache_gib": 1},
+        },
+    )
+    deployment = StageDeployment(stage="rollout", replicas=2, max_running_requests=64)
+
+    (tmp_path / "hold").touch()
+    killer = threading.Thread(target=kill_the_held_engine, args=(session, tmp_path, "EngineCore"))
+    killer.start()
+    played = play_rollout(session, deployment, 0, weights)  # type: ignore[arg-type]
+    killer.join()
+    assert [s["episode_id"] for s in rows(session, played)] == list(range(PROMPTS * GROUP))
+    assert played["metrics"]["replicas_lost"] == 1
+    again = play_rollout(session, deployment, 1, weights)  # type: ignore[arg-type]
+    assert again["metrics"]["replicas_lost"] == 0

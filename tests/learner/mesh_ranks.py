@@ -1,0 +1,356 @@
+"""What `test_mesh_equality` does in several ranks: each mesh against what one process computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed import fsdp  # noqa: F401  (imported before the ranks part)
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh
+from earl_core.learner.packing import TrainingSample
+from earl_core.learner.parallel_model import build_shell
+from earl_core.learner.policy_learner import NonFiniteGradientError, PolicyLearner
+from earl_core.learner.slices import local_part, slices_of
+from earl_core.learner.vocabulary_parallel import VocabularyShard
+from tests.learner.helpers import random_samples, save_model, with_old_logprobs
+from tests.learner.test_policy_learner import make_learner
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def model(kind: str) -> PreTrainedModel:
+    """Vocabularies that no number of ranks divides, tied and not, with and without biases."""
+    torch.manual_seed(3)
+    if kind == "llama":
+        return LlamaForCausalLM(
+            LlamaConfig(
+                **SHAPE,
+                vocab_size=43,
+                tie_word_embeddings=False,
+                attention_bias=True,
+                mlp_bias=True,
+            )
+        )
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(
+            Qwen3Config(**SHAPE, vocab_size=41, head_dim=8, tie_word_embeddings=False)
+        )
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, vocab_size=41, tie_word_embeddings=True))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A learner, its samples, and how they are dealt: each group's data rank, modulo their number.
+
+    A smooth Adam (large epsilon) lets errors of gradients show in the weights as they are.
+    """
+
+    kind: str = "llama"
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    update: dict[str, Any] = field(default_factory=dict)
+    samples: int = 18
+    dealt: tuple[int, ...] = (0, 1, 2, 3)
+    chunk_tokens: int | None = None
+
+    def learner(self, scratch: Path, mesh: UpdateMesh | None = None) -> PolicyLearner:
+        settings = {"minibatches": 3, "epsilon": 1e-2, "learning_rate": 0.03, "weight_decay": 0.1}
+        return make_learner(
+            scratch / self.kind,
+            self.algorithm,
+            mesh=mesh,
+            logits_chunk_tokens=self.chunk_tokens,
+            **settings | self.update,
+        )
+
+    def dealt_to(self, mesh: UpdateMesh) -> list[TrainingSample]:
+        samples = random_samples(self.samples, samples_per_episode=2)
+        return [
+            sample
+            for sample in samples
+            if self.dealt[sample.group_id % len(self.dealt)] % mesh.shape.data == mesh.data_rank
+        ]
+
+
+CASES = {
+    "ppo_clip": Case(
+        algorithm={
+            "policy_loss": {"name": "ppo_clip", "clip_high": 0.28},
+            "kl": {"placement": "loss", "coefficient": 0.1},
+            "importance_correction": {"cap": 1.5},
+            "entropy_coefficient": 0.01,
+        },
+        update={"max_grad_norm": 0.5},
+    ),
+    "gspo_tied": Case(
+        kind="qwen2",
+        algorithm={"policy_loss": "gspo", "aggregation": "sequence_mean_token_mean"},
+        update={"activation_checkpointing": True},
+        chunk_tokens=3,
+    ),
+    "one_rank_has_all": Case(
+        algorithm={"aggregation": "sequence_mean_token_sum", "entropy_coefficient": 0.01},
+        dealt=(0,),
+        chunk_tokens=5,
+    ),
+    "uneven_tied": Case(
+        kind="qwen2",
+        algorithm={
+            "aggregation": {"name": "constant", "length": 64},
+            "importance_correction": {"level": "sequence"},
+        },
+        update={"max_tokens_per_microbatch": 1, "activation_checkpointing": True},
+        dealt=(0, 0, 1, 0, 2),
+    ),
+    "one_microbatch": Case(
+        algorithm={"policy_loss": "policy_gradient"},
+        update={"max_tokens_per_microbatch": 100_000, "minibatches": 1, "epochs": 3},
+    ),
+    "norms_of_heads": Case(kind="qwen3"),
+}
+
+# Of time and memory, and of the cut into microbatches.
+UNEQUAL = (
+    "microbatches",
+    "tokens_per_second",
+    "update_seconds",
+    "peak_rss_bytes",
+    "padding_share",
+    "shared_prefix_share",
+)
+
+
+def prepare(scratch: Path) -> None:
+    """Write the models, and what one process computes in each case."""
+    for kind in ("llama", "qwen2", "qwen3"):
+        save_model(model(kind), scratch / kind)
+    for name, case in CASES.items():
+        found = result_of(case, case.learner(scratch))
+        save_file(
+            {key: value.contiguous() for key, value in found.items()},
+            scratch / f"{name}.safetensors",
+        )
+
+
+def result_of(case: Case, learner: PolicyLearner) -> dict[str, torch.Tensor]:
+    """This rank's parts of weights, moments and each step's gradients; its samples' scores before
+    the update; everyone's metrics.
+    """
+    samples = case.dealt_to(learner.mesh)
+    scores = learner.score(samples)
+    gradients = _recorded_gradients(learner)
+    metrics = learner.update(with_old_logprobs(samples, scores), iteration=0)
+    assert learner.optimizer.step.steps == 3
+    found = {
+        f"score {sample.sample_id}": torch.from_numpy(values)
+        for sample, values in zip(samples, scores, strict=True)
+    }
+    for name, weight in learner.named_weights().items():
+        found[f"weight {name}"] = local_part(weight)
+        for key, value in learner.optimizer.state[name].items():
+            found[f"{key} {name}"] = value
+    for name, value in metrics.items():
+        if name not in UNEQUAL:
+            kind = "loss" if name.startswith("loss") or name == "grad_norm" else "metric"
+            found[f"{kind} {name}"] = torch.tensor(value, dtype=torch.float64)
+    return found | gradients
+
+
+def _recorded_gradients(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+    """Filled as the learner steps: "gradient<step> name", this rank's part."""
+    gradients: dict[str, torch.Tensor] = {}
+    original = learner.optimizer.step
+
+    def step() -> None:
+        for name, parameter in learner.named_parameters():
+            assert parameter.grad is not None
+            gradients[f"gradient{step.steps} {name}"] = local_part(parameter.grad).clone()
+        step.steps += 1
+        original()
+
+    step.steps = 0
+    learner.optimizer.step = step
+    return gradients
+
+
+def differences(name: str, learner: PolicyLearner, scratch: Path) -> dict[str, float]:
+    """The largest difference of each kind of number between this rank's parts and the whole.
+
+    Absolute, and relative for numbers above 1.
+    """
+    expected = load_file(scratch / f"{name}.safetensors")
+    found = result_of(CASES[name], learner)
+    boxes = {each.name: each.box for each in slices_of(learner.named_weights())}
+    largest: dict[str, float] = {}
+    for key, value in found.items():
+        kind, _, what = key.partition(" ")
+        whole = expected[key]
+        if what in boxes and kind != "step":
+            whole = whole[boxes[what].index]
+        assert whole.shape == value.shape, (key, whole.shape, value.shape)
+        gap = (whole.double() - value.double()).abs() / whole.double().abs().clamp(min=1.0)
+        largest[kind] = max(largest.get(kind, 0.0), float(gap.max()) if gap.numel() else 0.0)
+    numbers = {key for key in expected if key.startswith(("metric", "loss"))}
+    assert numbers == {key for key in found if key.startswith(("metric", "loss"))}
+    return largest
+
+
+def shapes_of(ranks: int) -> list[MeshShape]:
+    """Every mesh of this many ranks."""
+    sizes = itertools.product(range(1, ranks + 1), repeat=4)
+    return [MeshShape(*each) for each in sizes if math.prod(each) == ranks]
+
+
+def compare(scratch: Path, *, everything: bool = False) -> dict[str, float]:
+    """Every mesh of the world against one process; {"mesh case kind": largest difference}.
+
+    All cases on the meshes of two ranks, and one or two on those of more, unless `everything`.
+    """
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+    for shape in shapes_of(int(os.environ["WORLD_SIZE"])):
+        mesh = create_mesh(shape)
+        several = shape.tensor > 1 and max(shape.shard, shape.context) > 1
+        few = list(CASES)[: 2 if several else 1]
+        for name in CASES if everything or shape.size == 2 else few:
+            learner = CASES[name].learner(scratch.parent, mesh)
+            for kind, difference in differences(name, learner, scratch.parent).items():
+                found[f"{shape} {name} {kind}"] = difference
+        if several or shape.size == 2:
+            check_behaviour(learner, scratch.parent)
+        if shape == MeshShape(tensor=4):
+            found |= compare_vocabularies(mesh)
+        mesh.close()
+    return found
+
+
+def compare_everything(scratch: Path) -> dict[str, float]:
+    """`compare` with all cases on all meshes."""
+    return compare(scratch, everything=True)
+
+
+def check_behaviour(learner: PolicyLearner, scratch: Path) -> None:
+    """What else a learner on a mesh promises; raises AssertionError."""
+    mesh, case = learner.mesh, CASES["gspo_tied"]
+    check_parts(learner)
+    check_shell(learner, mesh)
+    samples = case.dealt_to(mesh)
+    if mesh.data_rank == 0:
+        broken = np.full_like(samples[0].advantages, np.inf)
+        samples[0] = dataclasses.replace(samples[0], advantages=broken)
+    learner = dataclasses.replace(case, update={"minibatches": 1}).learner(scratch, mesh)
+    before = [local_part(weight).clone() for weight in learner.named_weights().values()]
+    with pytest.raises(NonFiniteGradientError):
+        learner.update(samples, iteration=0)
+    assert all(map(torch.equal, before, map(local_part, learner.named_weights().values())))
+    if mesh.shape.data > 1:
+        torn = [dataclasses.replace(sample, episode_id=0) for sample in samples]
+        with pytest.raises(ValueError, match="Episode 0 has samples on several ranks"):
+            learner.update(torn, iteration=0)
+
+
+def check_parts(learner: PolicyLearner) -> None:
+    """Between calls a rank holds its own parts only."""
+    shape = learner.mesh.shape
+    whole = sum(weight.numel() for weight in learner.named_weights().values())
+    own = sum(local_part(weight).numel() for weight in learner.named_weights().values())
+    shards = shape.shard * shape.context
+    # Norms are not split over tensor ranks, and parts of few rows are uneven.
+    assert own <= 1.2 * whole / shards / shape.tensor + 64 * 16
+    storage = sum(
+        local_part(weight).untyped_storage().nbytes() for weight in learner.named_weights().values()
+    )
+    assert storage <= 4 * (own + 64 * 40)
+
+
+def check_shell(learner: PolicyLearner, mesh: UpdateMesh) -> None:
+    """A shell of the same mesh has the same parts, and nothing in them."""
+    shell = build_shell(learner.parallel, mesh).model
+    theirs = slices_of(dict(shell.named_parameters()))
+    ours = slices_of(dict(learner.named_parameters()))
+    assert [each.name for each in ours] == [each.name for each in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our.box, our.shape) == (their.box, their.shape), our.name
+        assert their.tensor.is_meta
+
+
+def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
+    """Log-probs, entropies and gradients of split logits against whole ones in float64.
+
+    With few rows some ranks have none.
+    """
+    ranks, size = mesh.submesh("tensor"), mesh.shape.tensor
+    found: dict[str, float] = {}
+    for rows, positions in ((23, 9), (8, 3), (5, 4), (2, 3), (9, 0)):
+        generator = torch.Generator().manual_seed(rows)
+
+        def random(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64) * 3
+
+        weight, hidden = random(rows, 6), random(positions, 6)
+        towards = random(2, positions)
+        targets = torch.randint(0, rows, (positions,), generator=generator)
+        ids = torch.randint(0, rows, (1, 7), generator=generator)
+        most = -(-rows // size)
+        start = min(rows, most * mesh.tensor_rank)
+        shard = VocabularyShard(start, min(most, rows - start), most, ranks.get_group())
+        for mode in ("none", "detached", "differentiable"):
+            head = torch.nn.Linear(6, rows, bias=False)
+            head.weight = torch.nn.Parameter(
+                distribute_tensor(weight.float(), ranks, [Shard(0)], src_data_rank=None)
+            )
+            whole = weight.clone().requires_grad_()
+            both = [each.requires_grad_() for each in (hidden.clone(), hidden.float())]
+            theirs = torch.log_softmax(both[0] @ whole.T / 0.7, dim=-1)
+            expected = [theirs.gather(1, targets[:, None])[:, 0], -(theirs.exp() * theirs).sum(-1)]
+            ours = shard.score(head, shard.enter(both[1]), targets, 0.7, mode)
+            looked = shard.embed(head, ids)
+            table = torch.nn.functional.embedding(ids, whole)
+            loss = (ours[0] * towards[0]).sum() + (looked**2).sum()
+            reference = (expected[0] * towards[0]).sum() + (table**2).sum()
+            if mode == "differentiable":
+                loss = loss + (ours[1] * towards[1]).sum()
+                reference = reference + (expected[1] * towards[1]).sum()
+            loss.backward()
+            reference.backward()
+            pairs = [
+                (ours[0], expected[0]),
+                (looked, table),
+                (both[1].grad, both[0].grad),
+                (local_part(head.weight.grad), whole.grad[start : start + most]),
+            ]
+            assert (ours[1] is None) == (mode == "none")
+            if ours[1] is not None:
+                assert ours[1].requires_grad == (mode == "differentiable")
+                pairs.append((ours[1], expected[1]))
+            for number, (one, other) in enumerate(pairs):
+                gap = (one - other).abs()
+                name = f"{mesh.shape} {rows}_{mode}_{number} vocabulary"
+                found[name] = float(gap.max()) if gap.numel() else 0.0
+    return found

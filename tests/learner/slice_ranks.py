@@ -1,0 +1,421 @@
+"""What `test_slices`, `test_checkpoint`, `test_reshard` and `tests/weights` do in several ranks.
+
+Every rank runs all cases; a case gives a JSON value, or fails all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import math
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import _dynamo, nn  # noqa: F401  (imported before the ranks part)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from earl_core.learner.checkpoint import (
+    CheckpointError,
+    read_training_state,
+    write_training_state,
+)
+from earl_core.learner.exchange import BoxExchange
+from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
+from earl_core.learner.parallel_model import build_shell, parallelize
+from earl_core.learner.relayout import relayout
+from earl_core.learner.reshard import move_state
+from earl_core.learner.slices import boxes_of_all, local_box, shares, slices_of
+from earl_core.learner.together import Ranks
+from earl_core.selector import StageDeployment
+from earl_core.weights.manifest import WeightsManifest
+from earl_core.weights.publish import publish
+from tests.learner.helpers import random_samples, save_model
+from tests.learner.launched import launch
+from tests.learner.test_policy_learner import make_learner
+
+
+def meshes(ranks: int) -> list[MeshShape]:
+    """Every mesh of this many ranks."""
+    sizes = itertools.product(range(1, ranks + 1), repeat=4)
+    return [MeshShape(*each) for each in sizes if math.prod(each) == ranks]
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    """Every element has its own value."""
+    return torch.arange(1.0, math.prod(shape) + 1).view(shape)
+
+
+SHAPES = [(), (3,), (5, 7), (8, 4), (1, 5), (3, 2, 5)]
+
+
+def cuts(mesh: UpdateMesh, whole: torch.Tensor) -> Iterator[DTensor]:
+    """The tensor cut in every way that tensor parallelism and then FSDP2 may cut it."""
+    tensor = mesh.device_mesh["tensor"]
+    for placement in [Replicate(), *(Shard(each) for each in range(whole.ndim))]:
+        part = distribute_tensor(whole.clone(), tensor, [placement])
+        yield part
+        if not whole.ndim:
+            continue
+        for dimensions in (("replicate", "shard"), ("context",)):
+            module = nn.Module()
+            module.weight = nn.Parameter(part)
+            fully_shard(module, mesh=mesh.device_mesh[dimensions])
+            yield module.weight
+    grid = [Replicate(), Shard(0), Shard(whole.ndim - 1)] if whole.ndim else [Replicate()]
+    for placements in itertools.product(grid, repeat=2):
+        yield distribute_tensor(
+            whole.clone(), mesh.device_mesh["context", "tensor"], list(placements)
+        )
+
+
+def check_boxes(mesh: UpdateMesh) -> int:
+    """Boxes say where the local values stand; shares are everything, once; any box is reached."""
+    ranks, cases = Ranks(mesh), 0
+    for shape in SHAPES:
+        whole = numbered(shape)
+        parts = [whole, *cuts(mesh, whole)]
+        named = {str(number): part for number, part in enumerate(parts)}
+        slices = slices_of(named)
+        boxes = boxes_of_all(slices, list(named), ranks)
+        for each, held in zip(slices, boxes, strict=True):
+            assert held[ranks.rank] == each.box
+            if each.box.numel:
+                assert torch.equal(whole[each.box.index], each.tensor), (shape, each.box)
+            count = torch.zeros(shape)
+            for part in shares(held):
+                if part.numel:
+                    count[part.index] += 1
+            assert bool((count == 1).all()), (shape, held)
+            cases += 1
+        exchange = BoxExchange(mesh.group("world"), 4 * whole.nbytes)
+        for old in range(len(parts)):
+            new = (old + 5) % len(parts)
+            moved = exchange.move(slices[old].tensor, boxes[old], boxes[new], shape)
+            if boxes[new][ranks.rank].numel:
+                assert torch.equal(moved, slices[new].tensor)
+            if boxes[old][ranks.rank] == boxes[new][ranks.rank]:
+                assert moved is slices[old].tensor
+            else:
+                exchange.drop(moved)
+    return cases
+
+
+class Moments:
+    """An optimizer's state whose values follow from names, cut like the parameters."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        self.state: dict[str, dict[str, torch.Tensor]] = {}
+        for name, parameter in parameters.items():
+            box = local_box(parameter)
+            self.state[name] = {
+                "step": torch.tensor(3.0),
+                **{
+                    key: value_of(name, key, parameter.shape)[box.index].clone()
+                    for key in ("exp_avg", "exp_avg_sq")
+                },
+            }
+
+    def load_state(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        self.state[name] = dict(tensors)
+
+
+def value_of(name: str, key: str, shape: torch.Size) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{key}".encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def policy(tied: bool, wide: int = 1) -> PreTrainedModel:
+    """Two layers, with a vocabulary that no mesh divides evenly."""
+    config = LlamaConfig(
+        vocab_size=60 * wide + 1,
+        hidden_size=32 * wide,
+        intermediate_size=48 * wide,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(value_of(name, "weight", parameter.shape))
+    return model
+
+
+def laid_out(model: PreTrainedModel, mesh: UpdateMesh) -> PreTrainedModel:
+    """The model cut for the mesh, in place."""
+    return parallelize(model, mesh).model
+
+
+def check_state(model: PreTrainedModel, state: dict[str, dict[str, torch.Tensor]]) -> int:
+    """Every local part has the values of its box, bit for bit."""
+    assert state.keys() == {name for name, _ in model.named_parameters()}
+    for each in slices_of(dict(model.named_parameters())):
+        found = {"weight": each.tensor, **state[each.name]}
+        assert found.pop("step").item() == 3.0
+        for key, tensor in found.items():
+            wanted = value_of(each.name, key, torch.Size(each.shape))[each.box.index]
+            assert torch.equal(tensor, wanted), (each.name, key)
+    return len(state)
+
+
+def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
+    """A checkpoint and published weights written by the mesh; the reference's read by it."""
+    kind = "tied" if tied else "untied"
+    model = laid_out(policy(tied), mesh)
+    moments = Moments(dict(model.named_parameters()))
+    target = scratch / f"{kind}-{'x'.join(map(str, mesh.shape.sizes))}"
+    write_training_state(
+        target,
+        model=model,
+        tokenizer=words(),
+        optimizer=moments,
+        state={"policy_version": 7},
+        mesh=mesh,
+    )
+    manifest = publish(
+        dict(model.named_parameters()), target / "published", 7, "bfloat16", mesh=mesh
+    )
+    empty = laid_out(policy(tied), mesh)
+    with torch.no_grad():
+        for parameter in empty.parameters():
+            parameter.zero_()
+    fresh = Moments({})
+    state = read_training_state(
+        scratch / f"{kind}-reference", model=empty, optimizer=fresh, mesh=mesh
+    )
+    assert state == {"policy_version": 7}
+    check_state(empty, fresh.state)
+    return {"state": str(target), "digest": manifest.digest, "file": manifest.files[0].path}
+
+
+def words() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+
+
+def check_reshard(ranks: int) -> list[dict[str, Any]]:
+    """Through all meshes and back to the first; values and memory after every hop."""
+    every = meshes(ranks)
+    results = []
+    for tied, walk in ((False, [*every, every[0]]), (True, [every[0], every[-1], every[1]])):
+        mesh = create_mesh(walk[0])
+        parallel = parallelize(policy(tied), mesh)
+        state = Moments(dict(parallel.model.named_parameters())).state
+        for shape in walk[1:]:
+            target = create_mesh(shape)
+            shell = build_shell(parallel, target)
+            moved = move_state(parallel.model, state, shell.model, target)
+            mesh.close()
+            parallel, mesh, state = shell, target, moved.state
+            check_state(parallel.model, state)
+            results.append({"peak": moved.peak_bytes, "moved": moved.moved_bytes})
+        mesh.close()
+    return results
+
+
+def check_memory(ranks: int) -> list[dict[str, int]]:
+    """What torch's allocator saw in each hop, in bytes beyond before and after."""
+    walk = [
+        {2: [(2, 1, 1, 1), (1, 1, 1, 2), (1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)]},
+        {4: [(4, 1, 1, 1), (1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 1, 4), (1, 4, 1, 1), (4, 1, 1, 1)]},
+    ][ranks // 4][ranks]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        mesh = create_mesh(MeshShape(*walk[0]))
+        parallel = parallelize(policy(False, wide=8), mesh)
+        state = Moments(dict(parallel.model.named_parameters())).state
+        results = []
+        for number, sizes in enumerate(walk[1:]):
+            target = create_mesh(MeshShape(*sizes))
+            shell = build_shell(parallel, target)
+            with record_function(f"hop {number}"):
+                moved = move_state(parallel.model, state, shell.model, target)
+            mesh.close()
+            parallel, mesh, state = shell, target, moved.state
+            results.append({"counted": moved.peak_bytes})
+        mesh.close()
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.nbytes())
+    largest = max(math.prod(each.shape) * 4 for each in parallel.model.parameters())
+    for number, result in enumerate(results):
+        (hop,) = [each for each in events if each.name() == f"hop {number}"]
+        inside = range(hop.start_ns(), hop.start_ns() + hop.duration_ns())
+        held = [0, *itertools.accumulate(nbytes for when, nbytes in changes if when in inside)]
+        result |= {"seen": max(held) - max(0, held[-1]), "largest": largest}
+    return results
+
+
+def check_training(scratch: Path, ranks: int) -> list[float]:
+    """A step, another mesh, a step, ...: how far the weights are from one process's."""
+    base = scratch / "model"
+    settings = {"threads": 1, "weight_decay": 0.1, "learning_rate": 1e-3}
+    alone = make_learner(base, **settings)
+    walk = [each for each in meshes(ranks) if each.tensor < 4]
+    mesh = create_mesh(walk[0])
+    learner = make_learner(base, mesh=mesh, **settings)
+    differences = []
+    for number, shape in enumerate(walk):
+        samples = random_samples(9, seed=number)
+        if number:
+            deployment = StageDeployment(
+                stage="update",
+                replicas=shape.replicate,
+                shard=shape.shard,
+                context_parallel=shape.context,
+                tensor_parallel=shape.tensor,
+            )
+            relayout(learner, deployment, learner.config)
+        mesh = learner.mesh
+        assert mesh.shape == shape
+        mine = [each for each in samples if each.group_id % mesh.shape.data == mesh.data_rank]
+        alone.update(samples, iteration=number)
+        learner.update(mine, iteration=number)
+        wanted = alone.named_weights()
+        slices = slices_of(learner.named_weights())
+        differences += [
+            float((each.tensor - wanted[each.name][each.box.index]).abs().max())
+            for each in slices
+            if each.box.numel
+        ]
+    mesh.close()
+    return [max(differences), len(walk)]
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def check_failures(mesh: UpdateMesh, scratch: Path) -> list[str]:
+    """What one rank cannot do fails on all with one message, and nothing is left of it."""
+    model = laid_out(policy(False), mesh)
+    weights = dict(model.named_parameters())
+    moments = Moments(weights)
+    there = scratch / f"failures-{mesh.shape.size}"
+
+    def write() -> None:
+        write_training_state(
+            there / "state",
+            model=model,
+            tokenizer=words(),
+            optimizer=moments,
+            state={},
+            mesh=mesh,
+        )
+
+    def read() -> None:
+        read_training_state(scratch / "damaged", model=model, optimizer=moments, mesh=mesh)
+
+    def send() -> None:
+        publish(weights, there / "published", 7, "bfloat16", mesh=mesh)
+
+    messages = []
+    last = mesh.rank == mesh.shape.size - 1
+    for action, broken, place, culprit in (
+        (write, full, "os.posix_fallocate", mesh.rank == 0),
+        (send, full, "os.posix_fallocate", mesh.rank == 0),
+        (write, full, "earl_core.learner.checkpoint.fill", last),
+        (send, full, "earl_core.weights.publish.fill", last),
+        (read, None, "", False),
+    ):
+        with patch(place, broken) if culprit else contextlib.nullcontext():
+            try:
+                action()
+            except (OSError, CheckpointError) as error:
+                number = error.errno if isinstance(error, OSError) else 0
+                messages.append(f"{type(error).__name__} {number} {error}")
+        left = Ranks(mesh).from_first(lambda: [str(each) for each in there.rglob("*.s*")])
+        assert left == [], left
+    check_state(model, moments.state)
+    return messages
+
+
+def all_cases(scratch: Path, ranks: int) -> dict[str, Any]:
+    """Every case of every mesh of this many ranks."""
+    done: dict[str, Any] = {"boxes": {}, "files": {}}
+    for shape in meshes(ranks):
+        mesh = create_mesh(shape)
+        done["boxes"][str(shape.sizes)] = check_boxes(mesh)
+        done["files"][f"{shape.sizes}"] = check_files(mesh, scratch, tied=False)
+        if shape.tensor > 1:
+            done["files"][f"{shape.sizes} tied"] = check_files(mesh, scratch, tied=True)
+        if shape == meshes(ranks)[-1]:
+            done["failures"] = check_failures(mesh, scratch)
+        mesh.close()
+    done["reshard"] = check_reshard(ranks)
+    done["memory"] = check_memory(ranks)
+    done["training"] = check_training(scratch, ranks)
+    leave_world()
+    return done
+
+
+def two(scratch: Path) -> dict[str, Any]:
+    return all_cases(scratch, 2)
+
+
+def four(scratch: Path) -> dict[str, Any]:
+    return all_cases(scratch, 4)
+
+
+@dataclass(frozen=True)
+class References:
+    """What one process writes: checkpoints of both kinds and the published weights' digests."""
+
+    scratch: Path
+    files: dict[bool, dict[str, Any]]
+    manifests: dict[bool, WeightsManifest]
+
+
+@functools.cache
+def references() -> References:
+    """Written once for the test session."""
+    scratch = Path(tempfile.mkdtemp(prefix="earl-slices-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    files, manifests = {}, {}
+    for tied in (False, True):
+        model = policy(tied)
+        target = scratch / f"{'tied' if tied else 'untied'}-reference"
+        weights = dict(model.named_parameters())
+        write_training_state(
+            target,
+            model=model,
+            tokenizer=words(),
+            optimizer=Moments(weights),
+            state={"policy_version": 7},
+        )
+        manifests[tied] = publish(weights, scratch / f"published-{tied}", 7, "bfloat16")
+        files[tied] = json.loads((target / "state.json").read_text())
+    save_model("llama", scratch / "model")
+    shutil.copytree(scratch / "tied-reference", scratch / "damaged")
+    with (scratch / "damaged" / "optimizer.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    return References(scratch, files, manifests)
+
+
+@functools.cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    """What each of two or four ranks answered; they are launched once for the test session."""
+    function = {2: "two", 4: "four"}[ranks]
+    return launch(__name__, function, ranks, references().scratch)

@@ -1,0 +1,80 @@
+"""Running out of memory in a microbatch is one error, whichever allocator refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from earl_core.learner import memory
+
+
+def refuse_on_the_cpu() -> None:
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def refuse_in_python() -> None:
+    bytearray(2**60)
+
+
+def refuse_on_cuda() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...")
+
+
+@pytest.mark.parametrize(
+    ("refuse", "asked"),
+    [
+        (refuse_on_the_cpu, 2**50),
+        (refuse_in_python, None),
+        (refuse_on_cuda, 3 * 2**29),
+    ],
+)
+def test_every_allocators_refusal_names_the_microbatch(refuse: object, asked: int | None) -> None:
+    with (
+        pytest.raises(memory.OutOfMemory, match=r"microbatch 3 of 5 of 'update', 1,024 tok") as got,
+        memory.microbatch("update", 0, 3, 5, 1024),
+    ):
+        refuse()  # type: ignore[operator]
+    assert got.value.payload == {
+        "stage": "update",
+        "microbatch": 3,
+        "microbatches": 5,
+        "tokens": 1024,
+        "bytes_asked": asked,
+    }
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="inconsistent"), memory.microbatch("update", 0, 1, 1, 1):
+        torch.ones(2) @ torch.ones(3)
+    with pytest.raises(ValueError, match="other"), memory.microbatch("update", 0, 1, 1, 1):
+        raise ValueError("other")
+
+
+def test_the_fault_point_is_one_of_these_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EARL_FAULT", "update.microbatch3@7:1=memory")
+    monkeypatch.setenv("RANK", "1")
+    with memory.microbatch("update", 7, 2, 5, 10), memory.microbatch("update", 6, 3, 5, 10):
+        pass
+    with pytest.raises(memory.OutOfMemory) as caught, memory.microbatch("update", 7, 3, 5, 10):
+        pass
+    assert caught.value.payload["bytes_asked"] == 2**40
+    monkeypatch.setenv("RANK", "0")
+    with memory.microbatch("update", 7, 3, 5, 10):
+        pass
+
+
+def test_parked_tensors_come_back_as_they_were_and_shared_ones_stay_shared() -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    views = [whole[1], whole.t()]
+    alone = torch.full((5,), 2.0, dtype=torch.bfloat16)
+    expected = [tensor.clone() for tensor in (whole, *views, alone)]
+    parking = memory.Parking()
+    assert parking.give([whole, *views, alone]) == 0  # there is nothing on a CUDA device
+    assert parking.give([whole, *views, alone], device_type="cpu") == 12 * 4 + 5 * 2
+    assert whole.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == 0
+    parking.take()
+    parking.take()
+    for tensor, wanted in zip((whole, *views, alone), expected, strict=True):
+        assert torch.equal(tensor, wanted)
+    whole[1, 2] = 99.0
+    assert views[0][2] == views[1][2, 1] == 99.0

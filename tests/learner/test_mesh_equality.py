@@ -1,0 +1,83 @@
+"""Every mesh computes what one process computes: loss, gradients, three optimizer steps, scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from earl_core.config.base import ConfigError
+from earl_core.dispatch.layout import Layout
+from earl_core.learner.mesh import MeshShape, create_mesh
+from earl_core.learner.tensor_parallel import check_degree, working_degrees
+from earl_core.selector import StageDeployment
+from tests.learner import mesh_ranks
+from tests.learner.helpers import build_model
+from tests.learner.launched import launch
+
+# Some metrics are means of exponentials; the vocabulary is compared with float64.
+LARGEST = {"metric": 1e-5, "vocabulary": 3e-5}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process computes."""
+    scratch = tmp_path_factory.mktemp("mesh")
+    mesh_ranks.prepare(scratch)
+    return scratch
+
+
+def check(ranks: int, computed: Path, function: str, meshes: int) -> None:
+    found = launch("tests.learner.mesh_ranks", function, ranks, computed / f"{ranks}_{function}")
+    for rank, differences in enumerate(found):
+        assert len({name.partition(")")[0] for name in differences}) == meshes
+        worst = {
+            name: difference
+            for name, difference in differences.items()
+            if not difference <= LARGEST.get(name.rpartition(" ")[2], 1e-6)
+        }
+        assert not worst, f"rank {rank}"
+
+
+@pytest.mark.parametrize(("ranks", "meshes"), [(2, 4), (4, 10)])
+def test_every_mesh_equals_one_process(ranks: int, meshes: int, computed: Path) -> None:
+    check(ranks, computed, "compare", meshes)
+
+
+@pytest.mark.slow
+def test_every_mesh_equals_one_process_in_every_case(computed: Path) -> None:
+    check(4, computed, "compare_everything", 10)
+
+
+def test_ranks_are_numbered_as_the_dispatcher_numbers_them() -> None:
+    shape = MeshShape(replicate=2, shard=3, context=2, tensor=2)
+    layout = Layout(data_parallel=6, context_parallel=2, tensor_parallel=2)
+    assert shape.size == layout.ranks == 24
+    for rank in range(shape.size):
+        replicate, shard, context, tensor = shape.coordinates(rank)
+        assert (replicate * 3 + shard, context, tensor) == layout.coordinates(rank)
+    with pytest.raises(IndexError):
+        shape.coordinates(24)
+    deployment = StageDeployment(
+        stage="update", replicas=2, shard=3, context_parallel=2, tensor_parallel=2
+    )
+    assert MeshShape.of(deployment) == shape
+
+
+def test_a_mesh_of_other_than_the_launched_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has 6 ranks, but 1 were launched"):
+        create_mesh(MeshShape(shard=2, tensor=3))
+    alone = create_mesh()
+    assert alone.leader
+    assert alone.group("world") is None
+    assert not torch.distributed.is_initialized()
+
+
+def test_degrees_that_do_not_divide_the_model_are_refused() -> None:
+    llama = build_model("llama")
+    assert working_degrees(llama) == [1, 2]
+    with pytest.raises(ConfigError, match=r"over 4 tensor-parallel ranks: .* allow 1 or 2\."):
+        check_degree(llama, 4)
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel .* allow 1 only"):
+        check_degree(build_model("gpt2"), 2)
