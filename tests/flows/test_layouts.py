@@ -89,6 +89,7 @@ def test_a_killed_run_resumes_under_another_layout(runs: Runs, layout: str) -> N
     assert runs.shared_memory() == []
 
 
+@pytest.mark.slow
 def test_placements_give_equal_bits(runs: Runs) -> None:
     """Threads are fixed to one by the settings, so nothing but the place differs."""
     short = ("iterations=1",)

@@ -29,7 +29,8 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(ranks: int, computed: Path, function: str, meshes: int) -> None:
-    found = launch("tests.learner.mesh_ranks", function, ranks, computed / f"{ranks}_{function}")
+    scratch = computed / f"{ranks}_{function}"
+    found = launch("tests.learner.mesh_ranks", function, ranks, scratch, timeout_seconds=900)
     for rank, differences in enumerate(found):
         assert len({name.partition(")")[0] for name in differences}) == meshes
         worst = {
