@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh
+
 MEBIBYTE = 2**20
 
 
@@ -47,6 +49,16 @@ def even_llama(size: ModelSize) -> LlamaForCausalLM:
         eos_token_id=2,
     )
     return LlamaForCausalLM(config)
+
+
+def connected(shape: MeshShape) -> UpdateMesh:
+    """The mesh, on this rank, which computes with its share of the cores.
+
+    accelerate sets the threads when it connects the ranks, so they are set after that.
+    """
+    mesh = create_mesh(shape)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // shape.size))
+    return mesh
 
 
 def in_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
@@ -97,7 +109,6 @@ def _run(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         answers.put((rank, function(*arguments), ""))
     except BaseException:

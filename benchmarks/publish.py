@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser
 from benchmarks.harness import publish as publish_report
-from benchmarks.mesh_ranks import QUICK, SMOLLM2, ModelSize, even_llama, in_ranks
+from benchmarks.mesh_ranks import QUICK, SMOLLM2, ModelSize, connected, even_llama, in_ranks
 from earl_core.config.rollout import VllmConfig
-from earl_core.learner.mesh import MeshShape, create_mesh, leave_world
+from earl_core.learner.mesh import MeshShape, leave_world
 from earl_core.learner.parallel_model import parallelize
 from earl_core.rollout.engines.base import Engine
 from earl_core.rollout.engines.torch_engine import TorchEngine
@@ -93,7 +93,7 @@ async def _with_engine(engine: Engine, action: Callable[[], Awaitable[Any]]) -> 
 
 def _publish_in_ranks(size: ModelSize, name: str, shared: str, rounds: int) -> list[float]:
     """In each rank: the seconds of each publication."""
-    mesh = create_mesh(MESHES[name])
+    mesh = connected(MESHES[name])
     model = parallelize(even_llama(size), mesh).model
     seconds = []
     for version in range(1, rounds + 1):

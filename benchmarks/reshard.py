@@ -25,6 +25,7 @@ from benchmarks.mesh_ranks import (
     QUICK,
     SMOLLM2,
     ModelSize,
+    connected,
     even_llama,
     forget_peak,
     in_ranks,
@@ -53,7 +54,7 @@ class _Learner:
     """Weights, optimizer and mesh of one rank, as the policy learner holds them."""
 
     def __init__(self, size: ModelSize, mesh: MeshShape) -> None:
-        self.parallel = parallelize(even_llama(size), create_mesh(mesh))
+        self.parallel = parallelize(even_llama(size), connected(mesh))
         self.optimizer = PolicyOptimizer(self.parallel.model.named_parameters(), UpdateConfig())
         for parameter in self.parallel.model.parameters():
             parameter.grad = torch.ones_like(parameter)

@@ -47,6 +47,10 @@ _MEMORY = {
 }
 """How a role's workers give their device's memory back, and take it again."""
 
+_GRACE_SECONDS = 30.0
+"""For a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared memory
+when it is cut short."""
+
 Member = tuple[str, int]
 """A worker group: the role, and which of its groups, counted from 0."""
 
@@ -147,7 +151,7 @@ class Session:
         with self._lock:
             old = self._groups.get(key)
         if old is not None:
-            old.stop()
+            old.stop(_GRACE_SECONDS)
         group = self._new_group(name, deployment)
         with self._lock:
             if self.stop_requested.is_set():
@@ -222,7 +226,7 @@ class Session:
             over = [key for key in self._groups if key[0] == role and key[1] >= members]
             groups = [self._groups.pop(key) for key in over]
         for group in groups:
-            group.stop()
+            group.stop(_GRACE_SECONDS)
 
     @property
     def live_version(self) -> int | None:
@@ -330,7 +334,7 @@ class Session:
     def close(self, status: Status = "FINISHED") -> None:
         """Stop the workers, flush the tracker, unlock the run. Never raises for a tracker."""
         try:
-            self._stop_groups(grace_seconds=10.0)
+            self._stop_groups(_GRACE_SECONDS)
         finally:
             tracker = getattr(self, "tracker", None)
             if tracker is not None:

@@ -57,9 +57,9 @@ def move_state(
     before = dict(old.named_parameters())
     after = dict(shell.named_parameters())
     ranks.do(lambda: _check_same(before, after))
-    mover = _Mover(before, after, state, ranks, mesh)
+    mover = _Mover(before, after, state, _places(shell), ranks, mesh)
     for name in before:
-        mover.move(name, old, shell)
+        mover.move(name)
     _take_buffers(old, shell)
     return mover.moved
 
@@ -72,13 +72,14 @@ class _Mover:
         before: dict[str, nn.Parameter],
         after: dict[str, nn.Parameter],
         state: State,
+        places: dict[str, list[tuple[nn.Module, str]]],
         ranks: Ranks,
         mesh: UpdateMesh,
     ) -> None:
         names = list(before)
         old, new = slices_of(before), slices_of(after)
         self._rank = ranks.rank
-        self._before = before
+        self._before, self._after, self._places = before, after, places
         self._slices = {each.name: each for each in old}
         self._held = dict(zip(names, boxes_of_all(old, names, ranks), strict=True))
         self._wanted = dict(zip(names, boxes_of_all(new, names, ranks), strict=True))
@@ -89,11 +90,13 @@ class _Mover:
         self._exchange = BoxExchange(mesh.group("world"), largest)
         self.moved = Moved()
 
-    def move(self, name: str, old: nn.Module, shell: nn.Module) -> None:
+    def move(self, name: str) -> None:
         """A parameter and its optimizer state."""
         each = self._slices.pop(name)
         part = self._move(name, each.tensor, each.shape)
-        _install(shell, name, part)
+        parameter = _filled(self._after[name], part)
+        for module, leaf in self._places[name]:
+            module._parameters[leaf] = parameter
         if part is not each.tensor:
             self._give_back(each.tensor, owned=is_distributed(self._before[name]))
         del each, part
@@ -145,9 +148,19 @@ def _check_same(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Te
         )
 
 
-def _install(shell: nn.Module, name: str, part: torch.Tensor) -> None:
-    """Replace a parameter on the meta device wherever the model uses it (tied weights: twice)."""
-    empty = shell.get_parameter(name)
+def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where the model uses each parameter: module and attribute; twice for tied weights."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                places[names[id(parameter)]].append((module, leaf))
+    return places
+
+
+def _filled(empty: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
+    """A parameter like one on the meta device, of which this rank holds `part`."""
     whole = part
     if is_distributed(empty):
         from torch.distributed.tensor import DTensor
@@ -161,11 +174,7 @@ def _install(shell: nn.Module, name: str, part: torch.Tensor) -> None:
             shape=meta.shape,
             stride=meta.stride(),
         )
-    parameter = nn.Parameter(whole, requires_grad=empty.requires_grad)
-    for module in shell.modules():
-        for leaf, held in module._parameters.items():
-            if held is empty:
-                module._parameters[leaf] = parameter
+    return nn.Parameter(whole, requires_grad=empty.requires_grad)
 
 
 def _take_buffers(old: nn.Module, shell: nn.Module) -> None:

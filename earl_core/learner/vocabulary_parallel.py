@@ -38,7 +38,11 @@ class VocabularyShard:
         weight = _local(embedding.weight)
         place, inside = self._places(ids)
         if self.rows:
-            found = F.embedding(place, weight) * inside[..., None]
+            padding = embedding.padding_idx
+            here = padding is not None and 0 <= padding - self.start < self.rows
+            # The row of the padding token gets no gradient from look-ups, as in the whole model.
+            row = padding - self.start if padding is not None and here else None
+            found = F.embedding(place, weight, row) * inside[..., None]
         else:
             found = weight.sum(0).expand(*ids.shape, -1)
         return _sum(found, self.group)
