@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser
 from benchmarks.harness import publish as publish_report
@@ -142,6 +143,7 @@ def main() -> None:
 async def _run(
     report: Report, model_size: ModelSize, rounds: int, shared: Path, disk: Path
 ) -> None:
+    transformers_logging.disable_progress_bar()
     model = even_llama(model_size)
     model.to(torch.bfloat16).save_pretrained(disk / "model")
     model = even_llama(model_size)
@@ -152,12 +154,12 @@ async def _run(
     memcpy = median(_memcpy(size, rounds))
     gigabytes = size / 1e9
     report.rows.append(_row("torch engine", seconds, memcpy, gigabytes))
-    if importlib.util.find_spec("vllm") is not None:
-        await _vllm_rows(report, model, rounds, shared, disk, memcpy, gigabytes)
     for name, mesh in MESHES.items():
         times = in_ranks(_publish_in_ranks, mesh.size, model_size, name, str(shared / name), rounds)
         slowest = [max(each) for each in zip(*times, strict=True)]
         report.rows.append(_row(f"nobody ({name})", {"publish": slowest}, memcpy, gigabytes))
+    if importlib.util.find_spec("vllm") is not None:
+        await _vllm_rows(report, model, rounds, shared, disk, memcpy, gigabytes)
     report.notes += [
         f"{size / 1e6:,.0f} MB. Medians without the first round, which writes fresh pages; later "
         "ones write into the pages of a version that nobody reads.",

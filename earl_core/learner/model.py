@@ -84,10 +84,20 @@ def load_policy(
             local_files_only=True,
         ),
     )
+    _own_memory(model)
     prepare_for_packing(model)
     if activation_checkpointing:
         checkpoint_activations(model)
     return model
+
+
+def _own_memory(model: PreTrainedModel) -> None:
+    """Copy weights that are views of the mapped file: those could not be given back one by one
+    when the ranks are laid out anew or a device is left.
+    """
+    for parameter in model.parameters():
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
