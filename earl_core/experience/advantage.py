@@ -24,6 +24,9 @@ from earl_core.dispatch.batch import Batch
 from earl_core.experience.statistics import RankStatistics
 from earl_core.trajectory.samples import ColumnTarget
 
+# A mean over several ranks ends in other last bits than one over all: below this is no advantage.
+_ROUNDING = 1e-6
+
 ADVANTAGE_RULES: dict[str, Rule] = {
     "mean": "mean",
     "std": "std",
@@ -175,5 +178,5 @@ def _metrics(values: np.ndarray) -> dict[str, float]:
     return {
         "mean": float(values.mean()),
         "std": float(values.std()),
-        "nonzero_share": float((values != 0).mean()),
+        "nonzero_share": float((np.abs(values) > _ROUNDING).mean()),
     }

@@ -156,7 +156,7 @@ def central(
     metrics = kept.metrics() | {
         "mean": float(tokens.mean()) if len(tokens) else 0.0,
         "std": float(tokens.std()) if len(tokens) else 0.0,
-        "nonzero_share": float((tokens != 0).mean()) if len(tokens) else 0.0,
+        "nonzero_share": float((np.abs(tokens) > 1e-6).mean()) if len(tokens) else 0.0,
     }
     cuts = np.cumsum([int(masks[row].sum()) for row in rows])[:-1]
     parts = np.split(tokens, cuts) if rows else []

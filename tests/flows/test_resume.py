@@ -53,9 +53,9 @@ def test_killed_between_stages(runs: Runs, moment: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        "update.step0@1=kill",
         "update.applied@1=kill",
-        "update.save@1=enospc",
+        pytest.param("update.step0@1=kill", marks=pytest.mark.slow),
+        pytest.param("update.save@1=enospc", marks=pytest.mark.slow),
     ],
 )
 def test_failures_inside_the_update(runs: Runs, fault: str) -> None:
