@@ -83,7 +83,8 @@ def test_a_killed_controller_and_a_resume_with_another_mesh(runs: Runs) -> None:
     runs.train(*RANKS, fault="publish.before@0=kill", expect=-9)
     runs.wait_for_workers_to_end()
     runs.train("layout.update.tensor_parallel=2")
-    assert_whole(runs, 2)
+    # Another layout is another plan; everything else that was finished stays finished.
+    assert_whole(runs, 2, [stage for stage in STAGES if stage != "select"])
 
 
 @pytest.mark.slow
