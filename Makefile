@@ -43,7 +43,7 @@ test-slow: install
 demo: install
 	$(BIN)/earl train configs/demo.yaml
 
-BENCHMARKS := overhead rollout iteration update reshard publish dispatch_local dispatch_hosts dispatch_scale selector_paper
+BENCHMARKS := overhead rollout iteration update reshard publish dispatch_local dispatch_hosts dispatch_scale selector_paper selector_live
 
 benchmarks: install
 	$(BIN)/pip install -q -e '.[bench]' -c $(CONSTRAINTS)

@@ -3,8 +3,10 @@
 `EARL_FAULT=update.step0@2=kill` kills every process that reaches the point `update.step0` in
 iteration 2, `update.step0@2:1=kill` only rank 1 of the group. Actions: `kill` (SIGKILL to itself),
 `stop` (SIGSTOP to itself: no heartbeat), `hang` (sleep for ever, with heartbeats), `enospc` (raise
-OSError as a full disk does), `memory` (raise what torch raises when it gets no memory), `raise`
-(RuntimeError). Unset, a point costs one dictionary look-up.
+OSError as a full disk does), `memory` (raise what torch raises when it gets no memory), `gorge`
+(take memory until the kernel ends it), `raise` (RuntimeError). Several faults stand with `;`
+between them. `EARL_FAULT_ONCE=DIRECTORY` makes each happen once only, among all processes: a file
+there says that it has. Unset, a point costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import logging
 import os
 import signal
 import time
+from contextlib import suppress
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +27,26 @@ def point(name: str, iteration: int) -> None:
     wanted = os.environ.get("EARL_FAULT")
     if not wanted:
         return
-    place, _, action = wanted.partition("=")
     here = f"{name}@{iteration}"
-    if place not in (here, f"{here}:{os.environ.get('RANK', '0')}"):
-        return
+    places = (here, f"{here}:{os.environ.get('RANK', '0')}")
+    for fault in wanted.split(";"):
+        place, _, action = fault.partition("=")
+        if place in places and _first(place):
+            _happen(place, action)
+
+
+def _first(place: str) -> bool:
+    """Whether the fault may happen (again)."""
+    directory = os.environ.get("EARL_FAULT_ONCE")
+    if not directory:
+        return True
+    with suppress(FileExistsError):
+        (Path(directory) / place).touch(exist_ok=False)
+        return True
+    return False
+
+
+def _happen(place: str, action: str) -> None:
     logger.warning("fault point %s: %s", place, action)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -37,6 +57,11 @@ def point(name: str, iteration: int) -> None:
         time.sleep(60)
     if action == "enospc":
         raise OSError(errno.ENOSPC, "No space left on device (injected)")
+    if action == "gorge":
+        taken = []
+        while True:
+            # Written to, for untouched pages cost nothing.
+            taken.append(bytearray(b"1") * 2**24)
     if action == "memory":
         # The words of torch's allocator on the CPU, so that they are recognised as they are.
         raise RuntimeError(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from flows.iteration import Stages
+from flows.iteration import Plan, Stages, until_it_fits
 from tasks.evaluate import evaluation
-from tasks.publish import input_weights
-from tasks.select import plan_of, select
 from tasks.session import Session
 
 
@@ -21,10 +17,11 @@ async def evaluate_if_due(session: Session, version: int) -> None:
     if not every or (version % every and not last):
         return
     stages = Stages(session, version)
-    plan = await stages.submit(select, [])
-    chosen = plan_of(session, plan.result())
-    weights = await asyncio.to_thread(input_weights, session, chosen["update"], version)
-    await stages.submit(evaluation, [weights], plan)
+
+    async def play(plan: Plan) -> None:
+        await stages.submit(evaluation, [await stages.input_weights(plan)], plan)
+
+    await until_it_fits(stages, play)
     metrics = stages.manifests["evaluation"].metrics
     session.tracker.evaluation_finished(
         version, {f"evaluation/{name}": value for name, value in metrics.items()}

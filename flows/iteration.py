@@ -2,30 +2,38 @@
 
 select ─► rollout ─┬─► reward ────┬─► advantage ─► update ─► publish
                    └─► reference ─┘
+
+A stage that does not fit into memory, or into the engines' context, has `select` choose again; what
+was finished stays finished, and the stage is repeated from its sealed inputs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from prefect import Task, flow
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from earl_core.dispatch import Manifest
+from earl_core.selector import NothingFits
 from flows.running import session_of
 from tasks.advantage import advantage
+from tasks.fit import StageDoesNotFit, require_another
 from tasks.publish import input_weights, publish
 from tasks.reference import reference
 from tasks.report import finish_iteration, publish_artifacts
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.select import plan_of, select
+from tasks.select import plan_of, select, select_inputs, share_profile
 from tasks.session import Session
 from tasks.stage import StageRef, caching, resolve
 from tasks.update import update
+
+T = TypeVar("T")
+Plan = PrefectFuture[StageRef]
 
 
 @flow(
@@ -46,6 +54,7 @@ async def iteration(run: str, number: int | None = None) -> dict[str, Any]:
             return {"iteration": number, "finished": "earlier"}
         manifests = await run_stages(session, number)
         await asyncio.to_thread(finish_iteration, session, number, manifests)
+        await asyncio.to_thread(share_profile, session)
         await publish_artifacts(session, number, manifests)
         if session.single_iteration and number + 1 >= session.config.iterations:
             session.run.finish()
@@ -55,12 +64,15 @@ async def iteration(run: str, number: int | None = None) -> dict[str, Any]:
 async def run_stages(session: Session, k: int) -> dict[str, Manifest]:
     """Run every stage of iteration `k` that is not finished; their sealed manifests."""
     stages = Stages(session, k)
-    plan = await stages.submit(select, [])
-    weights = await asyncio.to_thread(
-        input_weights, session, plan_of(session, await result(plan))["update"], k
-    )
+    await until_it_fits(stages, lambda plan: _after_select(stages, plan))
+    return stages.manifests
+
+
+async def _after_select(stages: Stages, plan: Plan) -> None:
+    session = stages.session
+    weights = await stages.input_weights(plan)
     played = await stages.submit(rollout, [weights], plan)
-    rewards, scored = await asyncio.gather(
+    rewards, scored = await _both(
         stages.submit(reward, ["rollout"], plan, played),
         stages.submit(reference, ["rollout"], plan, played)
         if session.config.needs_reference
@@ -71,7 +83,22 @@ async def run_stages(session: Session, k: int) -> dict[str, Manifest]:
     sources = ["rollout"] + (["reference"] if scored else []) + ["advantage"]
     updated = await stages.submit(update, sources, plan, played, judged, scored)
     await stages.submit(publish, ["update"], plan, updated)
-    return stages.manifests
+
+
+async def until_it_fits(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
+    """Choose a plan and do `work` under it; again as often as a stage does not fit and there is
+    another layout to try.
+
+    Raises what the stage raised when the same layout comes back, `NothingFits` when none is left.
+    Every failure rules out a layout, or doubles the engines' context, so this comes to an end.
+    """
+    misfit = None
+    while True:
+        plan = await stages.choose(misfit)
+        try:
+            return await work(plan)
+        except StageDoesNotFit as error:
+            misfit = error
 
 
 class Stages:
@@ -81,6 +108,23 @@ class Stages:
         self.session = session
         self.iteration = iteration
         self.manifests: dict[str, Manifest] = {}
+        self._done: dict[str, PrefectFuture[StageRef]] = {}
+
+    async def choose(self, misfit: StageDoesNotFit | None = None) -> Plan:
+        """The plan; another one than that under which a stage did not fit."""
+        inputs = select_inputs(self.session, self.iteration)
+        try:
+            plan = await self._submit(select, inputs)
+        except NothingFits as nothing:
+            raise nothing from misfit
+        if misfit is not None:
+            require_another(misfit, plan_of(self.session, await result(plan)))
+        return plan
+
+    async def input_weights(self, plan: Plan) -> Manifest:
+        """The weights that the iteration starts from."""
+        layout = plan_of(self.session, await result(plan))["update"]
+        return await asyncio.to_thread(input_weights, self.session, layout, self.iteration)
 
     async def submit(
         self,
@@ -88,17 +132,39 @@ class Stages:
         inputs: Sequence[str | Manifest],
         *futures: PrefectFuture[StageRef] | None,
     ) -> PrefectFuture[StageRef]:
-        """Submit and wait; passing the futures on is what draws the edges of Prefect's graph."""
-        digests = [
-            (self.manifests[item] if isinstance(item, str) else item).data_digest()
-            for item in inputs
-        ]
+        """Submit and wait; passing the futures on is what draws the edges of Prefect's graph.
+
+        What was done before under another plan is not submitted again.
+        """
+        if task.name not in self._done:
+            digests = [
+                (self.manifests[item] if isinstance(item, str) else item).data_digest()
+                for item in inputs
+            ]
+            self._done[task.name] = await self._submit(task, digests, *futures)
+        return self._done[task.name]
+
+    async def _submit(
+        self,
+        task: Task[..., StageRef],
+        digests: Sequence[str],
+        *futures: PrefectFuture[StageRef] | None,
+    ) -> PrefectFuture[StageRef]:
         options = await asyncio.to_thread(caching, self.session, self.iteration, task.name, digests)
         future = task.with_options(**options).submit(
             str(self.session.run.path), self.iteration, *futures
         )
         self.manifests[task.name] = resolve(self.session, await result(future))
         return future
+
+
+async def _both(first: Awaitable[Any], second: Awaitable[Any]) -> tuple[Any, Any]:
+    """Wait for both, also when one fails: nothing of the iteration goes on behind its back."""
+    done = await asyncio.gather(first, second, return_exceptions=True)
+    for item in done:
+        if isinstance(item, BaseException):
+            raise item
+    return done[0], done[1]
 
 
 async def result(future: PrefectFuture[StageRef]) -> StageRef:

@@ -6,33 +6,40 @@ may be evaluated beside its training. Imports no prefect, and no torch in this p
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pydantic import ValidationError
+
+from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.layout import LayoutConfig, RolloutLayout
+from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
-from earl_core.selector import SelectionInput, StageDeployment, select
+from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
 from tasks.hardware import read_hardware, read_model_shape
+from tasks.worker_environment import worker_environment
 
 Progress = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A policy on disk. version: the policy version; label: how to call it to people."""
+    """A policy on disk. version: the policy version; label: how to call it to people. engine: how
+    its run lays an engine out; None before its first iteration."""
 
     policy: Path
     version: int
     label: str
+    engine: StageDeployment | None = None
 
 
 def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkpoint:
@@ -43,7 +50,8 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkp
     if which == "initial":
         if not (Path(config.model.path) / "config.json").is_file():
             raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
-        return Checkpoint(Path(config.model.path), 0, "the initial model")
+        path = Path(config.model.path)
+        return Checkpoint(path, 0, "the initial model", newest_engine(run))
     found = sorted(
         int(path.parent.name)
         for path in (run / "checkpoints").glob("*/STABLE")
@@ -62,7 +70,18 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkp
         )
     number = found[-1] if which == "last" else int(which)
     policy = run / "checkpoints" / f"{number:06d}" / "policy"
-    return Checkpoint(policy, number + 1, f"the checkpoint of iteration {number}")
+    label = f"the checkpoint of iteration {number}"
+    return Checkpoint(policy, number + 1, label, newest_engine(run))
+
+
+def newest_engine(run: Path) -> StageDeployment | None:
+    """An engine as the run's newest plan has it: its context has grown with the episodes."""
+    for path in sorted(run.glob("iterations/*/select.json"), reverse=True):
+        # A damaged plan tells nothing; an older one may.
+        with suppress(ManifestError, ValidationError, KeyError):
+            plan = DeploymentPlan.model_validate(read_manifest(path).outputs["plan"])
+            return plan["rollout"]
+    return None
 
 
 class PolicyPlayer:
@@ -81,18 +100,13 @@ class PolicyPlayer:
         self._on_progress = on_progress
         self._stopped = threading.Event()
         self._directory = Path(tempfile.mkdtemp(prefix="earl-policy-"))
+        self._shape = read_model_shape(checkpoint.policy)
         self._deployment = self._choose_deployment()
-        threads = str(self._deployment.threads)
         self._group = LocalWorkerGroup(
             "rollout",
             "earl_core.rollout.worker:RolloutWorker",
             log_directory=self._directory,
-            environment={
-                "OMP_NUM_THREADS": threads,
-                "MKL_NUM_THREADS": threads,
-                "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-                "TOKENIZERS_PARALLELISM": "false",
-            },
+            environment=worker_environment(self._deployment.threads),
             start_timeout_seconds=config.deadlines.start,
             heartbeat_timeout_seconds=config.deadlines.heartbeat,
         )
@@ -148,6 +162,23 @@ class PolicyPlayer:
         self._call("ensure_directory", path=path, policy_version=self.checkpoint.version)
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """The method's result; once more with a longer engine for each time that it was too short.
+
+        Doubled each time, up to the model's own range, where nothing is outgrown any more.
+        """
+        while True:
+            try:
+                return self._call_once(method, **arguments)
+            except WorkerCallFailed as error:
+                length = self._deployment.max_model_len or 0
+                if error.error_type != "ContextOutgrown" or length >= self._shape.max_positions:
+                    raise
+                needed = int((error.payload or {})["tokens"])
+                longer = min(max(2 * length, needed), self._shape.max_positions)
+                self._deployment = self._deployment.model_copy(update={"max_model_len": longer})
+                self._start()
+
+    def _call_once(self, method: str, **arguments: Any) -> dict[str, Any]:
         results = self._group.call(
             method,
             stage="evaluation",
@@ -166,8 +197,10 @@ class PolicyPlayer:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _choose_deployment(self) -> StageDeployment:
-        # One engine as wide as the run's: a model that needs two devices needs them here too.
-        width = self.config.layout.rollout.tensor_parallel
+        """One engine as wide as the run's, for a model that needs two devices needs them here too,
+        and for contexts as long."""
+        engine, layout = self.checkpoint.engine, self.config.layout.rollout
+        width = engine.tensor_parallel if engine else layout.tensor_parallel
         plan = select(
             SelectionInput(
                 iteration=0,
@@ -176,10 +209,13 @@ class PolicyPlayer:
                 layout=LayoutConfig(rollout=RolloutLayout(tensor_parallel=width)),
                 needs_reference=False,
                 hardware=read_hardware(),
-                model=read_model_shape(self.checkpoint.policy),
+                model=self._shape,
             )
         )
-        return plan["rollout"]
+        chosen = plan["rollout"]
+        grown = engine.max_model_len if engine else None
+        length = max(chosen.max_model_len or 0, min(grown or 0, self._shape.max_positions))
+        return chosen.model_copy(update={"max_model_len": length})
 
 
 players: set[PolicyPlayer] = set()

@@ -13,6 +13,8 @@ from flows.evaluation import evaluate_if_due
 from flows.iteration import iteration
 from flows.reaper import reap
 from flows.running import opened
+from tasks.select import select_inputs
+from tasks.session import Session, StateLost
 
 
 @flow(
@@ -44,9 +46,30 @@ async def train(
     await reap(settings.runs_directory)
     async with opened(settings) as session:
         run = str(session.run.path)
+        returned: set[tuple[int, str]] = set()
         while (number := session.next_iteration()) < settings.iterations:
-            await evaluate_if_due(session, number)
-            await iteration(run, number)
+            try:
+                await evaluate_if_due(session, number)
+                await iteration(run, number)
+            except StateLost:
+                if not _may_go_back(session, number, returned):
+                    raise
+                session.go_back()
         await evaluate_if_due(session, settings.iterations)
         session.run.finish()
         return {"run": run, "iterations": settings.iterations}
+
+
+def _may_go_back(session: Session, number: int, returned: set[tuple[int, str]]) -> bool:
+    """Whether to repeat what followed the last checkpoint, because the state since then is lost.
+
+    Once for each choice of the iteration in which that was noticed: what is lost again under the
+    same plan would be lost for ever.
+    """
+    attempt = "".join(select_inputs(session, number))
+    place = number, attempt
+    if session.run.last_stable() + 1 >= number or place in returned:
+        return False
+    returned.add(place)
+    session.run.note(number, "update", "state lost: back to the last checkpoint")
+    return True

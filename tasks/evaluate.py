@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import task
 
+from tasks.observe import fitting
 from tasks.publish import input_weights
 from tasks.replicas import play_evaluation
 from tasks.select import plan_of
@@ -21,7 +22,8 @@ def evaluation(run: str, version: int, plan: StageRef) -> StageRef:
     weights = input_weights(session, chosen["update"], version)
 
     def body() -> dict[str, Any]:
-        result = play_evaluation(session, chosen["rollout"], version, weights)
+        with fitting(session, "rollout", version, chosen["rollout"]):
+            result = play_evaluation(session, chosen["rollout"], version, weights)
         return {
             "outputs": {"examples": result["examples"], "outcomes": result["outcomes"]},
             "metrics": {**result["metrics"], **_flat(result["outcomes"])},

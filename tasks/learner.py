@@ -11,6 +11,7 @@ from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.results import same_results
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
+from tasks.observe import timing_switch
 from tasks.session import Session, StateLost
 
 logger = logging.getLogger(__name__)
@@ -25,13 +26,13 @@ def ensure_learner(session: Session, deployment: StageDeployment, iteration: int
     there is none. Raises `StateLost` when that is not the version needed: the missing iterations
     come first.
     """
-    saved = _take_layout(session, deployment, iteration)
-    session.group("update", deployment)
-    if session.live_version is None:
-        result = call_learner(
-            session, deployment, "restore", iteration, checkpoint=saved or _last(session, iteration)
-        )
-        session.live_version = int(result["policy_version"])
+    with timing_switch(session, "update", deployment, iteration):
+        saved = _take_layout(session, deployment, iteration)
+        session.group("update", deployment)
+        if session.live_version is None:
+            source = saved or _last(session, iteration)
+            result = call_learner(session, deployment, "restore", iteration, checkpoint=source)
+            session.live_version = int(result["policy_version"])
     if session.live_version not in (iteration, iteration + 1):
         raise StateLost(
             f"iteration {iteration} starts from policy version {iteration}, but the learner holds "

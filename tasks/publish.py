@@ -11,6 +11,7 @@ from earl_core.dispatch import Manifest, ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
 from tasks.learner import publish_weights
+from tasks.observe import fitting
 from tasks.select import plan_of
 from tasks.session import Session, get_session
 from tasks.stage import StageRef, key_of, resolve, run_stage, weights_exist
@@ -23,7 +24,8 @@ def publish(run: str, iteration: int, plan: StageRef, update: StageRef) -> Stage
     deployment = plan_of(session, plan)["update"]
 
     def body() -> dict[str, Any]:
-        weights = publish_weights(session, deployment, iteration, iteration + 1)
+        with fitting(session, "update", iteration, deployment):
+            weights = publish_weights(session, deployment, iteration, iteration + 1)
         return _outputs(weights)
 
     inputs = [resolve(session, update).data_digest()]
@@ -45,7 +47,8 @@ def input_weights(session: Session, deployment: StageDeployment, iteration: int)
         known = None
     if known is not None and weights_exist(known):
         return known
-    weights = publish_weights(session, deployment, iteration, iteration)
+    with fitting(session, "update", iteration, deployment):
+        weights = publish_weights(session, deployment, iteration, iteration)
     # The same key and the same bytes make the same data digest: what was rolled out with the
     # lost copy of these weights stays finished.
     key = known.key if known else key_of(session, producer, "publish", [weights.digest])

@@ -8,11 +8,17 @@ from prefect import task
 
 from earl_core.cluster.results import Rule, merge_results
 from tasks.learner import call_together
+from tasks.observe import fitting, load_of, observe_stage, timing_switch
 from tasks.select import plan_of
 from tasks.session import get_session
 from tasks.stage import StageRef, resolve, run_stage
 
-_RULES: dict[str, Rule] = {"seconds": "max", "tokens_per_second": "sum"}
+_RULES: dict[str, Rule] = {
+    "seconds": "max",
+    "tokens_per_second": "sum",
+    "peak_rss_bytes": "max",
+    "peak_cuda_bytes": "max",
+}
 
 
 @task(name="reference")
@@ -24,11 +30,19 @@ def reference(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> St
 
     def body() -> dict[str, Any]:
         manifests = [played.model_dump(mode="json")]
-        results = call_together(
-            session, deployment, "reference", "score", iteration, manifests=manifests
-        )
+        load = load_of(played.metrics)
+        with fitting(session, "reference", iteration, deployment, load):
+            with timing_switch(session, "reference", deployment, iteration):
+                session.group("reference", deployment)
+            results = call_together(
+                session, deployment, "reference", "score", iteration, manifests=manifests
+            )
         result = merge_results(results, _RULES)
-        result["metrics"]["peak_bytes"] = session.peak_bytes("reference")
+        metrics = result["metrics"]
+        metrics["peak_bytes"] = session.peak_bytes("reference")
+        peak = metrics.get("peak_cuda_bytes", 0.0)
+        seconds = metrics["seconds"]
+        observe_stage(session, "reference", deployment, iteration, load, seconds, peak)
         return result
 
     return run_stage(session, iteration, "reference", [played.data_digest()], body)

@@ -10,26 +10,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost, WorkerStalled
+from earl_core.cluster.errors import WorkerError
 from earl_core.dispatch import Manifest
 from earl_core.rollout import metrics
 from earl_core.rollout.tally import Tally, merge
 from earl_core.selector import StageDeployment
+from tasks.fit import ReplicasLost, is_loss
+from tasks.observe import observe_lost_engine, observe_switch
 from tasks.session import Session
 
 logger = logging.getLogger(__name__)
 
 _MOST_LOSSES = 2
 """Engines that a share may cost; what ends two of them would end the others too."""
-
-
-class ReplicasLost(RuntimeError):
-    """No engine is left to play with, or the same episodes have cost too many of them."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +130,7 @@ def run(session: Session, deployment: StageDeployment, job: Job) -> tuple[list[P
     session.retire("rollout", deployment.replicas)
     engines = Engines(session, deployment, job)
     asyncio.run(engines.work())
+    engines.write_down()
     return sorted(engines.done, key=lambda played: played.share.items.start), engines
 
 
@@ -162,6 +162,8 @@ class Engines:
     _playing: dict[int, Share] = field(default_factory=dict)
     _progress: dict[int, dict[str, Any]] = field(default_factory=dict)
     _finished: list[tuple[int, float]] = field(default_factory=list)
+    _built: list[float] = field(default_factory=list)
+    _losses: list[WorkerError] = field(default_factory=list)
     _shares: int = 0
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -174,6 +176,14 @@ class Engines:
                     group.create_task(self._engine(member))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    def write_down(self) -> None:
+        """What starting engines took, side by side, and which of them memory has cost."""
+        layout, number = self.deployment, self.job.iteration
+        if self._built:
+            observe_switch(self.session, "rollout", layout, number, max(self._built))
+        for error in self._losses:
+            observe_lost_engine(self.session, number, layout, error)
 
     def _name(self, share: Share) -> str:
         what = "prompts" if self.job.stage == "rollout" else "held-out episodes"
@@ -194,7 +204,7 @@ class Engines:
     async def _engine(self, member: int) -> None:
         share = None
         try:
-            await self._call(member, "ensure", weights=self.job.weights)
+            await self._ensure(member)
             while (share := await self._next(member)) is not None:
                 result = await self._call(member, self.job.method, **self.job.arguments(share))
                 await self._finish(Played(share, member, result))
@@ -202,6 +212,12 @@ class Engines:
             if not is_loss(error) or self.session.stop_requested.is_set():
                 raise
             await self._lose(member, share, error)
+
+    async def _ensure(self, member: int) -> None:
+        started, before = time.perf_counter(), self.session.live("rollout", member)
+        await self._call(member, "ensure", weights=self.job.weights)
+        if self.session.live("rollout", member) is not before:
+            self._built.append(time.perf_counter() - started)
 
     async def _next(self, member: int) -> Share | None:
         """The next share to play; waits for one that may still come back. None: all is done."""
@@ -227,20 +243,23 @@ class Engines:
         if replicas == 1:
             raise error
         self.lost.append(member)
+        self._losses.append(error)
         left = replicas - len(self.lost)
         last = f"The last error: {error}"
         if not left and (share or self._waiting):
             raise ReplicasLost(
                 f"all {replicas} rollout engines were lost in '{job.stage}' of iteration "
                 f"{job.iteration}, with episodes still to play; resume the run once the cause is "
-                f"removed. {last}"
-            ) from error
+                f"removed. {last}",
+                error,
+            )
         if share is not None and share.losses + 1 >= _MOST_LOSSES:
             raise ReplicasLost(
                 f"{self._name(share)} of '{job.stage}' of "
                 f"iteration {job.iteration} have cost {_MOST_LOSSES} engines, so they are not "
-                f"tried on another. {last}"
-            ) from error
+                f"tried on another. {last}",
+                error,
+            )
         async with self._changed:
             self._playing.pop(member, None)
             self._progress.pop(member, None)
@@ -284,14 +303,6 @@ class Engines:
             "return": sum(count * mean for count, mean in counts) / max(done, 1),
             "engines": self.deployment.replicas - len(self.lost),
         }
-
-
-def is_loss(error: WorkerError) -> bool:
-    """Whether an engine is gone, so that another may do what it was doing."""
-    if isinstance(error, WorkerCallFailed):
-        half_loaded = (error.payload or {}).get("engine_lost", False)
-        return error.error_type == "EngineLost" or bool(half_loaded)
-    return isinstance(error, WorkerLost | WorkerStalled)
 
 
 def _transcripts(session: Session, before: int) -> int:

@@ -6,11 +6,14 @@ import asyncio
 import json
 from typing import Any
 
-from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.artifacts import acreate_markdown_artifact
 
 from earl_core.dispatch import Manifest
 from earl_core.run.keys import STAGES
 from earl_core.selector import DeploymentPlan
+from earl_core.selector.observations import Observation
+from tasks.plan_report import plan_page
+from tasks.selector_metrics import load_metrics, selector_metrics
 from tasks.session import Session
 
 
@@ -29,7 +32,35 @@ def collect_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[st
         # How much a crash of the machine would cost right now.
         metrics["dispatch/spill_lag_bytes"] = float(session.run.spill.lag_bytes)
         metrics["dispatch/spilled_bytes"] = float(session.run.spill.spilled_bytes)
-    return metrics
+    return metrics | _choice_metrics(session, manifests)
+
+
+def _choice_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[str, float]:
+    plan = _plan(manifests["select"])
+    before = plan_before(session, plan.iteration)
+    seen = _seen(session, plan.iteration)
+    lines = [line for line in session.run.metrics() if line["iteration"] < plan.iteration]
+    name = "rollout/context/mean"
+    contexts = [float(line[name]) for line in lines if name in line]
+    return {
+        **selector_metrics(plan, before, manifests, seen, session.hardware.gpus),
+        **load_metrics(manifests["rollout"].metrics, contexts),
+    }
+
+
+def _seen(session: Session, iteration: int) -> list[Observation]:
+    return [seen for seen in session.observed.all() if seen.iteration == iteration]
+
+
+def plan_before(session: Session, iteration: int) -> DeploymentPlan | None:
+    """The plan of the iteration before, if there was one."""
+    if iteration == 0 or not session.run.stage_path(iteration - 1, "select").exists():
+        return None
+    return _plan(session.run.manifest(iteration - 1, "select"))
+
+
+def _plan(manifest: Manifest) -> DeploymentPlan:
+    return DeploymentPlan.model_validate(manifest.outputs["plan"])
 
 
 def finish_iteration(session: Session, iteration: int, manifests: dict[str, Manifest]) -> None:
@@ -73,27 +104,20 @@ def evaluations(session: Session) -> list[tuple[int, dict[str, float]]]:
 async def publish_artifacts(
     session: Session, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
-    """The plan as a table, the curve and a sample episode, in Prefect's UI."""
-    plan = DeploymentPlan.model_validate(manifests["select"].outputs["plan"])
+    """The plan and what it was chosen among, the curve and a sample episode, in Prefect's UI."""
+    plan = _plan(manifests["select"])
     name = session.config.name.lower().replace("_", "-").replace(".", "-")
-    rows = [
-        {"stage": stage, **_layout(plan, stage), "reason": plan.reasons[stage]}
-        for stage in plan.stages
-    ]
+    before, seen = plan_before(session, iteration), _seen(session, iteration)
+    page = await asyncio.to_thread(plan_page, session.run, plan, before, seen)
     examples = manifests["rollout"].outputs.get("examples", [])
     await asyncio.gather(
-        acreate_table_artifact(rows, key=f"{name}-plan", description=f"Plan of {iteration}"),
+        acreate_markdown_artifact(page, key=f"{name}-plan", description=f"Plan of {iteration}"),
         acreate_markdown_artifact(_curve(session), key=f"{name}-curve"),
         *(
             acreate_markdown_artifact(_transcript(example), key=f"{name}-episode")
             for example in examples[:1]
         ),
     )
-
-
-def _layout(plan: DeploymentPlan, stage: str) -> dict[str, Any]:
-    dumped = plan[stage].model_dump(mode="json", exclude={"stage"})
-    return {name: value for name, value in dumped.items() if value is not None}
 
 
 def _curve(session: Session) -> str:

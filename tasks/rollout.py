@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import task
 
+from tasks.observe import fitting, load_of, observe_stage
 from tasks.publish import input_weights
 from tasks.replicas import play_rollout
 from tasks.select import plan_of
@@ -21,9 +22,14 @@ def rollout(run: str, iteration: int, plan: StageRef) -> StageRef:
     weights = input_weights(session, chosen["update"], iteration)
 
     def body() -> dict[str, Any]:
-        result = play_rollout(session, chosen["rollout"], iteration, weights)
+        with fitting(session, "rollout", iteration, chosen["rollout"]):
+            result = play_rollout(session, chosen["rollout"], iteration, weights)
         metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("rollout")}
         metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
+        if not metrics["replicas_lost"]:
+            load = load_of(metrics)
+            seconds = metrics["seconds"]
+            observe_stage(session, "rollout", chosen["rollout"], iteration, load, seconds)
         return {
             "shards": result["shards"],
             "outputs": {"examples": result["examples"]},

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from prefect import task
 
 from earl_core.files import canonical_json, write_atomic
-from earl_core.selector import DeploymentPlan, SelectionInput, Statistics
+from earl_core.selector import DeploymentPlan, ProfileTable, SelectionInput, Statistics
 from earl_core.selector import select as choose
+from earl_core.selector.candidates import Candidate
+from earl_core.selector.observations import (
+    Observation,
+    attempts_of,
+    calibration_of,
+    forbidden_of,
+    outgrown_tokens,
+    peak_bytes_of,
+    switch_seconds_of,
+)
+from tasks.announce import announce_plan
+from tasks.observe import reserved_bytes
+from tasks.observed import CandidateOf, LearntProfile
+from tasks.profile import profile_of
 from tasks.session import Session, get_session
 from tasks.stage import StageRef, resolve, run_stage
 
@@ -17,17 +32,26 @@ _REMEMBERED = 8
 
 @task(name="select")
 def select(run: str, iteration: int) -> StageRef:
-    """Pick every stage's deployment before anything of the iteration runs."""
+    """Pick every stage's deployment before anything of the iteration runs.
+
+    Once more for each stage of the iteration that did not fit what was picked before.
+    """
     session = get_session(run)
 
     def body() -> dict[str, Any]:
         given = _selection_input(session, iteration)
         plan = choose(given)
-        beside = session.run.stage_path(iteration, "selection").with_suffix(".input")
-        write_atomic(beside, canonical_json(given.model_dump(mode="json")))
+        _write_beside(session, given)
+        announce_plan(session, given.current, plan)
         return {"outputs": {"plan": plan.model_dump(mode="json")}}
 
-    return run_stage(session, iteration, "select", [], body)
+    return run_stage(session, iteration, "select", select_inputs(session, iteration), body)
+
+
+def select_inputs(session: Session, iteration: int) -> list[str]:
+    """What the key of the step covers beside its settings: how often it was made before."""
+    attempt = attempts_of(session.observed.through(iteration), iteration)
+    return [f"attempt {attempt}"] if attempt else []
 
 
 def plan_of(session: Session, reference: StageRef) -> DeploymentPlan:
@@ -35,38 +59,126 @@ def plan_of(session: Session, reference: StageRef) -> DeploymentPlan:
     return DeploymentPlan.model_validate(resolve(session, reference).outputs["plan"])
 
 
+def share_profile(session: Session) -> None:
+    """Give what the run measured of its layouts to the runs to come.
+
+    A run under `fixed` measures nothing that another would choose by.
+    """
+    if session.profile is not None and session.config.selector.policy != "fixed":
+        session.profile.share(session.observed.all(), _candidate_of(session))
+
+
+def _write_beside(session: Session, given: SelectionInput) -> None:
+    """`selection.input`, and what an earlier attempt saw as `selection.<attempt>.input`."""
+    path = session.run.stage_path(given.iteration, "selection").with_suffix(".input")
+    if path.exists():
+        earlier = SelectionInput.model_validate_json(path.read_bytes())
+        if earlier.attempt < given.attempt:
+            write_atomic(path.with_suffix(f".{earlier.attempt}.input"), path.read_bytes())
+    write_atomic(path, canonical_json(given.model_dump(mode="json")))
+
+
 def _selection_input(session: Session, iteration: int) -> SelectionInput:
+    config, observed = session.config, session.observed.through(iteration)
+    attempt = attempts_of(observed, iteration)
+    return SelectionInput(
+        iteration=iteration,
+        attempt=attempt,
+        rollout=config.rollout,
+        update=config.update,
+        layout=config.layout,
+        experience=config.experience,
+        needs_reference=config.needs_reference,
+        hardware=session.hardware,
+        model=session.model,
+        selector=config.selector,
+        iterations_left=max(1, config.iterations - iteration),
+        statistics=_statistics(session, iteration, observed),
+        current=_current(session, iteration, attempt),
+        profile=_profile(session),
+        calibration=calibration_of(observed),
+        forbidden=forbidden_of(observed),
+        reserved_bytes=_reserved(session, observed),
+        outgrown=outgrown_tokens(observed),
+    )
+
+
+def _current(session: Session, iteration: int, attempt: int) -> DeploymentPlan | None:
+    """The plan that the worker groups follow: of an earlier attempt, else of the last iteration."""
+    for number in (iteration, iteration - 1):
+        if number >= 0 and session.run.stage_path(number, "select").exists():
+            sealed = session.run.manifest(number, "select")
+            plan = DeploymentPlan.model_validate(sealed.outputs["plan"])
+            if number < iteration or plan.attempt < attempt:
+                return plan
+    return None
+
+
+def _statistics(session: Session, iteration: int, observed: Sequence[Observation]) -> Statistics:
     lines = [line for line in session.run.metrics() if line["iteration"] < iteration]
-    current = None
-    if iteration > 0 and session.run.stage_path(iteration - 1, "select").exists():
-        earlier = session.run.manifest(iteration - 1, "select")
-        current = DeploymentPlan.model_validate(earlier.outputs["plan"])
     recent = lines[-_REMEMBERED:]
 
     def series(name: str) -> tuple[float, ...]:
         return tuple(float(line[name]) for line in recent if name in line)
 
-    return SelectionInput(
-        iteration=iteration,
-        rollout=session.config.rollout,
-        update=session.config.update,
-        layout=session.config.layout,
-        experience=session.config.experience,
-        needs_reference=session.config.needs_reference,
-        hardware=session.hardware,
-        model=session.model,
-        iterations_left=max(1, session.config.iterations - iteration),
-        statistics=Statistics(
-            iterations=tuple(line["iteration"] for line in recent),
-            context_mean=series("rollout/context/mean"),
-            context_p95=series("rollout/context/p95"),
-            context_max=series("rollout/context/max"),
-            turns_mean=series("rollout/turns/mean"),
-            running_requests_mean=series("rollout/load/running_requests_mean"),
-            tool_wait_seconds=series("rollout/load/tool_wait_seconds"),
-            live_tokens_max=series("rollout/load/live_tokens_max"),
-            rollout_tokens_per_second=series("rollout/tokens_per_second"),
-            update_tokens_per_second=series("update/tokens_per_second"),
-        ),
-        current=current,
+    return Statistics(
+        iterations=tuple(line["iteration"] for line in recent),
+        context_mean=series("rollout/context/mean"),
+        context_p95=series("rollout/context/p95"),
+        context_max=series("rollout/context/max"),
+        context_by_turn=_by_turn(recent[-1]) if recent else (),
+        turns_mean=series("rollout/turns/mean"),
+        generated_share=tuple(share for line in recent if (share := _generated_share(line))),
+        running_requests_mean=series("rollout/load/running_requests_mean"),
+        tool_wait_seconds=series("rollout/load/tool_wait_seconds"),
+        live_tokens_max=series("rollout/load/live_tokens_max"),
+        rollout_tokens_per_second=series("rollout/tokens_per_second"),
+        update_tokens_per_second=series("update/tokens_per_second"),
+        peak_bytes=peak_bytes_of(observed),
+        switch_seconds=switch_seconds_of(observed),
     )
+
+
+def _by_turn(line: dict[str, Any]) -> tuple[float, ...]:
+    prefix = "rollout/context_by_turn/"
+    return tuple(float(line[name]) for name in sorted(line) if name.startswith(prefix))
+
+
+def _generated_share(line: dict[str, Any]) -> float:
+    """Part of an episode's tokens that the model wrote; 0 where the line does not say."""
+    context = float(line.get("rollout/context/mean", 0.0))
+    per_turn = float(line.get("rollout/tokens_per_turn", 0.0))
+    written = per_turn * float(line.get("rollout/turns/mean", 0.0))
+    return min(1.0, written / context) if context > 0 else 0.0
+
+
+def _reserved(session: Session, observed: Sequence[Observation]) -> dict[str, float]:
+    """What others held when each stage last ended; of one that has not run yet, what they hold."""
+    if session.hardware.gpus:
+        return {}
+    known = {seen.stage: seen.reserved_bytes for seen in observed if seen.reserved_bytes > 0}
+    stages = ["rollout", "update"] + (["reference"] if session.config.needs_reference else [])
+    return {
+        stage: known[stage] if stage in known else reserved_bytes(session, stage)
+        for stage in stages
+    }
+
+
+def _profile(session: Session) -> ProfileTable:
+    """The shared table of this model, machine and software with what this run has measured."""
+    if session.profile is None:
+        directory, mark, table = profile_of(session.config, session.hardware, session.model)
+        half_life = session.config.selector.half_life
+        session.profile = LearntProfile(session.run, directory, mark, table, half_life)
+    return session.profile.table(session.observed.all(), _candidate_of(session))
+
+
+def _candidate_of(session: Session) -> CandidateOf:
+    """As `Predictor.candidate_of`: on GPUs threads are no part of a layout's name."""
+    gpus = session.hardware.gpus
+
+    def candidate_of(deployment: Any) -> Candidate:
+        found = Candidate.of(deployment)
+        return found._replace(threads=1) if gpus else found
+
+    return candidate_of

@@ -25,7 +25,9 @@ from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment, experience_deployment
 from tasks.hardware import read_hardware, read_model_shape
+from tasks.observed import LearntProfile, Observed
 from tasks.tracking import Status, Tracker
+from tasks.worker_environment import worker_environment
 
 Progress = Callable[[str, int, dict[str, Any]], None]
 
@@ -73,6 +75,8 @@ class Session:
         self.stop_requested = threading.Event()
         self._finished_here = -1
         self.single_iteration = False
+        self.observed = Observed(run)
+        self.profile: LearntProfile | None = None
         self._groups: dict[Member, LocalWorkerGroup] = {}
         self._places: dict[Member, Place] = {}
         self._released: set[Member] = set()
@@ -116,6 +120,10 @@ class Session:
     def finish_iteration(self, iteration: int) -> None:
         """Remember that this session finished an iteration, with or without a checkpoint."""
         self._finished_here = iteration
+
+    def go_back(self) -> None:
+        """Forget what this session finished after the last checkpoint: it is done again."""
+        self._finished_here = -1
 
     def group(self, role: str, deployment: StageDeployment, member: int = 0) -> LocalWorkerGroup:
         """The role's live group under this deployment; started or rebuilt when needed.
@@ -238,23 +246,11 @@ class Session:
         self._live_version = version
 
     def _new_group(self, name: str, deployment: StageDeployment) -> LocalWorkerGroup:
-        threads = str(deployment.threads)
         return LocalWorkerGroup(
             name,
             _IN_ITS_PLACE,
             log_directory=self.run.logs,
-            environment={
-                "OMP_NUM_THREADS": threads,
-                # Threads that spin at a barrier for one that lost its core slow a busy machine
-                # down tenfold; waiting costs a few microseconds.
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "MKL_NUM_THREADS": threads,
-                "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-                "TOKENIZERS_PARALLELISM": "false",
-                # vLLM must be gone before the supervisor loses patience, or it leaves entries in
-                # shared memory.
-                "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
-            },
+            environment=worker_environment(deployment.threads),
             start_timeout_seconds=self.config.deadlines.start,
             heartbeat_timeout_seconds=self.config.deadlines.heartbeat,
         )
@@ -315,9 +311,16 @@ class Session:
 
     def peak_bytes(self, role: str) -> float:
         """Most private memory that the role's ranks used during their last call, together."""
+        return float(sum(use.tree_peak_bytes for g in self._of(role) for use in g.memory))
+
+    def bytes_now(self, role: str) -> float:
+        """Private memory that the role's live ranks use now, together."""
+        living = [group for group in self._of(role) if group.alive]
+        return float(sum(use.tree_bytes for group in living for use in group.memory))
+
+    def _of(self, role: str) -> list[LocalWorkerGroup]:
         with self._lock:
-            groups = [group for key, group in self._groups.items() if key[0] == role]
-        return float(sum(use.tree_peak_bytes for group in groups for use in group.memory))
+            return [group for key, group in self._groups.items() if key[0] == role]
 
     def interrupt(self) -> None:
         """Stop every worker group now, from any thread; calls under way raise."""

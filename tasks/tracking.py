@@ -21,7 +21,7 @@ from earl_core.selector import Hardware
 from tasks import tracking_details as details
 from tasks.mlflow_client import METRICS_PER_CALL, Numbers
 from tasks.tracking_delivery import Delivery
-from tasks.tracking_outbox import Checkpoint, Episode, Item, Outbox, Plan
+from tasks.tracking_outbox import Chart, Checkpoint, Episode, Item, Outbox, Plan
 
 logger = logging.getLogger("earl.tracking")
 
@@ -31,6 +31,7 @@ _SLOW_SECONDS = 2.0
 _AGAIN_SECONDS = 0.5
 _ATTEMPTS = 3
 _REASON_LIMIT = 300
+_CHART_EVERY = 5
 _MEANINGS = {
     "Connection refused": "nothing listens there",
     "Name or service not known": "no such host",
@@ -78,7 +79,8 @@ class Tracker:
         self._failing = False
         self._warned: set[str] = set()
         self._attempts: dict[int, int] = {}
-        self._last_plan = ""
+        self._last_layout = ""
+        self._last_reasons: dict[str, str] = {}
         self._thread: threading.Thread | None = None
         if run.config.tracking.enabled:
             self._thread = threading.Thread(target=self._work, name="earl-tracking", daemon=True)
@@ -123,17 +125,27 @@ class Tracker:
         examples: list[dict[str, Any]],
         checkpoint: Path | None,
     ) -> None:
-        """Queue an iteration's metrics, its plan if it changed, its episodes and checkpoint."""
+        """Queue an iteration's metrics, its plan where it is another, its episodes, checkpoint."""
         items: list[Item] = [Numbers("iteration", iteration, metrics)]
-        written = json.dumps(plan, sort_keys=True, default=str)
-        if plan and written != self._last_plan:
-            self._last_plan = written
-            items.append(Plan(iteration, plan))
+        items += self._changed_plan(iteration, plan)
+        last = iteration + 1 >= self._run.config.iterations
+        if last or (iteration + 1) % _CHART_EVERY == 0:
+            items.append(Chart(iteration))
         if checkpoint is not None:
             items.append(Checkpoint(iteration, checkpoint))
         shown = examples[: self._run.config.tracking.trace_episodes]
         items.extend(Episode(iteration, example) for example in shown)
         self._put(items)
+
+    def _changed_plan(self, iteration: int, plan: dict[str, Any]) -> list[Item]:
+        """Reasons differ in every iteration; a new layout is what people look for."""
+        layout = json.dumps([plan.get("stages"), plan.get("policy")], sort_keys=True, default=str)
+        reasons = details.plan_reasons(plan)
+        switched = layout != self._last_layout
+        if not plan or not (switched or reasons != self._last_reasons):
+            return []
+        self._last_layout, self._last_reasons = layout, reasons
+        return [Plan(iteration, plan, switched)]
 
     def evaluation_finished(self, iteration: int, metrics: dict[str, float]) -> None:
         """Queue a held-out evaluation's metrics; the step is the iteration."""

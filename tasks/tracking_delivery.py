@@ -10,7 +10,8 @@ from earl_core.run import RunDirectory
 from earl_core.selector import Hardware
 from tasks import tracking_details as details
 from tasks.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers, open_mlflow_run
-from tasks.tracking_outbox import Checkpoint, Episode, Item, Plan
+from tasks.selector_chart import selector_chart
+from tasks.tracking_outbox import Chart, Checkpoint, Episode, Item, Plan
 from tasks.tracking_traces import episode_trace
 
 Waiting = Callable[[str], set[int]]
@@ -116,9 +117,14 @@ class Delivery:
             self._mlflow.log_numbers(numbers)
         for item in items:
             if isinstance(item, Plan):
-                text = json.dumps(item.plan, indent=1, default=str)
-                self._mlflow.log_text(text, f"plans/{item.iteration:06d}.json")
+                if item.switched:
+                    text = json.dumps(item.plan, indent=1, default=str)
+                    self._mlflow.log_text(text, f"plans/{item.iteration:06d}.json")
                 self._mlflow.set_tags(details.plan_reasons(item.plan))
+            elif isinstance(item, Chart):
+                drawn = selector_chart(self._run.metrics())
+                if drawn:
+                    self._mlflow.log_text(drawn, "charts/predicted_and_measured.svg")
             elif isinstance(item, Checkpoint):
                 path, iteration = str(item.path.resolve()), str(item.iteration)
                 self._mlflow.set_tags({"checkpoint": path, "checkpoint.iteration": iteration})

@@ -14,10 +14,18 @@ from tasks.mlflow_client import Numbers
 
 @dataclass(eq=False)
 class Plan:
-    """The deployment plan that came into force at an iteration."""
+    """An iteration's deployment plan. switched: its layouts are not those of the one before."""
 
     iteration: int
     plan: Mapping[str, Any]
+    switched: bool = True
+
+
+@dataclass(eq=False)
+class Chart:
+    """The picture of the choices so far, drawn when it is sent."""
+
+    iteration: int
 
 
 @dataclass(eq=False)
@@ -37,7 +45,7 @@ class Episode:
     seconds: float = field(default_factory=time.time)
 
 
-Item = Numbers | Plan | Checkpoint | Episode
+Item = Numbers | Plan | Chart | Checkpoint | Episode
 
 
 class Outbox:

@@ -7,6 +7,7 @@ from typing import Any
 from prefect import task
 
 from tasks.learner import call_learner, drop_handoff, ensure_learner
+from tasks.observe import fitting, load_of, observe_stage
 from tasks.select import plan_of
 from tasks.session import Session, get_session
 from tasks.stage import StageRef, resolve, run_stage
@@ -28,22 +29,27 @@ def update(
     inputs = [resolve(session, stage) for stage in given]
 
     def body() -> dict[str, Any]:
-        ensure_learner(session, deployment, iteration)
         checkpoint = session.run.checkpoint_path(iteration) if due(session, iteration) else None
-        result = call_learner(
-            session,
-            deployment,
-            "update",
-            iteration,
-            agreed=("policy_version", "digest", "steps_applied"),
-            manifests=[manifest.model_dump(mode="json") for manifest in inputs],
-            checkpoint=str(checkpoint.resolve()) if checkpoint else None,
-            record={"run": session.run.uid, "tracking": session.run.record.get("tracking")},
-        )
+        load = load_of(inputs[0].metrics)
+        with fitting(session, "update", iteration, deployment, load):
+            ensure_learner(session, deployment, iteration)
+            result = call_learner(
+                session,
+                deployment,
+                "update",
+                iteration,
+                agreed=("policy_version", "digest", "steps_applied"),
+                manifests=[manifest.model_dump(mode="json") for manifest in inputs],
+                checkpoint=str(checkpoint.resolve()) if checkpoint else None,
+                record={"run": session.run.uid, "tracking": session.run.record.get("tracking")},
+            )
         session.live_version = int(result["policy_version"])
         drop_handoff(session)
         session.run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
         metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("update")}
+        if result["steps_applied"]:
+            peak, seconds = metrics.get("peak_cuda_bytes", 0.0), metrics["seconds"]
+            observe_stage(session, "update", deployment, iteration, load, seconds, peak)
         return {
             "shards": result["shards"],
             "outputs": {"digest": result["digest"]},

@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from earl_core.learner.packing import TrainingSample
+from earl_core.selector.catalogue import MODELS
+from earl_core.selector.shapes import ModelShape
 
 _KINDS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
@@ -43,6 +45,22 @@ class Shape:
     vocabulary: int
     tied: bool = True
     window: int | None = None
+
+    @classmethod
+    def of(cls, name: str, model: ModelShape) -> Shape:
+        """A shape of the selector's catalogue."""
+        return cls(
+            name=name,
+            kind=model.model_type,
+            hidden=model.hidden_size,
+            intermediate=model.feed_forward,
+            layers=model.layers,
+            heads=model.attention_heads,
+            kv_heads=model.key_value_heads,
+            head_dim=model.query_size // model.attention_heads,
+            vocabulary=model.vocabulary,
+            tied=model.tied_embeddings,
+        )
 
     @property
     def matrix_parameters(self) -> int:
@@ -93,7 +111,7 @@ FORMULA = (
     "their time does."
 )
 
-SHAPES = {
+SHAPES = {name: Shape.of(name, model) for name, model in MODELS.items()} | {
     shape.name: shape
     for shape in (
         Shape("qwen2.5-0.5b", "qwen2", 896, 4864, 24, 14, 2, 64, 151936),

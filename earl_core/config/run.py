@@ -16,6 +16,7 @@ from earl_core.config.experience import ExperienceConfig
 from earl_core.config.layout import LayoutConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.rollout import EnvironmentConfig, RolloutConfig
+from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
     CheckpointConfig,
     DeadlineConfig,
@@ -44,6 +45,7 @@ class RunConfig(Settings):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()
     layout: LayoutConfig = LayoutConfig()
+    selector: SelectorConfig = SelectorConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dispatch: DispatchConfig = DispatchConfig()
@@ -90,6 +92,8 @@ class RunConfig(Settings):
                 "needs a prompt of its own"
             )
         self.layout.check_rollout(rollout.engine, rollout.prompts_per_iteration)
+        self.selector.check_rollout(rollout)
+        self.selector.check_layout(self.layout)
         return self
 
     @property

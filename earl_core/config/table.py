@@ -38,9 +38,23 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
             "update.max_tokens_per_microbatch",
         ),
         ("episodes in all", str(episodes * config.iterations), "x iterations"),
-        *layout_rows(config),
+        *_layout_rows(config),
         ("precision of the update", update.precision, "update.precision"),
         ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
         ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),
         ("checkpoint every", f"{config.checkpoint.every} iterations", "checkpoint.every"),
     ]
+
+
+def _layout_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Who lays the stages out: the configuration, or a policy."""
+    chosen = config.selector.moves
+    rows = [row for row in layout_rows(config) if not row[0].endswith(tuple(chosen))]
+    if chosen:
+        stages = ", ".join(stage for stage in chosen if _runs(config, stage))
+        rows.append((f"layout of {stages}", config.selector.policy, "selector.policy"))
+    return rows
+
+
+def _runs(config: RunConfig, stage: str) -> bool:
+    return stage != "reference" or config.needs_reference

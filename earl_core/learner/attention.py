@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
+from earl_core.huggingface import AttentionInterface
 from earl_core.learner import attention_cuda, attention_dense
 from earl_core.learner.boundaries import SampleBoundaries
 from earl_core.learner.context_parallel import attend_to_all_ranks

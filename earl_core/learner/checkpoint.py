@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 import xxhash
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import custom_object_save
 
+from earl_core.huggingface import PreTrainedModel, PreTrainedTokenizerBase, custom_object_save
 from earl_core.learner.slices import Slice, local_box, local_part, slices_like, slices_of
 from earl_core.learner.together import CheckpointError, Ranks
 from earl_core.weights.joint_file import fill, own_shares, read_box

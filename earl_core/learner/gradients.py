@@ -8,7 +8,7 @@ optimizer step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from earl_core.learner.buckets import buckets
 from earl_core.learner.mesh import COMBINED, DIMENSIONS, UpdateMesh
-
-# Summed in one call: large enough for the network, small next to the model.
-_BUCKET_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,13 @@ class Gradients:
             return
         replicate = self._mesh.group("replicate")
         if replicate is not None and self._mesh.group("parameters") is None:
-            for bucket in _buckets([_local_gradient(each.parameter) for each in self._trained]):
+            for bucket in _in_buckets(_local_gradient(each.parameter) for each in self._trained):
                 _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=replicate))
         tensor = self._mesh.group("tensor")
         if tensor is not None:
             # Equal but for the order of additions on a GPU; a drift apart would never end.
-            copies = [_local_gradient(each.parameter) for each in self._trained if each.copied]
-            for bucket in _buckets(copies):
+            copies = (_local_gradient(each.parameter) for each in self._trained if each.copied)
+            for bucket in _in_buckets(copies):
                 _through_flat(bucket, lambda flat: dist.broadcast(flat, group=tensor, group_src=0))
 
     @torch.no_grad()
@@ -111,20 +109,9 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return local
 
 
-def _buckets(gradients: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor]]:
-    """The gradients in lists of about `_BUCKET_BYTES`; all ranks have the same ones."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for gradient in gradients:
-        if gradient is None:
-            continue
-        if bucket and size + gradient.nbytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
-    if bucket:
-        yield bucket
+def _in_buckets(gradients: Iterable[torch.Tensor | None]) -> Iterator[list[torch.Tensor]]:
+    """The gradients there are, a bucket at a time; all ranks have the same ones."""
+    return buckets((each for each in gradients if each is not None), lambda each: each.nbytes)
 
 
 def _through_flat(bucket: list[torch.Tensor], act: Callable[[torch.Tensor], object]) -> None:

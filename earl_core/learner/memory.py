@@ -6,50 +6,27 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
-from earl_core import faults
+from earl_core import faults, out_of_memory
+from earl_core.memory_release import give_back_free_memory
+from earl_core.out_of_memory import OutOfMemory, bytes_asked, is_out_of_memory
 
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_ASKED = re.compile(r"(?:[Tt]ried to allocate|allocate) ([\d.]+) (bytes|[KMGT]iB)")
-_CPU_ALLOCATOR = re.compile(
-    r"DefaultCPUAllocator|can't allocate memory|not enough memory|Cannot allocate memory"
+_ADVICE = (
+    "lower update.max_tokens_per_microbatch, set update.activation_checkpointing, or give the "
+    "stage more ranks"
 )
 
-
-class OutOfMemory(MemoryError):
-    """A microbatch did not fit into memory.
-
-    `payload` holds the same numbers for whoever plans again: stage, microbatch (from 1) of
-    microbatches, tokens in it, bytes_asked (None where the allocator did not say).
-    """
-
-    def __init__(
-        self, stage: str, microbatch: int, microbatches: int, tokens: int, bytes_asked: int | None
-    ) -> None:
-        asked = "" if bytes_asked is None else f" when it asked for {bytes_asked:,} bytes more"
-        super().__init__(
-            f"microbatch {microbatch} of {microbatches} of '{stage}', {tokens:,} tokens, ran out "
-            f"of memory{asked}: lower update.max_tokens_per_microbatch, set "
-            "update.activation_checkpointing, or give the stage more ranks"
-        )
-        self.payload: dict[str, Any] = {
-            "stage": stage,
-            "microbatch": microbatch,
-            "microbatches": microbatches,
-            "tokens": tokens,
-            "bytes_asked": bytes_asked,
-        }
+__all__ = ["OutOfMemory", "Parking", "guarded", "microbatch", "peak_bytes", "reset_peak"]
 
 
 @contextmanager
 def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int) -> Iterator[None]:
     """Around the work on one microbatch, numbered from 1: raises `OutOfMemory` in place of what
-    the allocators of Python, of torch on the CPU and of CUDA raise. The fault point
-    `<stage>.microbatch<number>` lies in it.
+    the allocators of Python, of torch on the CPU and of CUDA raise. Its payload holds microbatch,
+    microbatches and tokens too. The fault point `<stage>.microbatch<number>` lies in it.
     """
     try:
         faults.point(f"{stage}.microbatch{number}", iteration)
@@ -59,19 +36,22 @@ def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(stage, number, count, tokens, _bytes_asked(str(error))) from error
+        doing = f"microbatch {number} of {count} of '{stage}', {tokens:,} tokens,"
+        numbers = {"microbatch": number, "microbatches": count, "tokens": tokens}
+        raise OutOfMemory(stage, doing, bytes_asked(str(error)), _ADVICE, **numbers) from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator refused: torch's on the CPU raises a plain RuntimeError."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and bool(_CPU_ALLOCATOR.search(str(error)))
-
-
-def _bytes_asked(message: str) -> int | None:
-    found = _ASKED.search(message)
-    return int(float(found.group(1)) * _UNITS[found.group(2)]) if found else None
+@contextmanager
+def guarded(stage: str) -> Iterator[None]:
+    """Around all that a rank does for a stage: `OutOfMemory` names this stage, whichever part of
+    the work was refused memory. Also a decorator of plain functions. Afterwards free memory goes
+    back to the host, which other stages may need it for.
+    """
+    try:
+        with out_of_memory.guarded(stage, f"'{stage}', outside of its microbatches,", _ADVICE):
+            yield
+    finally:
+        give_back_free_memory()
 
 
 class Parking:
@@ -116,6 +96,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def reset_peak() -> None:
     """Start a new measurement: the peak falls to what is used now."""
+    give_back_free_memory()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:

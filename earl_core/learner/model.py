@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
+
+from earl_core.config.base import ConfigError
+from earl_core.config.model import ModelConfig
+from earl_core.huggingface import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-
-from earl_core.config.base import ConfigError
-from earl_core.config.model import ModelConfig
 from earl_core.learner.attention import SampleBoundaries, register_attention
 from earl_core.learner.packing import PackedMicrobatch
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
 from earl_core.config.update import UpdateConfig
+from earl_core.learner.buckets import buckets
 from earl_core.learner.slices import local_part
-
-# Parameters whose optimizer state is on the device at the same time when it lives on the host.
-_BUCKET_BYTES = 2**26
 
 State = dict[str, torch.Tensor]
 
@@ -68,7 +66,8 @@ class PolicyOptimizer:
             self._make_state(names)
             decay = self._config.weight_decay if decayed else 0.0
             if self._on_host:
-                for bucket in self._buckets(names):
+                # Only one bucket's state is on the device at a time.
+                for bucket in buckets(names, self._nbytes):
                     self._step_from_host(bucket, decay)
             else:
                 self._apply(names, [self.state[name] for name in names], decay)
@@ -114,6 +113,9 @@ class PolicyOptimizer:
             for key, value in state.items():
                 self.state[name][key].copy_(value, non_blocking=True)
 
+    def _nbytes(self, name: str) -> int:
+        return local_part(self._parameters[name]).nbytes
+
     def _apply(self, names: Sequence[str], states: Sequence[State], decay: float) -> None:
         """One step of these parameters with their states on their device."""
         lists: tuple[list[torch.Tensor], ...] = ([], [], [], [], [])
@@ -141,19 +143,6 @@ class PolicyOptimizer:
             eps=self._config.epsilon,
             maximize=False,
         )  # fmt: skip
-
-    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
-        bucket: list[str] = []
-        size = 0
-        for name in names:
-            nbytes = local_part(self._parameters[name]).nbytes
-            if bucket and size + nbytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += nbytes
-        if bucket:
-            yield bucket
 
 
 def learning_rate(config: UpdateConfig, iteration: int, iterations: int) -> float:

@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import PreTrainedModel
 
+from earl_core.huggingface import PreTrainedModel
 from earl_core.learner.mesh import UpdateMesh
 from earl_core.learner.model import (
     EntropyMode,

@@ -10,18 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import PreTrainedModel
 
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.huggingface import Accelerator, AcceleratorState, PreTrainedModel
 from earl_core.learner import memory
 from earl_core.learner.checkpoint import read_training_state, write_training_state
 from earl_core.learner.context_parallel import gather_trained
-from earl_core.learner.data_ranks import DataRanks
 from earl_core.learner.feed import FedMicrobatch, Feed
 from earl_core.learner.gradients import Gradients
 from earl_core.learner.mesh import UpdateMesh, create_mesh
@@ -31,6 +28,7 @@ from earl_core.learner.model import EntropyMode, load_policy, load_tokenizer
 from earl_core.learner.optimizer import PolicyOptimizer, learning_rate
 from earl_core.learner.packing import TrainingSample, plan_shared
 from earl_core.learner.parallel_model import ParallelModel, parallelize
+from earl_core.learner.together import Ranks
 from earl_core.learner.update_metrics import UpdateMetrics
 
 StepHook = Callable[[int], None]
@@ -94,7 +92,7 @@ class PolicyLearner:
             self.optimizer.load_state(name, tensors)
         self._gradients = Gradients(parallel.model.parameters(), self.mesh)
         self._feed = Feed(self.device, self.mesh)
-        self._ranks = DataRanks(self.mesh)
+        self._ranks = Ranks(self.mesh, "data")
 
     @property
     def model(self) -> PreTrainedModel:
@@ -230,7 +228,7 @@ class PolicyLearner:
 
     def _table(self, samples: Sequence[TrainingSample]) -> SampleTable:
         """What decides the minibatches, of all ranks' samples."""
-        parts = self._ranks.gather(SampleTable.of(samples).columns)
+        parts = self._ranks.gather_rows(SampleTable.of(samples).columns)
         table = SampleTable.joined(parts, self._ranks.rank)
         if self._algorithm.whole_episodes and len(parts) > 1:
             torn = table.episodes_on_several(parts)

@@ -8,7 +8,7 @@ from typing import Any
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch.manifest import parse_manifest
-from earl_core.learner.memory import Parking
+from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
 from earl_core.learner.mesh import MeshShape, create_mesh, leave_world
 from earl_core.learner.samples import SCORED, training_samples, write_scores
 from earl_core.learner.together import Ranks
@@ -33,7 +33,8 @@ class ReferenceWorker:
         layout = StageDeployment.model_validate(deployment)
         self._mesh = create_mesh(MeshShape.of(layout))
         self._reader = rank_reader(context, self._config, run_directory)
-        self._learner = build_learner(self._config, layout, self._mesh)
+        with guarded("reference"):
+            self._learner = build_learner(self._config, layout, self._mesh)
         self._parking = Parking()
 
     def close(self) -> None:
@@ -41,9 +42,11 @@ class ReferenceWorker:
         self._mesh.close()
         leave_world()
 
+    @guarded("reference")
     def score(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """Write `reference_logprobs` for this replica's rows of the rollout's manifest."""
         started = time.perf_counter()
+        reset_peak()
         parsed = [parse_manifest(manifest) for manifest in manifests]
         shards, tokens = [], 0
         with Ranks(self._mesh).do(lambda: self._reader.open(parsed, self._mesh, SCORED)) as batch:
@@ -63,7 +66,8 @@ class ReferenceWorker:
                 # without rows takes part in what all do together.
                 self._learner.score(training_samples(batch))
         seconds = time.perf_counter() - started
-        metrics = {"seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
+        rate = tokens / max(seconds, 1e-9)
+        metrics = {"seconds": seconds, "tokens_per_second": rate, **peak_bytes()}
         return {"shards": shards, "metrics": metrics, "weight": tokens}
 
     def offload(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ with equal gradients.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -24,11 +23,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import PreTrainedModel
 
 from earl_core.config.base import ConfigError
+from earl_core.config.layout import tensor_degrees
+from earl_core.huggingface import PreTrainedModel
 from earl_core.learner.model import decoder_of, head_of
 from earl_core.learner.vocabulary_parallel import VocabularyShard
+from earl_core.selector import ModelShape
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,12 +88,7 @@ def working_degrees(model: PreTrainedModel) -> list[int]:
     known = all(style in _STYLES for style in plan.values())
     if not plan or not known or type(embedding) is not nn.Embedding:
         return [1]
-    config: Any = model.config.get_text_config()
-    heads = config.num_attention_heads
-    sizes = [heads, getattr(config, "num_key_value_heads", None) or heads]
-    sizes.append(getattr(config, "intermediate_size", None) or heads)
-    most = math.gcd(*sizes)
-    return [degree for degree in range(1, most + 1) if most % degree == 0]
+    return tensor_degrees(ModelShape.from_config(model.config.to_dict()), engine=False)
 
 
 def _listed(degrees: list[int]) -> str:

@@ -1,21 +1,23 @@
 """Ranks that do one thing together: a failure of one is the error of all, so that none waits.
 
-What is exchanged are int64 tables and JSON texts in the host's memory, never pickles.
+What is exchanged are arrays of numbers and JSON texts in the host's memory, never pickles; no
+device waits for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from earl_core.weights.manifest import WeightsError
 
 if TYPE_CHECKING:
-    from earl_core.learner.mesh import UpdateMesh
+    from earl_core.learner.mesh import GroupName, UpdateMesh
 
 _T = TypeVar("_T")
 
@@ -25,13 +27,14 @@ class CheckpointError(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a mesh; without a mesh, one process that talks to nobody.
+    """The ranks of a mesh, or those of one of its groups, this one included; without a mesh, one
+    process that talks to nobody.
 
     All methods but `first`'s are collective: every rank calls them in the same order.
     """
 
-    def __init__(self, mesh: UpdateMesh | None = None) -> None:
-        self._group = None if mesh is None else mesh.group("world")
+    def __init__(self, mesh: UpdateMesh | None = None, group: GroupName = "world") -> None:
+        self._group = None if mesh is None else mesh.group(group)
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
 
@@ -71,7 +74,7 @@ class Ranks:
         return json.loads(self._broadcast(text, 0))
 
     def gather(self, table: torch.Tensor) -> list[torch.Tensor]:
-        """The int64 tables of all ranks, by rank; all have one shape."""
+        """The tables of all ranks, by rank; all have one shape and one dtype."""
         if self._group is None:
             return [table]
         tables = [torch.empty_like(table) for _ in range(self.size)]
@@ -83,6 +86,30 @@ class Ranks:
         if self._group is not None:
             dist.all_reduce(table, group=self._group)
         return table
+
+    def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The arrays [n_r, ...] of all ranks, by rank; equal dtypes and other dimensions."""
+        if self._group is None:
+            return [rows]
+        lengths = [int(n) for n in self.gather(torch.tensor([len(rows)], dtype=torch.int64))]
+        padded = np.zeros((max(lengths), *rows.shape[1:]), dtype=rows.dtype)
+        padded[: len(rows)] = rows
+        # As bytes, for torch knows fewer dtypes.
+        parts = self.gather(torch.from_numpy(padded.reshape(-1).view(np.uint8)))
+        arrays = [part.numpy().view(rows.dtype).reshape(padded.shape) for part in parts]
+        return [array[:n] for array, n in zip(arrays, lengths, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank; they must be JSON."""
+        if self._group is None:
+            return [value]
+        text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        return [json.loads(part.tobytes()) for part in self.gather_rows(text)]
+
+    def most(self, counts: Sequence[int]) -> list[int]:
+        """The largest count over the ranks at each place; equally many on all."""
+        every = self.gather(torch.tensor(list(counts), dtype=torch.int64))
+        return [max(each) for each in zip(*(table.tolist() for table in every), strict=True)]
 
     def _agree(self, error: Exception | None) -> None:
         if self._group is None:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from earl_core.algorithms.importance import mismatch_metrics
-from earl_core.learner.data_ranks import DataRanks
 from earl_core.learner.feed import FedMicrobatch
+from earl_core.learner.together import Ranks
 
 
 class UpdateMetrics:
@@ -66,7 +66,7 @@ class UpdateMetrics:
         self._norms.append(grad_norm)
         self._seconds += seconds
 
-    def summary(self, ranks: DataRanks, peaks: dict[str, float]) -> dict[str, float]:
+    def summary(self, ranks: Ranks, peaks: dict[str, float]) -> dict[str, float]:
         """Means over the optimizer steps; counts and rates over the whole update and all ranks.
 
         peaks: of this rank; the largest of all are in the result. Collective.
@@ -108,7 +108,7 @@ class UpdateMetrics:
             "seconds": self._seconds,
         }
 
-    def _compared(self, ranks: DataRanks) -> dict[str, float]:
+    def _compared(self, ranks: Ranks) -> dict[str, float]:
         """Trainer against engine, over the trained tokens of all ranks."""
         metrics = {}
         weights = _joined(ranks, [each.cpu().numpy() for each in self._weights])
@@ -133,6 +133,6 @@ def _added(every: list[dict[str, Any]], key: str) -> dict[str, Any]:
     return total
 
 
-def _joined(ranks: DataRanks, parts: list[np.ndarray]) -> np.ndarray:
+def _joined(ranks: Ranks, parts: list[np.ndarray]) -> np.ndarray:
     own = np.concatenate([np.empty(0, dtype=np.float32), *parts])
-    return np.concatenate(ranks.gather(own.astype(np.float32, copy=False)))
+    return np.concatenate(ranks.gather_rows(own.astype(np.float32, copy=False)))

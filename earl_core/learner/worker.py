@@ -30,7 +30,8 @@ from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.dispatch.host import host_name
 from earl_core.dispatch.manifest import parse_manifest
 from earl_core.dispatch.transports.shared_memory import SharedMemoryTransport
-from earl_core.learner.memory import Parking
+from earl_core.learner.measure import measure_training
+from earl_core.learner.memory import Parking, guarded
 from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.relayout import relayout
@@ -75,7 +76,8 @@ class LearnerWorker:
         self._deployment = StageDeployment.model_validate(deployment)
         self._mesh = create_mesh(MeshShape.of(self._deployment))
         self._reader = rank_reader(context, self._config, run_directory)
-        self._learner = build_learner(self._config, self._deployment, self._mesh)
+        with guarded("update"):
+            self._learner = build_learner(self._config, self._deployment, self._mesh)
         self._parking = Parking()
         self._config_digest = config_digest(Path(self._config.model.path))
         self._version = 0
@@ -88,6 +90,7 @@ class LearnerWorker:
         self._mesh.close()
         leave_world()
 
+    @guarded("update")
     def restore(self, checkpoint: str | None) -> dict[str, Any]:
         """Take the state of a checkpoint; None: the initial model, which is loaded already."""
         path = Path(checkpoint) if checkpoint else None
@@ -100,6 +103,7 @@ class LearnerWorker:
         self._restored, self._dirty, self._applied = path, False, None
         return {"policy_version": self._version}
 
+    @guarded("update")
     def update(
         self,
         manifests: list[dict[str, Any]],
@@ -128,6 +132,7 @@ class LearnerWorker:
             self._save(Path(checkpoint), iteration, record)
         return {**self._applied, "steps_applied": steps}
 
+    @guarded("publish")
     def publish(self, directory: str, policy_version: int, dtype: str) -> dict[str, Any]:
         """Write the weights into shared memory; returns the dumped `WeightsManifest`."""
         if self._dirty or policy_version != self._version:
@@ -146,12 +151,14 @@ class LearnerWorker:
         )
         return manifest.model_dump(mode="json")
 
+    @guarded("update")
     def save(self, directory: str) -> dict[str, Any]:
         """Write the state where other ranks will `restore` it from; it stays as it is."""
         self._require_clean("be handed over")
         self._learner.save(Path(directory), {"policy_version": self._version})
         return {"policy_version": self._version}
 
+    @guarded("update")
     def relayout(self, deployment: dict[str, Any]) -> dict[str, Any]:
         """Change the mesh of the live state, bit for bit, and the other settings of the deployment.
 
@@ -164,6 +171,19 @@ class LearnerWorker:
         moved = relayout(self._learner, wanted, update_settings(self._config, wanted))
         self._deployment, self._mesh = wanted, self._learner.mesh
         return {"policy_version": self._version, **moved}
+
+    @guarded("update")
+    def measure(self, context: int, samples: int, scoring: bool = False) -> dict[str, float]:
+        """What a stage of so many samples takes; see `measure.measure_training`.
+
+        Raises `WrongVersion` for a learner that is not the initial model as it was loaded.
+        """
+        self._require_clean("be measured")
+        if self._version or self._restored is not None:
+            raise WrongVersion(
+                f"the learner holds version {self._version} of a run: measure one of its own"
+            )
+        return measure_training(self._learner, self._config, context, samples, scoring=scoring)
 
     def offload(self) -> dict[str, Any]:
         """Give the device's memory back between stages; without a GPU it does nothing."""

@@ -55,7 +55,8 @@ async def play(
     `FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may hold `outcome`,
     `metrics` and, for the first `settings.transcripts` episodes, `transcript` and `closing`.
 
-    Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed, and
+    Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed,
+    `ContextOutgrown` when one needs a longer context than the engine's and the model has it, and
     what the engine raises. When its task is cancelled, requests and environments are ended too.
     """
     loop = _Loop(engine, pool, chat, specs, settings, meter, on_progress)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.base import Engine
 from earl_core.selector.deployment import StageDeployment
+from earl_core.selector.shapes import ModelShape
 
 
 def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
@@ -70,6 +72,18 @@ def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
         settings=rollout.vllm,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def model_positions(config: RunConfig) -> int:
+    """Tokens of the longest sequence that the model can have, by its `config.json`.
+
+    Raises `ConfigError` when the model is missing or its configuration lacks the usual numbers.
+    """
+    path = model_directory(config) / "config.json"
+    try:
+        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8"))).max_positions
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be used: {error}") from error
 
 
 def model_directory(config: RunConfig) -> Path:

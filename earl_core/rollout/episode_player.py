@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from earl_core.environments.base import Message, StepResult
 from earl_core.rollout.chat import ChatTokenizer, Conversation
 from earl_core.rollout.engines.base import Completion, GenerationRequest
+from earl_core.rollout.errors import ContextOutgrown
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.seeds import derive_seed
 from earl_core.trajectory.samples import Episode, Sample
@@ -45,7 +46,8 @@ class PlaySettings:
     temperature: 0 is greedy. max_failed_share: the rollout fails when more than this share of
     its episodes has failed. episodes: how many it has, where those played here are a part of it.
     max_live_episodes: episodes that are in play at the same time. transcripts: how many of the
-    first episodes are recorded as text.
+    first episodes are recorded as text. positions: the model's own position range, the only one
+    that ends an episode; None: that of the engine.
     """
 
     max_turns: int
@@ -56,10 +58,15 @@ class PlaySettings:
     episodes: int | None = None
     max_live_episodes: int | None = None
     transcripts: int = 0
+    positions: int | None = None
 
 
 class EpisodePlayer:
-    """Plays one `EpisodeSpec`; `finished` once `episode.finish_reason` is set."""
+    """Plays one `EpisodeSpec`; `finished` once `episode.finish_reason` is set.
+
+    `request` and `answer` raise `ContextOutgrown` where the engine's context, `max_model_len`, ends
+    before the model's.
+    """
 
     def __init__(
         self,
@@ -101,6 +108,7 @@ class EpisodePlayer:
         """The next request, or None when the model's context has no room for an answer."""
         standing = 0 if self._new_sample else len(self._sample.tokens)
         if standing + len(self._pending) >= self._max_model_len:
+            self._check_outgrown(standing + len(self._pending) + 1)
             if self._turn == 0:
                 self.fail(
                     "prompt_too_long",
@@ -132,6 +140,8 @@ class EpisodePlayer:
         if completion.finish_reason == "cancelled":
             self.fail("cancelled", "the engine gave the request up")
             return None
+        if completion.finish_reason == "model_context":
+            self._check_outgrown(self._max_model_len + 1)
         self._answer = completion
         self._sample.answer(completion.tokens, completion.logprobs, completion.policy_version)
         self._turn += 1
@@ -190,6 +200,11 @@ class EpisodePlayer:
     def begins_new_sample(self) -> bool:
         """Whether the next request does not extend the tokens before it."""
         return self._new_sample and self._turn > 0
+
+    def _check_outgrown(self, tokens: int) -> None:
+        positions = self._settings.positions
+        if positions is not None and positions > self._max_model_len:
+            raise ContextOutgrown(min(tokens, positions), self._max_model_len, positions)
 
     def _budget(self) -> int | None:
         turn, episode = self._settings.max_tokens_per_turn, self._settings.max_tokens_per_episode

@@ -21,14 +21,22 @@ from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.environments.base import Message
 from earl_core.environments.pool import EnvironmentPool
+from earl_core.memory_release import give_back_free_memory
+from earl_core.out_of_memory import OutOfMemory, guarded
 from earl_core.rollout import metrics
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
-from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
+from earl_core.rollout.engine_factory import (
+    build_engine,
+    load_chat_tokenizer,
+    model_positions,
+)
 from earl_core.rollout.engines.base import Engine, EngineLost, GenerationRequest, WeightSyncError
+from earl_core.rollout.engines.processes import reset_peak
 from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
-from earl_core.rollout.errors import RolloutCancelled
+from earl_core.rollout.errors import ContextOutgrown, RolloutCancelled
 from earl_core.rollout.load_meter import LoadMeter
+from earl_core.rollout.measure import SyntheticLoad, measure_decoding
 from earl_core.rollout.tally import Tally
 from earl_core.run.shards import run_store
 from earl_core.seeds import derive_seed
@@ -51,7 +59,9 @@ class RolloutWorker:
     """Constructed in the rank of a `rollout` worker group.
 
     deployment: a dumped `StageDeployment`. config: a dumped `RunConfig`. Call `ensure` before
-    anything that generates. An engine that is lost is gone at once: the next `ensure` builds anew.
+    anything that generates. An engine that is lost, or ran out of memory, is gone at once: the next
+    `ensure` builds anew. Whatever generates raises `ContextOutgrown` where the engine's context
+    ends before the model's, and `OutOfMemory` of stage `rollout`.
     """
 
     def __init__(
@@ -69,20 +79,27 @@ class RolloutWorker:
         self._engine: Engine | None = None
         self._chat: ChatTokenizer | None = None
         self._digest = ""
+        self._positions: int | None = None
         self._pools: dict[str, EnvironmentPool] = {}
 
     async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Make the engine run these weights (a dumped `WeightsManifest`).
 
         The first call builds the engine; weights are loaded only when version or digest differ.
-        Raises `WeightSyncError` or `EngineLost`; after a lost engine the next call builds anew.
+        Raises `WeightSyncError`, `EngineLost` or `OutOfMemory`; after a lost engine the next call
+        builds anew.
         """
         manifest = WeightsManifest.model_validate(weights)
         started = time.perf_counter()
         if self._engine is None:
             self._chat = load_chat_tokenizer(self._config)
+            self._positions = model_positions(self._config)
             engine = build_engine(self._config, self._deployment)
-            await engine.start()
+            try:
+                await engine.start()
+            except BaseException:
+                await engine.stop()
+                raise
             self._engine = engine
         engine = self._engine
         loaded = (engine.policy_version, self._digest) != (
@@ -93,8 +110,11 @@ class RolloutWorker:
             self._digest = ""
             try:
                 await engine.load_weights(manifest)
-            except (EngineLost, WeightSyncError) as error:
-                if isinstance(error, EngineLost) or error.engine_lost:
+            except (EngineLost, OutOfMemory):
+                await self._drop_engine()
+                raise
+            except WeightSyncError as error:
+                if error.engine_lost:
                     await self._drop_engine()
                 raise
             self._digest = manifest.digest
@@ -148,17 +168,17 @@ class RolloutWorker:
         whole = (of_prompts or prompts) * size
         settings = self._settings(config.rollout.temperature, transcripts, whole)
         episodes, tally = await self._play(specs, settings, {})
-        faults.point(f"rollout.played{first_prompt}", iteration)
         if whole == len(specs):
             metrics.check_failures(tally, config.environment.max_failed_share)
-        store = run_store(self._run_directory, config)
-        entry = store.publish(
-            stage="rollout",
-            iteration=iteration,
-            rank=share,
-            schema=ROLLOUT_SCHEMA,
-            rows=RolloutRows(_kept(episodes)),
-        )
+        with guarded("rollout", "writing the samples"):
+            faults.point(f"rollout.played{first_prompt}", iteration)
+            entry = run_store(self._run_directory, config).publish(
+                stage="rollout",
+                iteration=iteration,
+                rank=share,
+                schema=ROLLOUT_SCHEMA,
+                rows=RolloutRows(_kept(episodes)),
+            )
         faults.point(f"rollout.sealed{share}", iteration)
         return {
             "shards": [entry.model_dump(mode="json")],
@@ -234,7 +254,21 @@ class RolloutWorker:
         )
         (completion,) = await engine.generate([request])
         engine.finish([seed])
+        longest, positions = engine.max_model_len, settings.positions or 0
+        if completion.finish_reason == "model_context" and longest < positions:
+            raise ContextOutgrown(max(longest, len(request.tokens)) + 1, longest, positions)
         return {"text": chat.text_of(completion.tokens), "tokens": len(completion.tokens)}
+
+    async def measure(
+        self, context: int, requests: int, generated: int, seconds: float
+    ) -> dict[str, float]:
+        """How fast the engine decodes synthetic sequences; see `measure.measure_decoding`."""
+        engine, load = self._ready()[0], SyntheticLoad(context, requests, generated, seconds)
+        try:
+            return await measure_decoding(engine, self._config, load, self._context.cancelled)
+        except (EngineLost, OutOfMemory):
+            await self._drop_engine()
+            raise
 
     async def release_memory(self) -> None:
         """Give the engine's memory back between rollouts; `ensure` must follow `restore_memory`."""
@@ -259,6 +293,8 @@ class RolloutWorker:
         engine, chat = self._ready()
         pool = await self._pool(options)
         meter, report = LoadMeter(len(specs)), _ProgressReport(self._context)
+        for pid in self._processes():
+            reset_peak(pid)
         task = asyncio.ensure_future(
             play(engine, pool, chat, specs, settings, meter=meter, on_progress=report)
         )
@@ -269,14 +305,16 @@ class RolloutWorker:
                 await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
             report(meter, last=True)
             episodes = task.result()
-        except EngineLost:
+        except (EngineLost, OutOfMemory):
             await self._drop_engine()
             raise
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-        return episodes, Tally.of(_kept(episodes), meter, self._peak_memory())
+        peak = metrics.peak_memory_bytes(self._processes())
+        give_back_free_memory()
+        return episodes, Tally.of(_kept(episodes), meter, peak)
 
     def _settings(
         self,
@@ -298,6 +336,7 @@ class RolloutWorker:
             # the engine stays full, and the prefix cache still holds every live conversation.
             max_live_episodes=running if lockstep else 2 * running,
             transcripts=traced if transcripts is None else transcripts,
+            positions=self._positions,
         )
 
     def _running_requests(self) -> int:
@@ -330,9 +369,10 @@ class RolloutWorker:
         if engine is not None:
             await engine.stop()
 
-    def _peak_memory(self) -> int:
+    def _processes(self) -> list[int]:
+        """This process and those of its engine."""
         pids = self._engine.pids() if self._engine is not None else []
-        return metrics.peak_memory_bytes(sorted({os.getpid(), *pids}))
+        return sorted({os.getpid(), *pids})
 
 
 def _kept(episodes: Sequence[Episode]) -> list[Episode]:

@@ -6,6 +6,7 @@ runs/<name>/
   lock                           held by the live controller
   ledger.jsonl                   what each attempt really executed
   metrics.jsonl                  one line per finished iteration
+  selector.jsonl                 what was observed of the layouts, oldest first
   iterations/000012/rollout.json sealed manifests, one per stage
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
   logs/attempt_1/                worker logs
@@ -14,6 +15,7 @@ runs/<name>/
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -26,9 +28,10 @@ from earl_core.config import ConfigError, RunConfig, dump_config, load_config
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.manifest import write_manifest
 from earl_core.dispatch.spill import SpillError
-from earl_core.files import write_atomic
+from earl_core.files import canonical_json, write_atomic
 from earl_core.run.lock import RunInUse, RunLock
 from earl_core.run.shards import claim, run_spill, run_store
+from earl_core.weights import pages
 
 __all__ = ["RunDirectory", "RunInUse"]
 
@@ -245,6 +248,20 @@ class RunDirectory:
         latest = {line["iteration"]: line for line in self._lines("metrics.jsonl")}
         return [latest[iteration] for iteration in sorted(latest)]
 
+    def append_observation(self, line: dict[str, Any]) -> None:
+        """Append to what the selector learns from; on disk when this returns."""
+        path = self.path / "selector.jsonl"
+        # A crash may have cut the last line off: what follows must not become a part of it.
+        torn = path.exists() and path.stat().st_size > 0 and not _ends_line(path)
+        with path.open("ab") as stream:
+            stream.write((b"\n" if torn else b"") + canonical_json(line) + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def observations(self) -> list[dict[str, Any]]:
+        """All of them, oldest first."""
+        return self._lines("selector.jsonl")
+
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
@@ -263,6 +280,7 @@ class RunDirectory:
         """Let copies to the spill finish, give unused memory back, unlock the run."""
         try:
             self.store.trim()
+            pages.trim(self.store.directory)
             if self.spill is not None:
                 self.spill.close()
         finally:
@@ -278,6 +296,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return lines
+
+
+def _ends_line(path: Path) -> bool:
+    with path.open("rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read() == b"\n"
 
 
 def _check_same_run(stored: RunConfig, given: RunConfig, path: Path) -> None:

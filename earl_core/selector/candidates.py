@@ -104,6 +104,34 @@ class Candidate(NamedTuple):
             offload=deployment.offload_optimizer,
         )
 
+    @classmethod
+    def of_key(cls, key: str, hardware: Hardware) -> Candidate:
+        """The layout that a name in the profile table stands for on this hardware, but for its
+        limit on running sequences, which the name leaves out."""
+        stage, *parts = key.split()
+        found: dict[str, int | bool] = {}
+        for part in parts:
+            if part.endswith("threads"):
+                found["replicas"], found["threads"] = map(int, part[: -len("threads")].split("x"))
+            elif part in ("checkpointing", "offload"):
+                found[part] = True
+            else:
+                name = part.rstrip("0123456789")
+                found[_KEY_PARTS[name]] = int(part[len(name) :])
+        candidate = cls(stage, **found)  # type: ignore[arg-type]
+        if "replicas" in found:
+            return candidate
+        return candidate._replace(replicas=max(1, hardware.devices // candidate.ranks))
+
+
+_KEY_PARTS = {
+    "tp": "tensor",
+    "cp": "context",
+    "shard": "shard",
+    "mb": "microbatch",
+    "chunk": "logits_chunk",
+}
+
 
 class RuledOut(NamedTuple):
     """A layout, or a whole family of them, that is not offered, and why, in a sentence."""
@@ -113,8 +141,13 @@ class RuledOut(NamedTuple):
     reason: str
 
 
-LOGITS_CHUNK = 1024
-"""Positions whose logits are computed at a time when all of them together do not fit."""
+LOGITS_CHUNK = 2**22
+"""Logits computed at a time when memory is short: an eighth of what the learner takes else."""
+
+
+def logits_chunk(vocabulary: int) -> int:
+    """Positions whose logits are computed at a time when memory is short: a power of two."""
+    return int(2 ** max(0, (LOGITS_CHUNK // vocabulary).bit_length() - 1))
 
 
 def powers(limit: int) -> list[int]:
@@ -128,7 +161,7 @@ def tensor_degrees(
     """Legal tensor-parallel degrees of a stage. allowed: degrees asked for; none means all."""
     kept, out = [], []
     for degree in sorted(set(powers(hardware.devices)) | set(allowed)):
-        reason = _tensor_problem(degree, shape, hardware, allowed)
+        reason = _tensor_problem(stage, degree, shape, hardware, allowed)
         if reason is None:
             kept.append(degree)
         else:
@@ -137,7 +170,11 @@ def tensor_degrees(
 
 
 def _tensor_problem(
-    degree: int, shape: ModelShape | Sizes, hardware: Hardware, allowed: tuple[int, ...]
+    stage: str,
+    degree: int,
+    shape: ModelShape | Sizes,
+    hardware: Hardware,
+    allowed: tuple[int, ...],
 ) -> str | None:
     heads, pairs = shape.attention_heads, shape.key_value_heads
     if allowed and degree not in allowed:
@@ -146,6 +183,9 @@ def _tensor_problem(
         return f"there are only {hardware.devices} devices"
     if heads % degree:
         return f"{degree} does not divide the {heads} attention heads"
+    if pairs % degree and stage != "rollout":
+        # Engines copy key-value heads; copies that are trained would drift apart.
+        return f"{degree} does not divide the {pairs} key-value heads"
     if pairs % degree and degree % pairs:
         return f"{degree} neither divides the {pairs} key-value heads nor is a multiple of them"
     if shape.feed_forward % degree:
@@ -241,17 +281,54 @@ def update_candidates(
     return made, out
 
 
-def rungs(candidate: Candidate, vary_checkpointing: bool = True) -> Iterator[Candidate]:
+def rungs(candidate: Candidate, chunk: int, vary_checkpointing: bool = True) -> Iterator[Candidate]:
     """The candidate, then itself with ever more means against memory running out, fastest first:
-    logits in chunks, activation checkpointing, optimizer offload."""
+    logits in chunks of so many positions (0: they would not help), activation checkpointing,
+    optimizer offload.
+
+    Smaller microbatches come before all of them (`smaller_microbatches`).
+    """
     yield candidate
-    candidate = candidate._replace(logits_chunk=LOGITS_CHUNK)
-    yield candidate
+    if chunk:
+        candidate = candidate._replace(logits_chunk=chunk)
+        yield candidate
     if vary_checkpointing and not candidate.checkpointing:
         candidate = candidate._replace(checkpointing=True)
         yield candidate
     if candidate.stage == "update":
         yield candidate._replace(offload=True)
+
+
+def smaller_microbatches(asked: int, longest: float) -> list[int]:
+    """Token budgets below the one asked for, largest first: halves of it, and in the end the least
+    that holds the longest sample; none when the longest sample fills what was asked for.
+
+    Smaller ones would change nothing: no sample is cut.
+    """
+    least = coarse_above(longest)
+    halves = [asked >> power for power in range(1, asked.bit_length())]
+    sizes = [size for size in halves if size > least]
+    return [*sizes, least] if least < asked else sizes
+
+
+def coarse(value: float) -> int:
+    """The greatest of 1, 2, 3, 4, 6, 8, 12, 16, … that is not above the value; 0 below 1.
+
+    Coarse, so that a growing context does not ask for another layout every iteration.
+    """
+    if value < 1:
+        return 0
+    power = 1 << (int(value).bit_length() - 1)
+    return power + power // 2 if power + power // 2 <= value and power > 1 else power
+
+
+def coarse_above(value: float) -> int:
+    """The least of the same numbers that is not below the value."""
+    below = max(1, coarse(value))
+    if below >= value:
+        return below
+    power = 2 ** (below.bit_length() - 1)
+    return 2 * power if below > power or power == 1 else power + power // 2
 
 
 def round_up(value: float, unit: int) -> int:

@@ -47,14 +47,36 @@ class Basis(Settings):
     requests: float = Field(ge=0, description="episodes of the iteration")
 
 
+class StagePrediction(Settings):
+    """What a plan expects of one stage under the load of the next iteration.
+
+    tokens_per_second: of one engine while it decodes, or of a whole training stage. peak_bytes,
+    budget_bytes: as the predictor judges them: of one device, on a CPU host of the whole stage.
+    """
+
+    seconds: float = Field(ge=0)
+    tokens_per_second: float = Field(ge=0)
+    peak_bytes: float = Field(ge=0)
+    budget_bytes: float
+    measured: float = Field(
+        default=0.0, ge=0, le=1, description="Measurement behind the seconds: 0 is a guess."
+    )
+
+
 class DeploymentPlan(Settings):
-    """One `StageDeployment` per stage, each with its reason in a sentence."""
+    """One `StageDeployment` per stage, each with its reason in a sentence.
+
+    attempt: how often the iteration's choice was made before this one, because a stage did not fit.
+    predictions: by stage; none where the model is one that nothing can be predicted for.
+    """
 
     iteration: int = Field(ge=0)
     stages: dict[str, StageDeployment]
     reasons: dict[str, str]
     policy: str = "fixed"
     basis: Basis | None = None
+    attempt: int = Field(default=0, ge=0)
+    predictions: dict[str, StagePrediction] = Field(default_factory=dict)
 
     def __getitem__(self, stage: str) -> StageDeployment:
         return self.stages[stage]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from earl_core.config.rollout import RolloutConfig, VllmConfig
+from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.deployment import DeploymentPlan
+from earl_core.selector.candidates import Candidate, RuledOut
+from earl_core.selector.deployment import DeploymentPlan, StageDeployment
 from earl_core.selector.memory_model import (
     TrainingNeeds,
     engine_memory,
@@ -17,10 +20,10 @@ from earl_core.selector.memory_model import (
     standard_activation_bytes,
     training_memory,
 )
-from earl_core.selector.policy import Choice, choose, select
-from earl_core.selector.predict import Prediction, gib
+from earl_core.selector.observations import Observation
+from earl_core.selector.policy import evaluate, select
+from earl_core.selector.predict import STAGES, Prediction, gib
 from earl_core.selector.selection import SelectionInput
-from earl_core.selector.settings import SelectorConfig
 from earl_core.selector.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.selector.statistics import Statistics
 
@@ -70,56 +73,132 @@ def ask(shape: ModelShape, hardware: Hardware, question: Question) -> SelectionI
     )
 
 
-def considered(given: SelectionInput) -> Choice | None:
-    """What `live_tokens` weighed for this input; None under a policy that weighs nothing."""
-    return choose(given) if given.selector.policy == "live_tokens" else None
+class Considered(NamedTuple):
+    """What a choice was made among, whichever policy made it.
+
+    predictions: of every stage, best first, ruled-out ones last, the layout taken among them.
+    ruled_out: what was not offered. taken: by stage, the prediction of the layout taken.
+    """
+
+    plan: DeploymentPlan
+    predictions: dict[str, list[Prediction]]
+    ruled_out: list[RuledOut]
+    taken: dict[str, Prediction]
 
 
-def candidate_rows(choice: Choice, stage: str, limit: int = 12) -> list[Row]:
-    """The stage's candidates as a table: chosen one first, the best others, some ruled out."""
-    rows = choice.predictions[stage]
-    taken = _taken(choice.plan, rows)
-    usable = [r for r in rows if not r.problem and r is not taken]
-    refused = [r for r in rows if r.problem]
-    shown = ([taken] if taken else []) + usable[: limit - 1]
-    left = max(0, limit - len(shown))
-    # One refused candidate of each reason says what all of them would.
-    by_reason: dict[str, Prediction] = {}
-    for row in refused:
-        by_reason.setdefault(row.problem, row)
-    shown += list(by_reason.values())[: max(left, 3)]
-    base = taken.seconds if taken else rows[0].seconds
-    return [_row(row, base, row is taken) for row in shown]
+def considered(given: SelectionInput, plan: DeploymentPlan | None = None) -> Considered:
+    """Every candidate under this input. plan: the one taken; by default what the policy takes.
+
+    Pure, like the choice itself. Raises `NothingFits` when there is no plan to take, `ValueError`
+    for a model that nothing can be predicted for.
+    """
+    plan = plan or select(given)
+    predictor, found, out = evaluate(given)
+    taken = {}
+    for stage, rows in found.items():
+        wanted = predictor.candidate_of(plan[stage])
+        same = [row for row in rows if row.candidate == wanted]
+        if not same:
+            # A layout from the configuration need not be one that a policy would offer.
+            same = [predictor.predict(wanted, predictor.now)]
+            rows += same
+        taken[stage] = same[0]
+    return Considered(plan, found, out, taken)
+
+
+def plan_rows(plan: DeploymentPlan) -> list[Row]:
+    """The plan as a table: each stage's layout, what is predicted of it, and why it was taken."""
+    rows = []
+    for stage, deployment in plan.stages.items():
+        row = {"stage": stage, "layout": layout_text(deployment)}
+        seen = plan.predictions.get(stage)
+        if seen is not None:
+            row |= {
+                "seconds": _seconds(seen.seconds),
+                "tokens/s": f"{seen.tokens_per_second:,.0f}",
+                "memory": f"{gib(seen.peak_bytes)} of {gib(seen.budget_bytes)}",
+                "known from": _source(seen.measured),
+            }
+        rows.append({**row, "why": plan.reasons.get(stage, "")})
+    return rows
+
+
+def layout_text(deployment: StageDeployment) -> str:
+    """A stage's layout in a few words, the engines' context length included."""
+    if deployment.stage not in STAGES:
+        count = deployment.world_size
+        return f"{count} process{'es' if count > 1 else ''}"
+    text = Candidate.of(deployment).label
+    length = deployment.max_model_len
+    return f"{text}, context {length}" if length else text
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f}" if value >= 9.995 else f"{value:.3g}"
+
+
+def _source(measured: float) -> str:
+    return "measurements" if measured >= 0.5 else "roofline (a guess)"
+
+
+def candidate_rows(choice: Considered, stage: str, limit: int = 12) -> list[Row]:
+    """The stage's candidates as a table: the one taken first, then the best others, then ruled-out
+    ones; at most `limit`, of which a quarter is kept for the ruled out."""
+    taken = choice.taken[stage]
+    others = [row for row in choice.predictions[stage] if row is not taken]
+    alike = _alike([row for row in others if not row.problem])
+    usable = [rows[0] for rows in alike]
+    refused = _varied([row for row in others if row.problem])
+    kept = min(len(refused), max(limit // 4, limit - 1 - len(usable)))
+    shown = [taken, *usable[: limit - 1 - kept], *refused[:kept]]
+    table = [_row(row, taken.seconds, row is taken) for row in shown]
+    for line, rows in zip(table[1:], alike[: limit - 1 - kept], strict=False):
+        if len(rows) > 1:
+            line["verdict"] = f"{len(rows) - 1} more come to much the same"
+    return table
+
+
+def _alike(usable: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Layouts for which much the same is predicted, together, such as token budgets that this load
+    does not tell apart; best first."""
+    groups: dict[tuple[str, ...], list[Prediction]] = {}
+    for row in usable:
+        place = f"{row.seconds:.3g}", f"{row.peak:.2g}", f"{row.filled:.2g}"
+        groups.setdefault(place, []).append(row)
+    return list(groups.values())
+
+
+def _varied(refused: Sequence[Prediction]) -> list[Prediction]:
+    """Ruled-out layouts so that the first few show all kinds of reasons; reasons are of a kind
+    when they differ in numbers only. What was seen to fail comes first."""
+    kinds: Counter[str] = Counter()
+    ranked = []
+    for place, row in enumerate(refused):
+        kind = re.sub(r"\d[\d,.]*", "", row.problem)
+        seen = "ran out of memory" in row.problem
+        ranked.append((kinds[kind], not seen, place, row))
+        kinds[kind] += 1
+    return [row for *_, row in sorted(ranked, key=lambda item: item[:3])]
 
 
 def _row(row: Prediction, base: float, taken: bool) -> Row:
-    if row.problem or not math.isfinite(row.seconds):
-        verdict = f"ruled out: {row.problem}"
-        seconds = against = ""
-    else:
-        verdict = "chosen" if taken else ""
-        seconds = f"{row.seconds:,.1f}"
-        against = "" if taken else f"{100 * (row.seconds / base - 1):+.1f} %"
+    fails = row.problem or not math.isfinite(row.seconds)
+    verdict = "chosen" if taken else ""
+    if fails:
+        verdict = f"chosen, though {row.problem}" if taken else f"ruled out: {row.problem}"
+    compared = not (fails or taken) and 0 < base < math.inf
     return {
         "layout": row.candidate.label,
-        "seconds": seconds,
-        "against the chosen": against,
-        "memory of a device": f"{gib(row.peak)} of {gib(row.budget)}",
+        "seconds": "" if fails else _seconds(row.seconds),
+        "against the chosen": f"{100 * (row.seconds / base - 1):+.1f} %" if compared else "",
+        "memory": f"{gib(row.peak)} of {gib(row.budget)}",
         "KV cache filled": f"{100 * row.filled:,.0f} %" if 0 < row.filled < 1e6 else "",
         "known from": "roofline" if row.guess else "measurements",
         "verdict": verdict,
     }
 
 
-def _taken(plan: DeploymentPlan, rows: list[Prediction]) -> Prediction | None:
-    wanted = Candidate.of(plan[rows[0].candidate.stage])
-    for row in rows:
-        if row.candidate._replace(threads=wanted.threads) == wanted:
-            return row
-    return None
-
-
-def refused_rows(choice: Choice) -> list[Row]:
+def refused_rows(choice: Considered) -> list[Row]:
     """Families of layouts that were not offered at all, each with its sentence."""
     rows = [{"stage": o.stage, "layout": o.label, "reason": o.reason} for o in choice.ruled_out]
     return list({tuple(row.items()): row for row in rows}.values())
@@ -127,17 +206,44 @@ def refused_rows(choice: Choice) -> list[Row]:
 
 def summary(given: SelectionInput) -> Row:
     """One line: the context, the layouts chosen for it, and their seconds."""
-    choice = choose(given)
-    taken = {stage: _taken(choice.plan, rows) for stage, rows in choice.predictions.items()}
+    taken = considered(given).taken
     line = {"context": f"{round(given.statistics.context_mean[-1]):,}"}
     for stage, row in taken.items():
-        if row is not None:
-            line[stage] = row.candidate.label
-            line[f"{stage}, seconds"] = f"{row.seconds:,.1f}"
-    rollout = taken["rollout"]
-    if rollout is not None:
-        line["KV cache filled"] = f"{100 * rollout.filled:,.0f} %"
+        line[stage] = row.candidate.label
+        line[f"{stage}, seconds"] = _seconds(row.seconds)
+    line["KV cache filled"] = f"{100 * taken['rollout'].filled:,.0f} %"
     return line
+
+
+def outcome_rows(
+    given: SelectionInput, plan: DeploymentPlan, seen: Sequence[Observation]
+) -> list[Row]:
+    """What was predicted of each stage beside what was measured of it."""
+    rows = []
+    for item in seen:
+        predicted = plan.predictions.get(item.stage)
+        if item.kind != "measured" or plan.stages.get(item.stage) != item.deployment:
+            continue
+        row = {"stage": item.stage}
+        if predicted is not None:
+            row |= {
+                "predicted seconds": _seconds(predicted.seconds),
+                "measured seconds": _seconds(item.seconds),
+                "predicted peak": gib(predicted.peak_bytes),
+                "measured peak": gib(comparable_peak(item, given.hardware.gpus)),
+            }
+        row |= {
+            "load": f"{item.requests:,.0f} x {item.context:,.0f} tokens, longest "
+            f"{item.longest:,.0f}",
+        }
+        rows.append(row)
+    return rows
+
+
+def comparable_peak(seen: Observation, gpus: int) -> float:
+    """A measured peak as predictions count it: of one device, without GPUs of all ranks of the
+    stage together, which share the host's memory."""
+    return seen.peak_bytes * (1 if gpus else Candidate.of(seen.deployment).ranks)
 
 
 class Replay(NamedTuple):

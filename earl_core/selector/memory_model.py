@@ -19,8 +19,26 @@ from earl_core.selector.shapes import DeviceFigures, ModelShape, Sizes
 RUNTIME_BYTES = 2**30
 """Libraries, kernels and communication buffers of one process: an assumption."""
 
+CPU_RUNTIME_BYTES = 0.52 * 2**30
+"""Libraries of a process that computes on a CPU, measured; other processes share a part of it."""
+
+CPU_ENGINE_BYTES = 0.57 * 2**30
+"""The same for a process with an engine."""
+
+CPU_VLLM_BYTES = 0.83 * 2**30
+"""The same for each of vLLM's processes on a CPU: two for an engine and one for each rank."""
+
 PREFILL_TOKENS = 8192
 """Prompt tokens that an engine computes in one pass: the engine's own default."""
+
+LOGITS_AT_A_TIME = 2**25
+"""Logits that the learner computes at a time (`LOGITS_PER_CHUNK`) where a layout says nothing."""
+
+SHORT_TOKENS = 128
+"""Samples up to this length have their attention scores stored on a CPU."""
+
+MASK_ELEMENTS = 2**26
+"""Numbers in the attention mask of the torch engine, at most."""
 
 
 class Memory(NamedTuple):
@@ -44,11 +62,15 @@ class TrainingNeeds(NamedTuple):
     """What the algorithm asks of the training stages.
 
     mixed: bf16 autocast over float32 master weights; else all float32. trained: share of the
-    parameters that has gradients and optimizer state (1 without adapters).
+    parameters that has gradients and optimizer state (1 without adapters). cpu: on a CPU, whose
+    formula counts every tensor that autograd keeps there. answered: share of the tokens that the
+    policy wrote, the only ones with logits.
     """
 
     mixed: bool = True
     trained: float = 1.0
+    cpu: bool = False
+    answered: float = 1.0
 
 
 def standard_activation_bytes(shape: ModelShape | Sizes, tokens: int, sequences: int = 1) -> float:
@@ -72,6 +94,25 @@ def layer_activation_bytes(shape: ModelShape | Sizes, tensor: int = 1, mixed: bo
     return shared + (attention + products) / tensor
 
 
+def cpu_layer_activation_bytes(
+    shape: ModelShape | Sizes, longest: float, mixed: bool = True
+) -> float:
+    """The same on a CPU, tensor by tensor as autograd keeps them. longest: of a sample, tokens.
+
+    Residual sums and norms are float32. Under bf16 autocast each of five matrices that read a norm
+    keeps a bf16 copy of its own; otherwise they share the norm's output.
+    """
+    value = 2 if mixed else 4
+    norms = shape.hidden_size * (26 if mixed else 24)
+    wide = shape.query_size + shape.key_value_size
+    if longest <= SHORT_TOKENS:
+        attention = 4 * (wide + shape.key_value_size) + 4 * shape.attention_heads * longest
+    else:
+        attention = 2 * value * wide + 4 * shape.attention_heads
+    products = (4 if shape.gated_mlp else 2) * shape.feed_forward * value
+    return norms + attention + value * shape.query_size + products
+
+
 def training_memory(
     shape: ModelShape | Sizes, layout: Candidate, longest: float, needs: TrainingNeeds
 ) -> Memory:
@@ -83,34 +124,57 @@ def training_memory(
     own = shape.parameters / (layout.tensor * layout.shard)
     value = 2 if needs.mixed else 4
     tokens = max(float(layout.microbatch), longest) / layout.context
-    per_layer = layer_activation_bytes(shape, layout.tensor, needs.mixed)
-    if layout.checkpointing:
-        kept = shape.layers * shape.hidden_size * value + per_layer
+    if needs.cpu:
+        per_layer = cpu_layer_activation_bytes(shape, longest, needs.mixed)
+        kept = _cpu_kept(shape, layout, per_layer, needs.mixed)
     else:
+        per_layer = layer_activation_bytes(shape, layout.tensor, needs.mixed)
         kept = shape.layers * per_layer
+        if layout.checkpointing:
+            kept = shape.layers * shape.hidden_size * value + per_layer
     return Memory(
         weights=4 * own + _working_bytes(shape, layout, value, needs.mixed),
         gradients=4 * own * needs.trained,
         optimizer=0.0 if layout.offload else 8 * own * needs.trained,
         activations=tokens * kept,
-        logits=_logit_bytes(shape, layout, tokens, backward=True),
-        runtime=RUNTIME_BYTES,
+        logits=_logit_bytes(shape, layout, tokens * needs.answered, needs.cpu, backward=True),
+        runtime=CPU_RUNTIME_BYTES if needs.cpu else RUNTIME_BYTES,
     )
+
+
+def _cpu_kept(shape: ModelShape | Sizes, layout: Candidate, per_layer: float, mixed: bool) -> float:
+    """Bytes a token when the backward pass begins, and what it has under way.
+
+    Between layers stand residual sums in float32. How many layers' worth of gradients and
+    intermediate results are under way besides is measured, with a layer that is computed again
+    and without: the only constants here that are not counted.
+    """
+    if layout.checkpointing:
+        return 4 * shape.layers * shape.hidden_size + (3.5 if mixed else 4.0) * per_layer
+    return (shape.layers + (2.5 if mixed else 1.5)) * per_layer
 
 
 def scoring_memory(
     shape: ModelShape | Sizes, layout: Candidate, longest: float, needs: TrainingNeeds
 ) -> Memory:
-    """Peak of one rank that only scores (reference, value): a forward pass keeps no activations."""
+    """Peak of one rank that only scores (reference, value): float32 weights, and a forward pass
+    that keeps no activations."""
     value = 2 if needs.mixed else 4
     tokens = max(float(layout.microbatch), longest) / layout.context
-    own = value * shape.parameters / (layout.tensor * layout.shard)
-    gathered = _working_bytes(shape, layout, value, mixed=False)
+    own = 4 * shape.parameters / (layout.tensor * layout.shard)
+    per_layer: float
+    if needs.cpu:
+        # Sums, norms and what the matrices read; queries and keys before and after they are
+        # turned; four feed-forward products.
+        wide = shape.query_size + shape.key_value_size
+        per_layer = 26 * shape.hidden_size + 8 * wide + 4 * shape.feed_forward * value
+    else:
+        per_layer = layer_activation_bytes(shape, layout.tensor, needs.mixed)
     return Memory(
-        weights=own + gathered,
-        activations=tokens * layer_activation_bytes(shape, layout.tensor, needs.mixed),
-        logits=_logit_bytes(shape, layout, tokens, backward=False),
-        runtime=RUNTIME_BYTES,
+        weights=own + _working_bytes(shape, layout, value, needs.mixed),
+        activations=tokens * per_layer,
+        logits=_logit_bytes(shape, layout, tokens * needs.answered, needs.cpu, backward=False),
+        runtime=CPU_RUNTIME_BYTES if needs.cpu else RUNTIME_BYTES,
     )
 
 
@@ -123,42 +187,82 @@ def _working_bytes(shape: ModelShape | Sizes, layout: Candidate, value: int, mix
 
 
 def _logit_bytes(
-    shape: ModelShape | Sizes, layout: Candidate, tokens: float, backward: bool
+    shape: ModelShape | Sizes, layout: Candidate, answers: float, cpu: bool, backward: bool
 ) -> float:
-    rows = min(tokens, layout.logits_chunk) if layout.logits_chunk else tokens
-    # bf16 out of the head, float32 for the softmax, float32 for its gradient.
-    return rows * shape.vocabulary * (10 if backward else 6) / layout.tensor
+    width = shape.vocabulary / layout.tensor
+    at_a_time = layout.logits_chunk or max(1.0, LOGITS_AT_A_TIME // width)
+    rows = min(answers, at_a_time)
+    if not cpu:
+        # bf16 out of the head, float32 for the softmax, float32 for its gradient.
+        return rows * width * (10 if backward else 6)
+    if not backward:
+        return 12 * rows * width
+    # The head's gradient, in the dtype of its product and in float32; with several chunks each
+    # computes the head's copy again, and their gradients meet before they are added up.
+    head = width * shape.hidden_size * (20 if answers > at_a_time else 7)
+    return 8 * rows * width + head
 
 
 def engine_memory(
-    shape: ModelShape | Sizes, device: DeviceFigures, layout: Candidate, kv_budget: float
+    shape: ModelShape | Sizes,
+    device: DeviceFigures,
+    layout: Candidate,
+    kv_budget: float,
+    value: int = 2,
 ) -> Memory:
-    """One rank of an engine. kv_budget: GPU: share of the device that the engine may use; CPU:
-    bytes set aside for keys and values. The cache gets what weights and workspace leave."""
-    weights = 2.0 * shape.parameters / layout.tensor
+    """One rank of a vLLM engine. kv_budget: GPU: share of the device that the engine may use; CPU:
+    bytes set aside for keys and values. The cache gets what weights and workspace leave. value:
+    bytes of a number in the engine's dtype."""
+    weights = float(value) * shape.parameters / layout.tensor
     tokens = min(PREFILL_TOKENS, shape.max_positions)
     width = 4 * shape.hidden_size + (2 * shape.query_size + 4 * shape.feed_forward) / layout.tensor
     running = layout.running or 256
     fixed = Memory(
         weights=weights,
-        activations=2.0 * tokens * width if device.kind == "gpu" else 0.0,
-        # bf16 and float32 rows of the sampler.
-        logits=6.0 * running * shape.vocabulary / layout.tensor,
+        activations=float(value) * tokens * width,
+        # Rows of the sampler in the engine's dtype and in float32.
+        logits=(4.0 + value) * running * shape.vocabulary / layout.tensor,
         runtime=float(RUNTIME_BYTES),
     )
     if device.kind == "cpu":
-        return fixed._replace(kv_cache=kv_budget)
+        runtime = CPU_VLLM_BYTES * (1 + 2 / layout.tensor)
+        return fixed._replace(runtime=runtime, kv_cache=kv_budget)
     return fixed._replace(kv_cache=max(0.0, kv_budget * device.memory_bytes - fixed.total))
 
 
-def kv_bytes_per_token(shape: ModelShape | Sizes, tensor: int) -> float:
+def torch_engine_memory(
+    shape: ModelShape | Sizes, sequences: float, longest: float, value: int, cpu: bool
+) -> Memory:
+    """The torch engine, whose cache grows with what it holds. sequences: in play at a time.
+    longest: tokens of the longest. value: bytes of a number in the engine's dtype.
+
+    Every sequence has a row as wide as the longest. The cache grows a quarter ahead, and what
+    grows or is read of it is there twice for a moment: measured, half as much again.
+    """
+    tokens = min(float(PREFILL_TOKENS), sequences * longest)
+    width = shape.hidden_size * (8 + value) + 3 * shape.feed_forward * value
+    # The mask as numbers, and as the bits that it is made from.
+    mask = min(float(MASK_ELEMENTS), tokens * longest) * (value + 1)
+    return Memory(
+        weights=float(value) * shape.parameters,
+        activations=tokens * width + mask,
+        # Logits, two softmaxes, and the cumulated probabilities in float64.
+        logits=sequences * shape.vocabulary * (16.0 + value),
+        runtime=CPU_ENGINE_BYTES if cpu else RUNTIME_BYTES,
+        kv_cache=1.5 * sequences * longest * kv_bytes_per_token(shape, 1, value),
+    )
+
+
+def kv_bytes_per_token(shape: ModelShape | Sizes, tensor: int, value: int = 2) -> float:
     """Keys and values of one token on one rank; heads beyond the model's are copies."""
-    return shape.kv_bytes_per_token() / min(tensor, shape.key_value_heads)
+    return shape.kv_bytes_per_token() * value / 2 / min(tensor, shape.key_value_heads)
 
 
-def kv_capacity_tokens(shape: ModelShape | Sizes, memory: Memory, tensor: int) -> float:
+def kv_capacity_tokens(
+    shape: ModelShape | Sizes, memory: Memory, tensor: int, value: int = 2
+) -> float:
     """Tokens that one engine's cache holds."""
-    return memory.kv_cache / kv_bytes_per_token(shape, tensor)
+    return memory.kv_cache / kv_bytes_per_token(shape, tensor, value)
 
 
 class Peak(Settings):

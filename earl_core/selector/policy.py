@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from earl_core.selector.candidates import Candidate, RuledOut
 from earl_core.selector.deployment import Basis, DeploymentPlan
+from earl_core.selector.planned import predictions_of
 from earl_core.selector.predict import STAGES, NothingFits, Prediction, Predictor
 from earl_core.selector.selection import SelectionInput, fixed_plan
 
@@ -40,6 +41,17 @@ def select(given: SelectionInput) -> DeploymentPlan:
     Raises `NothingFits`, naming the bytes needed, when no layout of a stage fits the memory.
     """
     return POLICIES[given.selector.policy](given)
+
+
+def fixed(given: SelectionInput) -> DeploymentPlan:
+    """Every stage as configured, with what is predicted of it."""
+    plan = fixed_plan(given)
+    try:
+        predictor = Predictor(given)
+    except ValueError:
+        # A mixture of experts runs as configured, though nothing can be said of it.
+        return plan
+    return plan.model_copy(update={"predictions": predictions_of(predictor, plan=plan)})
 
 
 def evaluate(
@@ -226,13 +238,17 @@ def _plan(
     if given.current is not None and given.current.basis and _near(given, predictor):
         # A basis that followed every small step would let noise walk away with it.
         basis = given.current.basis
-    return DeploymentPlan(
+    plan = DeploymentPlan(
         iteration=given.iteration,
         stages=stages,
         reasons=reasons,
         policy=given.selector.policy,
         basis=basis,
+        attempt=given.attempt,
     )
+    # Stages left as configured are part of the iteration too.
+    predictions = predictions_of(predictor, rows.values(), plan)
+    return plan.model_copy(update={"predictions": predictions})
 
 
 def _reason(
@@ -328,24 +344,29 @@ def average_context(given: SelectionInput) -> DeploymentPlan:
     mean = max(1.0, mean or predictor.now.context)
     context = _range(given, mean)
     requests = float(given.selector.profiled_requests or _usual_requests(given))
+    failed = {predictor.candidate_of(layout) for layout in given.forbidden}
+    running = given.rollout.max_running_requests
     best = max(
-        (c for c in candidates if c.running == given.rollout.max_running_requests),
+        (c for c in candidates if c.running == running and c not in failed),
         key=lambda c: (predictor.rate(c, context, requests)[0] / (c.tensor * c.threads), c),
         default=None,
     )
     if best is None:
-        return plan.model_copy(update={"policy": "average_context"})
+        predictions = predictions_of(predictor, plan=plan)
+        return plan.model_copy(update={"policy": "average_context", "predictions": predictions})
     reason = (
         f"{best.label}: fastest per device at {tokens(context)} tokens and {requests:.0f} "
         f"sequences, the range of the mean context of {mean:.0f}; {predictor.length_reason}"
     )
     deployment = best.deployment(plan["rollout"].max_model_len)
-    return DeploymentPlan(
-        iteration=plan.iteration,
-        stages={**plan.stages, "rollout": deployment},
-        reasons={**plan.reasons, "rollout": reason},
-        policy="average_context",
+    plan = plan.model_copy(
+        update={
+            "stages": {**plan.stages, "rollout": deployment},
+            "reasons": {**plan.reasons, "rollout": reason},
+            "policy": "average_context",
+        }
     )
+    return plan.model_copy(update={"predictions": predictions_of(predictor, plan=plan)})
 
 
 def _range(given: SelectionInput, mean: float) -> float:
@@ -365,7 +386,7 @@ def _usual_requests(given: SelectionInput) -> int:
 
 
 POLICIES: dict[str, Policy] = {
-    "fixed": fixed_plan,
+    "fixed": fixed,
     "average_context": average_context,
     "live_tokens": live_tokens,
 }

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import NamedTuple
 
-from earl_core.selector.candidates import (
-    Candidate,
-    RuledOut,
-    rollout_candidates,
-    round_up,
-    rungs,
-    update_candidates,
-)
+from earl_core.selector.candidates import Candidate, RuledOut
 from earl_core.selector.catalogue import device_of
 from earl_core.selector.deployment import StageDeployment
 from earl_core.selector.expectation import loads
@@ -23,9 +17,11 @@ from earl_core.selector.memory_model import (
     kv_bytes_per_token,
     kv_capacity_tokens,
     scoring_memory,
+    torch_engine_memory,
     training_memory,
 )
-from earl_core.selector.profile_table import Correction, ProfilePoint
+from earl_core.selector.offers import offers
+from earl_core.selector.profile_table import Correction, ProfilePoint, log_ratio_of
 from earl_core.selector.roofline import Load, Roofline
 from earl_core.selector.selection import SelectionInput, model_length
 
@@ -73,7 +69,8 @@ class NothingFits(RuntimeError):
 class Predictor:
     """Everything about one `SelectionInput` that its candidates share.
 
-    roofline: another one than the default, for comparisons.
+    now, ahead: the load of the next iteration, and that at the end of the forecast, which every
+    candidate must fit. roofline: another one than the default, for comparisons.
     """
 
     def __init__(self, given: SelectionInput, roofline: Roofline | None = None) -> None:
@@ -81,142 +78,142 @@ class Predictor:
         self.shape, self.hardware = given.model.sizes(), given.hardware
         self.device = device_of(given.hardware)
         self.roofline = roofline or Roofline(self.shape, self.device, self.hardware)
-        self.needs = TrainingNeeds(given.update.precision == "bf16", given.trained_share)
+        cpu = self.device.kind == "cpu"
         self.now, self.ahead = loads(given)
+        mixed = given.update.precision == "bf16"
+        self.needs = _answering(TrainingNeeds(mixed, given.trained_share, cpu), self.ahead)
         seen = max(self.ahead.longest, max(given.statistics.context_max, default=0.0))
         self.max_model_len, self.length_reason = model_length(given, seen)
+        self._value = 4 if given.rollout.dtype == "float32" else 2
+        self._torch_engine = given.rollout.engine == "torch"
         self._points = given.profile.by_key()
         self._failed = [p for p in given.profile.points if p.out_of_memory]
         self._measured_stages = {key.split()[0] for key in self._points}
         self._corrections: dict[str, Correction] = {}
+        self._bases: dict[str, float] = {}
         self._correctors = {stage: given.calibration.corrector(stage) for stage in STAGES}
         self._forbidden = {self.candidate_of(item) for item in given.forbidden}
-        self._budget = self._training_budget()
+        self._starving: dict[str, float] = {}
+        self._budgets = {stage: self._budget(stage) for stage in STAGES}
         self._peaks: dict[Candidate, float] = {}
-        self._engines: dict[tuple[int, int], Memory] = {}
+        self._engines: dict[tuple[int, float, Load], Memory] = {}
 
     def candidate_of(self, deployment: StageDeployment) -> Candidate:
         """The candidate behind a part of a plan; on GPUs threads are no part of the choice."""
         candidate = Candidate.of(deployment)
         return candidate._replace(threads=1) if self.hardware.gpus else candidate
 
-    # Candidates
-
     def candidates(self, stage: str) -> tuple[list[Candidate], list[RuledOut]]:
         """All layouts of the stage that obey hardware, model and the fields held fixed."""
-        if stage == "rollout":
-            limits = (self.given.rollout.max_running_requests,)
-            one_device = self.given.rollout.engine == "torch"
-            allowed = (1,) if one_device else self.given.selector.tensor_parallel
-            made, out = rollout_candidates(
-                self.shape, self.hardware, self.now.episodes, limits, allowed
-            )
-            made = [limited for candidate in made for limited in self._limits(candidate)]
-        else:
-            sizes = self._microbatches()
-            made, out = update_candidates(
-                self.shape, self.hardware, self.now.episodes, sizes, stage
-            )
-            vary = "update.activation_checkpointing" not in self.given.selector.fixed_fields
-            always = self.given.update.activation_checkpointing
-            made = [c._replace(checkpointing=always and stage == "update") for c in made]
-            made = [rung for c in made for rung in self._rungs(c, vary)]
-        held = self.given.selector.fixed_fields
-        kept = [c for c in made if self._as_fixed(c)] if held else made
-        if len(kept) < len(made):
-            reason = "selector.fixed_fields holds a field that these layouts would move"
-            out.append(RuledOut(stage, f"{len(made) - len(kept)} layouts", reason))
-        return kept, out
+        return offers(self, stage)
 
-    def _limits(self, candidate: Candidate) -> list[Candidate]:
-        """The configured limit on running sequences, and the one that the cache just holds."""
-        capacity = self._capacity(candidate)
-        fits = _coarse(capacity / max(1.0, self.ahead.context))
-        offered = min(candidate.running, self.now.episodes / candidate.replicas)
-        limited = candidate._replace(running=fits)
-        return [candidate, limited] if 1 <= fits < offered else [candidate]
-
-    def _microbatches(self) -> tuple[int, ...]:
-        asked = self.given.update.max_tokens_per_microbatch
-        if "update.max_tokens_per_microbatch" in self.given.selector.fixed_fields:
-            return (asked,)
-        longest = round_up(self.ahead.longest, 1024)
-        # Budgets below the longest sample are alike: each sample is a microbatch of its own.
-        larger = [size for size in (2 * asked, 4 * asked, 8 * asked, longest) if size >= longest]
-        return tuple(sorted({asked, *(size for size in larger if size > asked)}))
-
-    def _rungs(self, candidate: Candidate, vary_checkpointing: bool) -> list[Candidate]:
-        """Without measurements a rung above the first that fits can only be slower."""
-        scoring = candidate.stage == "reference"
-        ladder = rungs(candidate, vary_checkpointing and not scoring)
-        held = self.given.selector.fixed_fields
-        # On a CPU the optimizer lies in the host's memory as it is.
-        ladder = (rung for rung in ladder if not rung.offload or self.device.kind == "gpu")
-        allowed = (rung for rung in ladder if not held or self._as_fixed(rung))
-        if candidate.stage in self._measured_stages:
-            return list(allowed)
-        last = None
-        for last in allowed:
-            if self._final_peak(last) <= self._budget:
-                break
-        return [] if last is None else [last]
-
-    def _as_fixed(self, candidate: Candidate) -> bool:
-        """Whether every field that the user holds fixed is as `fixed` would have it."""
-        for name in self.given.selector.fixed_fields:
-            stage, _, field = name.partition(".")
-            if stage == candidate.stage or (stage, candidate.stage) == ("update", "reference"):
-                have, want = _field(candidate, field), self._wanted(stage, field)
-                if have != want:
-                    return False
-        return True
-
-    def _wanted(self, stage: str, field: str) -> object:
-        if stage == "rollout":
-            return self.given.rollout.max_running_requests if field == _RUNNING else 1
-        config = self.given.update
-        if field in ("max_tokens_per_microbatch", "activation_checkpointing"):
-            return getattr(config, field)
-        return {"logits_chunk_tokens": 0, "offload_optimizer": False}.get(field, 1)
+    def measured(self, stage: str) -> bool:
+        """Whether the profile has anything of this stage."""
+        return stage in self._measured_stages
 
     # Memory
 
-    def _training_budget(self) -> float:
+    def budget(self, stage: str) -> float:
+        """Bytes that the stage may use: of one device; on a CPU, all its processes together, what
+        others hold of the host taken off."""
+        return self._budgets[stage]
+
+    def _budget(self, stage: str) -> float:
         share = self.given.selector.memory_fraction
         if self.device.kind == "gpu":
             return share * self.device.memory_bytes
-        return share * self.hardware.memory_bytes
+        reserved = self.given.reserved_bytes.get(stage, 0.0)
+        return max(1.0, share * self.hardware.memory_bytes - reserved)
 
-    def _engine(self, candidate: Candidate) -> Memory:
-        place = candidate.tensor, candidate.running
+    def _engine(self, candidate: Candidate, load: Load) -> Memory:
+        sequences = load.episodes / candidate.replicas
+        sequences = math.ceil(min(sequences, candidate.running or sequences))
+        place = candidate.tensor, sequences if self._torch_engine else candidate.running, load
         if place not in self._engines:
-            vllm = self.given.rollout.vllm
-            budget = vllm.gpu_memory_utilization
-            if self.device.kind == "cpu":
-                budget = (vllm.kv_cache_gib or 2) * 2.0**30
-            self._engines[place] = engine_memory(self.shape, self.device, candidate, budget)
+            self._engines[place] = self._engine_memory(candidate, load, sequences)
         return self._engines[place]
 
-    def _capacity(self, candidate: Candidate) -> float:
-        return kv_capacity_tokens(self.shape, self._engine(candidate), candidate.tensor)
+    def _engine_memory(self, candidate: Candidate, load: Load, sequences: float) -> Memory:
+        cpu = self.device.kind == "cpu"
+        if self._torch_engine:
+            return torch_engine_memory(self.shape, sequences, load.longest, self._value, cpu)
+        vllm = self.given.rollout.vllm
+        share = (vllm.kv_cache_gib or 2) * 2.0**30 if cpu else vllm.gpu_memory_utilization
+        return engine_memory(self.shape, self.device, candidate, share, self._value)
+
+    def capacity(self, candidate: Candidate) -> float:
+        """Tokens that one engine's cache holds; of the torch engine, what memory leaves it."""
+        engine = self._engine(candidate, self.ahead)
+        if self._torch_engine:
+            engines = candidate.replicas if self.device.kind == "cpu" else 1
+            left = self._budgets["rollout"] / engines - (engine.total - engine.kv_cache)
+            engine = engine._replace(kv_cache=max(0.0, left))
+        return kv_capacity_tokens(self.shape, engine, candidate.tensor, self._value)
 
     def formula_peak(self, candidate: Candidate, load: Load) -> float:
         """Bytes on one device by formula alone: what `Peak.predicted` of a measurement is."""
         if candidate.stage == "rollout":
-            return self._engine(candidate).total
+            return self._engine(candidate, load).total
         model = scoring_memory if candidate.stage == "reference" else training_memory
-        return model(self.shape, candidate, load.longest, self.needs).total
+        needs = self.needs if load is self.ahead else _answering(self.needs, load)
+        return model(self.shape, candidate, load.longest, needs).total
 
     def peak(self, candidate: Candidate, load: Load) -> float:
         """Bytes on one device, calibrated by measured peaks."""
-        return self._correctors[candidate.stage](self.formula_peak(candidate, load))
+        formula = self.formula_peak(candidate, load)
+        return self._correctors[candidate.stage](formula) if self._grows(candidate) else formula
 
-    def _final_peak(self, candidate: Candidate) -> float:
-        """The peak at the end of the forecast, which every candidate is judged by."""
+    def stage_peak(self, candidate: Candidate) -> float:
+        """The peak at the end of the forecast, which `budget` is for: calibrated, of one device, on
+        a CPU of all the stage's processes."""
         peak = self._peaks.get(candidate)
         if peak is None:
-            peak = self._peaks[candidate] = self.peak(candidate, self.ahead)
+            peak = self.peak(candidate, self.ahead)
+            if self.device.kind == "cpu":
+                peak *= candidate.ranks
+            self._peaks[candidate] = peak
         return peak
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the candidate stays within the stage's budget, and below what ran out of memory
+        in this run."""
+        if self.stage_peak(candidate) > self._budgets[candidate.stage]:
+            return False
+        return not self._starved(candidate)
+
+    def _starved(self, candidate: Candidate) -> bool:
+        """Whether it ran out of memory in this run, or another did whose formula says no more."""
+        if not self._forbidden:
+            return False
+        if candidate in self._forbidden:
+            return True
+        stage = candidate.stage
+        if stage not in self._starving:
+            failed = [c for c in self._forbidden if c.stage == stage and self._grows(c)]
+            sizes = (self._formula(each) for each in failed)
+            self._starving[stage] = min(sizes, default=math.inf)
+        least = self._starving[stage]
+        return least < math.inf and self._grows(candidate) and self._formula(candidate) >= least
+
+    def _formula(self, candidate: Candidate) -> float:
+        ranks = candidate.ranks if self.device.kind == "cpu" else 1
+        return ranks * self.formula_peak(candidate, self.ahead)
+
+    def _grows(self, candidate: Candidate) -> bool:
+        """Whether its memory follows from its load: vLLM takes the share of a GPU that it is given,
+        no more and no less."""
+        return candidate.stage != "rollout" or self.device.kind == "cpu" or self._torch_engine
+
+    def _short_of(self, stage: str, peak: float, budget: float) -> str:
+        """Such as `needs 3.0 GiB on a device where 2.0 GiB may be used`."""
+        where = "on a device where"
+        if self.device.kind == "cpu":
+            where = f"on this host of {gib(self.hardware.memory_bytes)}, where"
+        text = f"needs {gib(peak)} {where} {gib(budget)} may be used"
+        reserved = self.given.reserved_bytes.get(stage, 0.0)
+        if reserved and self.device.kind == "cpu":
+            text += f", for others hold {gib(reserved)}"
+        return text
 
     # Predictions
 
@@ -224,10 +221,7 @@ class Predictor:
         """Seconds and memory under a load; whether it fits is judged at the forecast one."""
         if candidate.stage == "rollout":
             return self._predict_rollout(candidate, load)
-        peak = self._final_peak(candidate)
-        if self.device.kind == "cpu":
-            peak *= candidate.ranks
-        budget = self._budget
+        peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
         epochs, steps = self.given.update.epochs, self.given.update.minibatches
         only = candidate.stage == "reference"
         seconds = self.roofline.training_seconds(
@@ -237,10 +231,8 @@ class Predictor:
         problem = self._refused(candidate, load.context, float(load.episodes))
         if not problem and peak > budget:
             tokens = max(candidate.microbatch, round(self.ahead.longest))
-            problem = (
-                f"a microbatch of {tokens:,} tokens needs {gib(peak)} on a device where "
-                f"{gib(budget)} may be used"
-            )
+            short = self._short_of(candidate.stage, peak, budget)
+            problem = f"a microbatch of {tokens:,} tokens {short}"
         if not problem and candidate.offload:
             problem = self._host_problem(candidate)
         return Prediction(candidate, seconds / factor, peak, budget, 0.0, measured, problem)
@@ -256,55 +248,76 @@ class Predictor:
         return f"the optimizer state of a host's ranks needs {gib(needed)} of its {gib(budget)}"
 
     def _predict_rollout(self, candidate: Candidate, load: Load) -> Prediction:
-        engine, capacity = self._engine(candidate), self._capacity(candidate)
+        engine, capacity = self._engine(candidate, self.ahead), self.capacity(candidate)
         per_engine = load.episodes / candidate.replicas
         offered = max(1.0, min(per_engine, candidate.running or per_engine))
         rate, measured = self.rate(candidate, load.context, offered)
-        peak, budget = engine.total, self._engine_budget(engine)
-        if self.device.kind == "cpu":
-            peak *= candidate.tensor * candidate.replicas
+        peak, budget = self.stage_peak(candidate), self._engine_budget(engine)
         problem = self._refused(candidate, load.context, offered)
-        needed = max(float(self.max_model_len), self.ahead.longest)
+        needed = self.ahead.longest
+        if not self._torch_engine:
+            needed = max(needed, float(self.max_model_len))
+        if not problem and peak > budget:
+            engines = f"{candidate.replicas} engines" if candidate.replicas > 1 else "one engine"
+            problem = f"running {engines} {self._short_of('rollout', peak, budget)}"
         if not problem and capacity < needed:
-            short = needed * kv_bytes_per_token(self.shape, candidate.tensor)
+            short = needed * kv_bytes_per_token(self.shape, candidate.tensor, self._value)
+            left = capacity * kv_bytes_per_token(self.shape, candidate.tensor, self._value)
             problem = (
                 f"one sequence of {needed:,.0f} tokens needs {gib(short)} of keys and values on "
-                f"each device, and beside the weights {gib(engine.kv_cache)} are left"
+                f"each device, and beside the weights {gib(left)} are left"
             )
-        if not problem and peak > budget:
-            problem = f"the engines need {gib(peak)} where {gib(budget)} may be used"
         seconds = self.roofline.rollout_seconds(candidate, load, rate)
         filled = offered * load.context / capacity if capacity > 0 else math.inf
         return Prediction(candidate, seconds, peak, budget, filled, measured, problem)
 
     def _engine_budget(self, engine: Memory) -> float:
-        if self.device.kind == "cpu":
-            return self.given.selector.memory_fraction * self.hardware.memory_bytes
+        if self.device.kind == "cpu" or self._torch_engine:
+            return self._budgets["rollout"]
         share = self.given.rollout.vllm.gpu_memory_utilization
         return max(share * self.device.memory_bytes, engine.total - engine.kv_cache)
 
     def rate(self, candidate: Candidate, context: float, offered: float) -> tuple[float, float]:
         """Tokens/s of one engine that is offered so many sequences at once, and how much
         measurement stands behind it (0 to 1)."""
-        guess = self._guess(candidate)(context, offered)
+        guess = _Guess(self, candidate)(context, offered)
         factor, measured = self._correction(candidate)(context, offered)
         return guess * factor, measured
-
-    def _guess(self, candidate: Candidate) -> _Guess:
-        return _Guess(self, candidate)
 
     def _correction(self, candidate: Candidate) -> Correction:
         if candidate.stage not in self._measured_stages:
             return _UNMEASURED
         key = candidate.key
         if key not in self._corrections:
-            points = self._points.get(key, [])
-            self._corrections[key] = Correction(points, self._guess(candidate))
+            points, guess = self._points.get(key, []), _Guess(self, candidate)
+            self._corrections[key] = Correction(points, guess, self._base(candidate.stage))
         return self._corrections[key]
 
+    def _base(self, stage: str) -> float:
+        """log(measured / guessed throughput) that the stage's measured layouts have in common: a
+        layout that was not measured is no faster or slower for that."""
+        if stage not in self._bases:
+            ratios = [
+                fmean(found)
+                for key, points in self._points.items()
+                if key.split()[0] == stage and (found := self._log_ratios(key, points))
+            ]
+            self._bases[stage] = fmean(ratios) if ratios else 0.0
+        return self._bases[stage]
+
+    def _log_ratios(self, key: str, points: list[ProfilePoint]) -> list[float]:
+        guess = _Guess(self, Candidate.of_key(key, self.hardware))
+        found = (log_ratio_of(point, guess) for point in points)
+        return [ratio for ratio in found if ratio is not None]
+
     def _refused(self, candidate: Candidate, context: float, requests: float) -> str:
-        if candidate in self._forbidden:
-            return "it ran out of memory in this run"
+        if self._starved(candidate):
+            peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
+            what = "it" if candidate in self._forbidden else "a layout that needs no more"
+            return (
+                f"{what} ran out of memory in this run, where {gib(budget)} may be used and "
+                f"{gib(peak)} are predicted"
+            )
         for point in self._failed:
             if point.key == candidate.key and _at_least(context, requests, point):
                 return (
@@ -323,7 +336,8 @@ class _Guess:
     def __call__(self, context: float, requests: float) -> float:
         predictor, layout = self._predictor, self._candidate
         if layout.stage == "rollout":
-            capacity = predictor._capacity(layout)
+            # The torch engine has no cache that could fill; its memory is judged apart.
+            capacity = _ENDLESS if predictor._torch_engine else predictor.capacity(layout)
             return predictor.roofline.decode_rate(
                 layout.tensor, layout.threads, requests, context, capacity
             )
@@ -336,21 +350,12 @@ class _Guess:
         return load.episodes * context / seconds
 
 
+_ENDLESS = 2.0**62
 _UNMEASURED = Correction([], lambda context, requests: 0.0)
-_RUNNING = "max_running_requests"
-_FIELDS = {
-    "tensor_parallel": "tensor",
-    "context_parallel": "context",
-    _RUNNING: "running",
-    "max_tokens_per_microbatch": "microbatch",
-    "activation_checkpointing": "checkpointing",
-    "logits_chunk_tokens": "logits_chunk",
-    "offload_optimizer": "offload",
-}
 
 
-def _field(candidate: Candidate, field: str) -> object:
-    return getattr(candidate, _FIELDS.get(field, field))
+def _answering(needs: TrainingNeeds, load: Load) -> TrainingNeeds:
+    return needs._replace(answered=min(1.0, load.generated / load.context))
 
 
 def _at_least(context: float, requests: float, point: ProfilePoint) -> bool:
@@ -359,17 +364,6 @@ def _at_least(context: float, requests: float, point: ProfilePoint) -> bool:
     return context >= point.context
 
 
-def _coarse(value: float) -> int:
-    """The greatest of 1, 2, 3, 4, 6, 8, 12, 16, … that is not above the value; 0 below 1.
-
-    Coarse, so that a growing context does not ask for another engine every iteration.
-    """
-    if value < 1:
-        return 0
-    power = 2 ** int(math.log2(value))
-    return power + power // 2 if power + power // 2 <= value and power > 1 else power
-
-
 def gib(size: float) -> str:
-    """Such as `12.3 GiB`."""
-    return f"{size / 2**30:,.1f} GiB"
+    """Such as `12.3 GiB`, or `700 MiB` where that says more."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -63,9 +63,10 @@ class ProfilePoint(Settings):
 
 
 class ProfileTable(Settings):
-    """Points, at most one for each bucket."""
+    """Points, at most one for each bucket. seconds: what `earl profile` has spent on them."""
 
     points: tuple[ProfilePoint, ...] = ()
+    seconds: float = Field(default=0.0, ge=0)
 
     def observe(self, point: ProfilePoint, half_life: float) -> ProfileTable:
         """With one more measurement.
@@ -78,11 +79,14 @@ class ProfileTable(Settings):
         if old is not None and old.out_of_memory == point.out_of_memory:
             point = _merged(old, point, half_life)
         kept[point.bucket] = point
-        return ProfileTable(points=tuple(kept[bucket] for bucket in sorted(kept)))
+        return self._with(kept[bucket] for bucket in sorted(kept))
 
     def without(self, excluded: Callable[[ProfilePoint], bool]) -> ProfileTable:
         """The points that are not excluded."""
-        return ProfileTable(points=tuple(p for p in self.points if not excluded(p)))
+        return self._with(p for p in self.points if not excluded(p))
+
+    def _with(self, points: Iterable[ProfilePoint]) -> ProfileTable:
+        return ProfileTable(points=tuple(points), seconds=self.seconds)
 
     def by_key(self) -> dict[str, list[ProfilePoint]]:
         """Points of each layout."""
@@ -106,28 +110,39 @@ def _merged(old: ProfilePoint, new: ProfilePoint, half_life: float) -> ProfilePo
     return merged if merged.bucket == new.bucket else new.model_copy(update={"weight": total})
 
 
+Guess = Callable[[float, float], float]
+"""The roofline's tokens/s of a layout at (context, requests)."""
+
+
+def log_ratio_of(point: ProfilePoint, guess: Guess) -> float | None:
+    """log(measured / guessed throughput); None where nothing can be compared."""
+    expected = guess(point.context, point.requests)
+    if point.out_of_memory or point.tokens_per_second <= 0 or expected <= 0:
+        return None
+    return math.log(point.tokens_per_second / expected)
+
+
 class Correction:
     """Measured over guessed throughput of one layout, interpolated between its points.
 
     Weights fall with the distance in octaves of live tokens and, half as fast, of requests; far
-    from every measurement the correction fades to 1.
+    from every measurement the correction fades to exp(base). base: log of what all layouts of the
+    stage have in common, such as a device that is slower than its figures; 0: nothing is known.
     """
 
-    def __init__(
-        self, points: Iterable[ProfilePoint], guess: Callable[[float, float], float]
-    ) -> None:
+    def __init__(self, points: Iterable[ProfilePoint], guess: Guess, base: float = 0.0) -> None:
+        self._base = base
         self._points = []
         for point in points:
-            expected = guess(point.context, point.requests)
-            if not point.out_of_memory and point.tokens_per_second > 0 and expected > 0:
-                log_ratio = math.log(point.tokens_per_second / expected)
+            log_ratio = log_ratio_of(point, guess)
+            if log_ratio is not None:
                 place = math.log2(point.live_tokens), math.log2(point.requests)
                 self._points.append((*place, min(point.weight, 4.0), log_ratio))
 
     def __call__(self, context: float, requests: float) -> tuple[float, float]:
         """The factor on the roofline's rate, and how much measurement stands behind it (0 to 1)."""
         if not self._points:
-            return 1.0, 0.0
+            return math.exp(self._base), 0.0
         live, wide = math.log2(context * requests), math.log2(requests)
         total = summed = 0.0
         for point_live, point_wide, weight, log_ratio in self._points:
@@ -135,6 +150,7 @@ class Correction:
             near = weight * math.exp(-0.5 * apart)
             total += near
             summed += near * log_ratio
+        summed += _PRIOR * self._base
         return math.exp(summed / (total + _PRIOR)), total / (total + _PRIOR)
 
 
@@ -166,7 +182,8 @@ def read_table(directory: Path, mark: str) -> ProfileTable:
             raise ProfileError(
                 f"the profile {path} is of another format or fingerprint: remove it to measure anew"
             )
-        return ProfileTable(points=tuple(ProfilePoint(**row) for row in table.to_pylist()))
+        points = tuple(ProfilePoint(**row) for row in table.to_pylist())
+        return ProfileTable(points=points, seconds=float(metadata.get(b"seconds", b"0")))
     except (pa.ArrowException, OSError, TypeError) as error:
         raise ProfileError(
             f"the profile {path} cannot be read ({error}): remove it to measure anew"
@@ -183,7 +200,7 @@ def write_table(directory: Path, mark: str, table: ProfileTable) -> Path:
     types = {"key": pa.string(), "out_of_memory": pa.bool_(), "iteration": pa.int64()}
     schema = pa.schema(
         [pa.field(name, types.get(name, pa.float64()), nullable=False) for name in names],
-        metadata={"format": FORMAT, "mark": mark},
+        metadata={"format": FORMAT, "mark": mark, "seconds": repr(table.seconds)},
     )
     directory.mkdir(parents=True, exist_ok=True)
     path = table_path(directory, mark)

@@ -8,11 +8,11 @@ from earl_core.config.base import Settings
 from earl_core.config.experience import ExperienceConfig
 from earl_core.config.layout import LayoutConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector.deployment import DeploymentPlan, StageDeployment
 from earl_core.selector.memory_model import Calibration
 from earl_core.selector.profile_table import ProfileTable
-from earl_core.selector.settings import SelectorConfig
 from earl_core.selector.shapes import Hardware, ModelShape
 from earl_core.selector.statistics import Statistics
 
@@ -20,11 +20,16 @@ from earl_core.selector.statistics import Statistics
 class SelectionInput(Settings):
     """Everything that a choice depends on; sealed beside the plan, so that it can be replayed.
 
-    forbidden: layouts that ran out of memory since the last select. trained_share: part of the
-    parameters that has gradients (1 without adapters).
+    attempt: how often the iteration's choice was made before, because a stage did not fit.
+    current: the plan that the running worker groups follow. forbidden: layouts that ran out of
+    memory in this run. reserved_bytes: by stage, bytes of the host that others hold while it runs
+    (on CPU hosts, where nothing is given back between stages). outgrown: the most tokens that an
+    engine of this run was built too small for. trained_share: part of the parameters that has
+    gradients (1 without adapters).
     """
 
     iteration: int = Field(ge=0)
+    attempt: int = Field(default=0, ge=0)
     rollout: RolloutConfig
     experience: ExperienceConfig = ExperienceConfig()
     update: UpdateConfig
@@ -38,6 +43,8 @@ class SelectionInput(Settings):
     profile: ProfileTable = ProfileTable()
     calibration: Calibration = Calibration()
     forbidden: tuple[StageDeployment, ...] = ()
+    reserved_bytes: dict[str, float] = Field(default_factory=dict)
+    outgrown: float = Field(default=0.0, ge=0)
     iterations_left: int | None = Field(default=None, ge=1)
     trained_share: float = Field(default=1.0, gt=0, le=1)
 
@@ -88,7 +95,9 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
             update={"stage": "reference", "offload_optimizer": False}
         )
         reasons["reference"] = "laid out as the update, which has the same forward pass"
-    return DeploymentPlan(iteration=given.iteration, stages=stages, reasons=reasons)
+    return DeploymentPlan(
+        iteration=given.iteration, stages=stages, reasons=reasons, attempt=given.attempt
+    )
 
 
 def _threads(count: int) -> str:
@@ -115,7 +124,9 @@ def experience_reason(config: ExperienceConfig) -> str:
 
 
 def model_length(given: SelectionInput, seen: float) -> tuple[int, str]:
-    """The context that engines are built for, and why. seen: tokens of the longest episode."""
+    """The context that engines are built for, and why. seen: tokens of the longest episode that was
+    played; one that an engine had no room for counts as well."""
+    seen = max(seen, given.outgrown)
     limit = given.model.max_positions
     asked = min(given.rollout.max_model_len or limit, limit)
     if given.current is not None:

@@ -50,8 +50,12 @@ class Pages:
             os.replace(self.path, visible)
 
     def discard(self) -> None:
-        """Remove the file and give its memory back."""
-        _remove(self.path)
+        """Remove the file and give its memory back, also where this process has it mapped."""
+        with contextlib.suppress(OSError, ValueError):
+            mapping = writable_mappings.take(self.path, self.path.lstat())
+            mapping.discard_pages()
+            mapping.close()
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let others have the pages, once nothing visible names them."""
@@ -76,17 +80,11 @@ def take(directory: Path, size: int) -> Pages:
     return found or _allocate(directory, size)
 
 
-def remove(visible: Path) -> None:
-    """Remove a published file and its hidden name. Who has it mapped keeps reading it whole."""
-    try:
-        status = os.lstat(visible)
-    except FileNotFoundError:
-        return
-    for hidden in visible.parent.glob(f"{_HIDDEN}*"):
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.lstat(hidden), status):
-                hidden.unlink()
-    visible.unlink(missing_ok=True)
+def trim(directory: Path) -> None:
+    """Give free pages back to the system: those that no version and no reader holds."""
+    for pages in _free(directory):
+        pages.discard()
+        pages.close()
 
 
 def open_leased(path: Path) -> int:
@@ -159,12 +157,3 @@ def _allocate(directory: Path, size: int) -> Pages:
             "there or point it at a larger file system",
         ) from error
     return Pages(path, descriptor)
-
-
-def _remove(path: Path) -> None:
-    """Unlink free pages; processes that have them mapped while idle keep no memory."""
-    with contextlib.suppress(OSError, ValueError):
-        mapping = writable_mappings.take(path, path.lstat())
-        mapping.discard_pages()
-        mapping.close()
-    path.unlink(missing_ok=True)

@@ -50,31 +50,7 @@ def publish(
     shapes = {name: (DTYPES[code], tuple(shape)) for name, code, shape in plan["tensors"]}
     layout = plan_layout(shapes, {"format": "pt", "policy_version": str(policy_version)})
     path = directory / f"weights-{policy_version:08d}.safetensors"
-    slices = ranks.do(lambda: slices_of(named_tensors))
-    mine = own_shares(slices, layout, ranks)
-    claimed: pages.Pages | None = None
-
-    def claim() -> str:
-        nonlocal claimed
-        claimed = pages.take(directory, layout.total_bytes)
-        return str(claimed.path)
-
-    try:
-        hidden = Path(ranks.from_first(claim))
-        mapping = ranks.do(lambda: _writable(hidden, layout, ranks.first))
-        try:
-            ranks.do(lambda: fill(mapping.memory, layout.places, slices, mine))
-            digest = digest_together(mapping.memory, layout.places, ranks)
-        finally:
-            writable_mappings.put_back(mapping)
-        ranks.on_first(lambda: claimed.seal(path) if claimed else None)
-    except BaseException:
-        if claimed is not None:
-            claimed.discard()
-        raise
-    finally:
-        if claimed is not None:
-            claimed.close()
+    digest = _write_together(named_tensors, layout, path, ranks)
     return WeightsManifest(
         policy_version=policy_version,
         files=(WeightFile(path=str(path.absolute()), bytes=layout.total_bytes),),
@@ -86,12 +62,6 @@ def publish(
         digest=digest,
         config_digest=config_digest,
     )
-
-
-def remove(manifest: WeightsManifest) -> None:
-    """Remove the manifest's files. Processes that have them mapped keep reading them whole."""
-    for file in manifest.files:
-        pages.remove(Path(file.path))
 
 
 def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -144,6 +114,38 @@ def _split_tied(
         first[key] = name
         kept[name] = tensor
     return kept, tied
+
+
+def _write_together(
+    named_tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path, ranks: Ranks
+) -> str:
+    """Every rank writes its share of the file, which the first one seals; the tensors' digest."""
+    slices = ranks.do(lambda: slices_of(named_tensors))
+    mine = own_shares(slices, layout, ranks)
+    claimed: pages.Pages | None = None
+
+    def claim() -> str:
+        nonlocal claimed
+        claimed = pages.take(path.parent, layout.total_bytes)
+        return str(claimed.path)
+
+    try:
+        hidden = Path(ranks.from_first(claim))
+        mapping = ranks.do(lambda: _writable(hidden, layout, ranks.first))
+        try:
+            ranks.do(lambda: fill(mapping.memory, layout.places, slices, mine))
+            digest = digest_together(mapping.memory, layout.places, ranks)
+        finally:
+            writable_mappings.put_back(mapping)
+        ranks.on_first(lambda: claimed.seal(path) if claimed else None)
+    except BaseException:
+        if claimed is not None:
+            claimed.discard()
+        raise
+    finally:
+        if claimed is not None:
+            claimed.close()
+    return digest
 
 
 def _writable(path: Path, layout: Layout, first: bool) -> WritableMapping:

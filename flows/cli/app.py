@@ -137,6 +137,27 @@ def doctor(
 
 
 @app.command()
+def profile(
+    config: Annotated[str, typer.Argument(help="A run file, such as configs/tictactoe_tiny.yaml.")],
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Time for all starts of this profile together.")
+    ] = 20.0,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Longest context, such as 32K.  The model's position range."),
+    ] = None,
+    overrides: Overrides = None,
+    plain: Plain = False,
+    debug: Debug = False,
+) -> None:
+    """Measure layouts for the selector. Stopped, it goes on where it ended; no run is touched."""
+    with reported(debug):
+        from flows.cli.profile import profile as run_profile
+
+        run_profile(config, minutes, context, overrides or [], plain)
+
+
+@app.command()
 def plan(
     run: Annotated[
         str | None, typer.Argument(help="A past choice, as RUN@ITERATION, such as demo@12.")

@@ -14,7 +14,14 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from flows.cli.progress import Activity, EvaluationRow, IterationRow, Progress, preparation
+from flows.cli.progress import (
+    Activity,
+    EvaluationRow,
+    IterationRow,
+    Progress,
+    layout_news,
+    preparation,
+)
 from flows.cli.tables import activity_numbers, interval, number, screen
 
 _PER_SECOND = 4.0
@@ -103,6 +110,8 @@ class LiveDisplay(_Base):
 
     def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
         self.progress.handle(stage, iteration, event)
+        if told := layout_news(iteration, event):
+            self._console.print(Text(told, style="cyan"))
 
     def say(self, text: str) -> None:
         self.progress.say(text)
@@ -169,6 +178,8 @@ class PlainDisplay(_Base):
             return f"iteration {iteration}: {iteration_text(IterationRow.of(iteration, metrics))}"
         if event.get("finished") and stage == "evaluation":
             return evaluation_text(EvaluationRow.of(iteration, metrics))
+        if told := layout_news(iteration, event):
+            return told
         if preparing := preparation(event):
             return preparing
         if "building" in event:

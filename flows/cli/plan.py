@@ -11,10 +11,20 @@ from pathlib import Path
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from earl_core.dispatch import read_manifest
-from earl_core.selector import DeploymentPlan, Hardware, ModelShape, NothingFits, SelectionInput
+from earl_core.run.directory import read_lines
+from earl_core.selector import (
+    DeploymentPlan,
+    Hardware,
+    ModelShape,
+    NothingFits,
+    SelectionInput,
+    select,
+)
 from earl_core.selector.catalogue import DEVICES, MODELS, cluster, device_of
+from earl_core.selector.changes import misfit_text
 from earl_core.selector.explain import (
     Question,
     Row,
@@ -22,11 +32,13 @@ from earl_core.selector.explain import (
     candidate_rows,
     considered,
     memory_rows,
+    outcome_rows,
+    plan_rows,
     refused_rows,
     replay,
     summary,
 )
-from earl_core.selector.policy import choose
+from earl_core.selector.observations import MISFITS, Observation
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
 from flows.cli.tables import make_console
@@ -46,30 +58,109 @@ class PlanRequest:
 
 
 def explain_run(run: str, runs_directory: str, explain: bool) -> None:
-    """Print the choice of RUN@ITERATION, made again from its sealed input."""
+    """Print the choices of RUN@ITERATION, made again from their sealed inputs.
+
+    explain: all attempts of the iteration with all candidates, what each stage that did not fit
+    taught, and what was predicted beside what was measured.
+    """
     name, at, number = run.partition("@")
     if not (at and number.isdigit()):
         raise UsageProblem(f"{run!r} is not of the form RUN@ITERATION, such as demo@12")
     path, iteration = find_run(name, runs_directory), int(number)
     folder = path / "iterations" / f"{iteration:06d}"
-    source, sealed = folder / "selection.input", folder / "select.json"
-    if not source.is_file() or not sealed.is_file():
+    inputs = _sealed_inputs(path, folder, iteration)
+    seen = _observations(path, iteration)
+    plan = _sealed_plan(folder)
+    console = make_console()
+    policy = plan.policy if plan else inputs[-1].selector.policy
+    console.print(f"[bold]{path}[/bold], iteration {iteration}, policy {policy}")
+    for attempt, given in enumerate(inputs[:-1] if explain else ()):
+        console.print(f"\n[bold]Attempt {attempt + 1} of {len(inputs)}[/bold]")
+        _print_attempt(given, seen, console)
+    if len(inputs) > 1:
+        console.print(f"\n[bold]Attempt {len(inputs)} of {len(inputs)}[/bold]")
+    if plan is None:
+        console.print("No plan was sealed: the run ended, or is still choosing.")
+        _print_attempt(inputs[-1], seen, console)
+        return
+    _print_plan(plan, console)
+    if explain:
+        _print_considered(inputs[-1], plan, console)
+        _print_outcome(inputs[-1], plan, seen, console)
+    _print_again(inputs[-1], plan, console)
+
+
+def _sealed_inputs(path: Path, folder: Path, iteration: int) -> list[SelectionInput]:
+    """The inputs of all attempts of an iteration, in their order."""
+    earlier = [
+        (int(number), file)
+        for file in folder.glob("selection.*.input")
+        if (number := file.name.split(".")[1]).isdigit()
+    ]
+    files = [file for _, file in sorted(earlier)]
+    last = folder / "selection.input"
+    files += [last] if last.is_file() else []
+    if not files:
         known = sorted(int(p.parent.name) for p in path.glob("iterations/*/selection.input"))
         span = f"it has {known[0]} to {known[-1]}" if known else "it has none"
         raise UsageProblem(f"iteration {iteration} of {path} made no choice: {span}")
     try:
-        given = SelectionInput.model_validate_json(source.read_bytes())
-        plan = DeploymentPlan.model_validate(read_manifest(sealed).outputs["plan"])
-    except (ValidationError, KeyError) as error:
+        return [SelectionInput.model_validate_json(file.read_bytes()) for file in files]
+    except ValidationError as error:
         raise UsageProblem(
             f"the choice in {folder} was sealed by another version of earl: {error}"
         ) from error
-    console = make_console()
-    console.print(f"[bold]{path}[/bold], iteration {iteration}, policy {plan.policy}")
-    again = replay(given, plan)
+
+
+def _observations(path: Path, iteration: int) -> list[Observation]:
+    lines = read_lines(path / "selector.jsonl")
+    return [Observation.model_validate(x) for x in lines if x.get("iteration") == iteration]
+
+
+def _sealed_plan(folder: Path) -> DeploymentPlan | None:
+    sealed = folder / "select.json"
+    if not sealed.is_file():
+        return None
+    try:
+        return DeploymentPlan.model_validate(read_manifest(sealed).outputs["plan"])
+    except (ValidationError, KeyError) as error:
+        raise UsageProblem(
+            f"the plan {sealed} was sealed by another version of earl: {error}"
+        ) from error
+
+
+def _print_attempt(given: SelectionInput, seen: Sequence[Observation], console: Console) -> None:
+    """An attempt that no sealed plan stands for any more: its choice, and what it taught."""
+    try:
+        plan = select(given)
+    except NothingFits as error:
+        console.print(f"Nothing fitted: {error}", markup=False)
+        return
     _print_plan(plan, console)
-    if explain:
-        _print_considered(given, console)
+    _print_considered(given, plan, console)
+    for item in seen:
+        own = plan.stages.get(item.stage) == item.deployment
+        if own and item.kind in MISFITS:
+            console.print(misfit_text(item), style="yellow", markup=False)
+
+
+def _print_outcome(
+    given: SelectionInput, plan: DeploymentPlan, seen: Sequence[Observation], console: Console
+) -> None:
+    rows = outcome_rows(given, plan, seen)
+    if rows:
+        console.print("\n[bold]Predicted and measured[/bold]")
+        print_rows(rows, console)
+
+
+def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
+    try:
+        again = replay(given, plan)
+    except NothingFits as error:
+        console.print(
+            f"Choosing again gives no plan: this version of earl finds that {error}", markup=False
+        )
+        return
     if again.agrees:
         console.print("Choosing again from the sealed input gives the same plan.")
     else:
@@ -100,12 +191,14 @@ def explain_question(request: PlanRequest, explain: bool) -> None:
         if len(inputs) > 1:
             print_rows([summary(given) for given in inputs], console)
         else:
-            choice = choose(inputs[0])
-            _print_plan(choice.plan, console)
+            _print_plan(select(inputs[0]), console)
         if explain:
             for given in inputs:
                 console.print(f"\n[bold]Context {given.statistics.context_mean[-1]:,.0f}[/bold]")
-                _print_considered(given, console, reasons=len(inputs) > 1)
+                plan = select(given)
+                if len(inputs) > 1:
+                    _print_plan(plan, console)
+                _print_considered(given, plan, console)
     except NothingFits as error:
         raise UsageProblem(str(error)) from error
     if explain:
@@ -134,17 +227,22 @@ def _question(request: PlanRequest, context: int) -> Question:
 
 
 def _print_plan(plan: DeploymentPlan, console: Console) -> None:
-    rows = [{"stage": name, "why": plan.reasons.get(name, "")} for name in plan.stages]
-    print_rows(rows, console)
+    rows = plan_rows(plan)
+    print_rows([{k: v for k, v in row.items() if k != "why"} for row in rows], console)
+    for row in rows:
+        console.print(Text.assemble((f"{row['stage']}: ", "bold"), row["why"]))
 
 
-def _print_considered(given: SelectionInput, console: Console, reasons: bool = False) -> None:
-    choice = considered(given)
-    if choice is None:
-        console.print(f"The policy {given.selector.policy} weighs no other layouts of its own.")
+def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
+    try:
+        choice = considered(given, plan)
+    except ValueError as error:
+        console.print(f"No other layouts were weighed: {error}", markup=False)
         return
-    if reasons:
-        _print_plan(choice.plan, console)
+    if given.selector.policy != "live_tokens":
+        console.print(
+            f"\nThe policy {given.selector.policy} does not weigh these; what is predicted of them:"
+        )
     for stage in choice.predictions:
         offered = len(choice.predictions[stage])
         console.print(f"\n[bold]{stage}[/bold], {offered} candidates")
@@ -167,8 +265,9 @@ def _print_figures(hardware: Hardware, console: Console) -> None:
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """Rows with the same keys as a table."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    """Rows as a table of all columns in which any of them has something."""
+    named = dict.fromkeys(key for row in rows for key in row)
+    columns = [name for name in named if any(row.get(name) for row in rows)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         values = [row.get(column, "") for row in rows]

@@ -143,6 +143,9 @@ class Progress:
                 self._finish(stage, iteration, event.get("metrics", {}))
             elif "building" in event:
                 self._activity = Activity(stage=f"building the model {event['building']}")
+            elif layout_news(iteration, event):
+                # A line that stays; what goes on goes on.
+                return
             elif preparing := preparation(event):
                 self._activity = replace(self._activity, preparing=preparing)
             elif event.get("stage_started"):
@@ -196,6 +199,13 @@ def preparation(event: Mapping[str, Any]) -> str:
     if "laying_out" in event:
         return f"laying the {event['laying_out']} out anew"
     return ""
+
+
+def layout_news(iteration: int, event: Mapping[str, Any]) -> str:
+    """A line about a stage that is laid out otherwise, or repeated because it did not fit; empty:
+    the event says nothing of the kind."""
+    told = event.get("switched") or event.get("repeated")
+    return f"iteration {iteration}: {told}" if told else ""
 
 
 def outcome_names(rows: list[dict[str, Any]]) -> list[str]:

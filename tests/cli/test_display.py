@@ -94,6 +94,42 @@ def test_workers_that_take_another_layout_are_shown() -> None:
     assert "anew" not in rendered(progress)
 
 
+NEWS: list[tuple[Event, str]] = [
+    (
+        ("update", 3, {"switched": "update: TP 1, microbatch 8192 -> 4096: it is faster"}),
+        "iteration 3: update: TP 1, microbatch 8192 -> 4096: it is faster",
+    ),
+    (
+        ("update", 3, {"repeated": "update: ran out of memory; the stage is repeated"}),
+        "iteration 3: update: ran out of memory; the stage is repeated",
+    ),
+    (
+        ("rollout", 3, {"switched": "rollout: TP 1, context 4096 -> 8192"}),
+        "iteration 3: rollout: TP 1, context 4096 -> 8192",
+    ),
+]
+
+
+def test_layouts_that_switch_and_stages_that_are_repeated_are_lines_that_stay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with PlainDisplay(5) as plain:
+        for event, _ in NEWS:
+            plain.listen(*event)
+    assert capsys.readouterr().out.splitlines() == [line for _, line in NEWS]
+
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=120)
+    with make_display(5, False, console) as live:
+        live.listen("update", 3, {"stage_started": True})
+        for event, _ in NEWS:
+            live.listen(*event)
+        # The stage goes on being shown.
+        assert live.progress.snapshot().activity.stage == "update"
+    for _, line in NEWS:
+        assert line in output.getvalue()
+
+
 def test_only_the_last_iterations_are_shown_and_a_repeated_one_once() -> None:
     progress = Progress(iterations=50)
     progress.recall([IterationRow.of(k, METRICS) for k in range(20)], [])

@@ -17,6 +17,7 @@ import pytest
 
 from earl_core.cluster import WorkerCallFailed, WorkerLost, WorkerStalled
 from earl_core.cluster.processes import inspect
+from tests.cgroup import memory_cgroup
 from tests.cluster.conftest import MakeGroup, gone_within
 
 Site = dict[str, Any]
@@ -258,26 +259,13 @@ def test_stop_from_another_thread_ends_a_start(make_local: MakeGroup) -> None:
 
 
 def test_an_out_of_memory_kill_is_named(make_local: MakeGroup, site: Site) -> None:
-    cgroup = Path(f"/sys/fs/cgroup/memory/earl_test_{os.getpid()}")
-    try:
-        cgroup.mkdir()
-        (cgroup / "memory.limit_in_bytes").write_text(str(64 << 20))
-    except OSError:
-        pytest.skip("needs a writable memory cgroup, version 1")
-    try:
+    with memory_cgroup(64 << 20) as cgroup:
         group = make_local()
         group.start({}, {})
         with pytest.raises(WorkerLost, match="out-of-memory killer") as caught:
             group.call("allocate_in_cgroup", cgroup=str(cgroup), megabytes=256, **site)
         assert caught.value.out_of_memory
         group.stop()
-    finally:
-        for _ in range(50):
-            try:
-                cgroup.rmdir()
-                break
-            except OSError:
-                time.sleep(0.1)
 
 
 def test_peak_memory_is_of_the_last_call(make_local: MakeGroup, site: Site) -> None:
@@ -313,7 +301,7 @@ def test_the_log_tail_is_of_this_start_and_the_file_keeps_all(
     assert "leaving now" in text
 
 
-def test_fifty_starts_leave_no_descriptor_thread_or_process(
+def test_twenty_starts_leave_no_descriptor_thread_or_process(
     make_local: MakeGroup, site: Site
 ) -> None:
     group = make_local()
@@ -331,7 +319,7 @@ def test_fifty_starts_leave_no_descriptor_thread_or_process(
     before = sorted(os.listdir("/proc/self/fd"))
     threads = threading.active_count()
     elsewhere = children()
-    for _ in range(50):
+    for _ in range(20):
         round_trip()
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert threading.active_count() == threads

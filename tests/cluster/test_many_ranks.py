@@ -22,6 +22,7 @@ import pytest
 
 from earl_core.cluster import DeadlineExceeded, WorkerLost
 from earl_core.cluster.processes import inspect
+from tests.cgroup import memory_cgroup
 from tests.cluster.conftest import BACKENDS, gone_within
 
 RANKS = 4
@@ -91,13 +92,7 @@ def test_a_lost_worker_is_reported_while_the_others_wait_for_it(
 
 
 def test_an_out_of_memory_kill_of_one_rank_is_named(group: Any, fresh: Fresh) -> None:
-    cgroup = Path(f"/sys/fs/cgroup/memory/earl_ranks_{os.getpid()}")
-    try:
-        cgroup.mkdir()
-        (cgroup / "memory.limit_in_bytes").write_text(str(64 << 20))
-    except OSError:
-        pytest.skip("needs a writable memory cgroup, version 1")
-    try:
+    with memory_cgroup(64 << 20) as cgroup:
         pids = fresh()
         begin = time.monotonic()
         with pytest.raises(WorkerLost, match="out-of-memory killer") as caught:
@@ -106,13 +101,6 @@ def test_an_out_of_memory_kill_of_one_rank_is_named(group: Any, fresh: Fresh) ->
         assert caught.value.out_of_memory
         assert (caught.value.rank, caught.value.signal) == (3, signal.SIGKILL)
         assert gone_within(pids, 10)
-    finally:
-        for _ in range(100):
-            try:
-                cgroup.rmdir()
-                break
-            except OSError:
-                time.sleep(0.1)
 
 
 def test_ranks_that_wait_for_ever_end_at_the_deadline(group: Any, fresh: Fresh) -> None:

@@ -29,6 +29,16 @@ from earl_core.trajectory.schema import per_token
 
 MANIFESTS, LOCAL, SPILLED, REMOTE, RESUMED = 5200, 2000, 1500, 1000, 300
 """Damages for each way of reading: 10,000 together, more where reading is quick."""
+
+
+@pytest.fixture(
+    params=[pytest.param(5, id="a fifth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
+def share(request: pytest.FixtureRequest) -> int:
+    """One in so many of them is tried."""
+    return int(request.param)
+
+
 TOKEN = "a token of the tests"
 ROWS = 12
 SCHEMA = pa.schema(
@@ -165,13 +175,13 @@ def survive(shard: Shard, times: int, read: Callable[[], object], error: type[Ex
 # Reading
 
 
-def test_local_reads_with_verify_always(shard: Shard) -> None:
+def test_local_reads_with_verify_always(shard: Shard, share: int) -> None:
     manifest = manifest_of(shard.entry)
     read = partial(Batch, shard.store, [manifest], verify=True)
-    survive(shard, LOCAL, lambda: content(read()), ShardCorrupt)
+    survive(shard, LOCAL // share, lambda: content(read()), ShardCorrupt)
 
 
-def test_remote_reads(shard: Shard) -> None:
+def test_remote_reads(shard: Shard, share: int) -> None:
     entry = shard.entry
     proofs = {entry.file: Proof.of(entry)}
     spans = [column.values for column in entry.columns.values()]
@@ -184,11 +194,11 @@ def test_remote_reads(shard: Shard) -> None:
             transport.read("a", ranges, into, proofs)
             return [bytes(each) for each in into]
 
-        survive(shard, REMOTE, read, TransportError)
+        survive(shard, REMOTE // share, read, TransportError)
         transport.close()
 
 
-def test_spill_reads(shard: Shard, tmp_path: Path) -> None:
+def test_spill_reads(shard: Shard, share: int, tmp_path: Path) -> None:
     entry = shard.entry
     spill = Spill(f"file://{tmp_path}/spill", "run")
     assert spill.put(shard.store.path(entry), entry)
@@ -207,7 +217,8 @@ def test_spill_reads(shard: Shard, tmp_path: Path) -> None:
     draw = np.random.default_rng(23)
     expected = {columns: columns(), restored: restored()}
     found = 0
-    for number in range(SPILLED):
+    times = SPILLED // share
+    for number in range(times):
         data = damaged(draw, shard.whole)
         if draw.random() < 0.1:
             del data[int(draw.integers(0, len(data))) :]  # storage that lost the end
@@ -219,10 +230,10 @@ def test_spill_reads(shard: Shard, tmp_path: Path) -> None:
         except (ManifestError, SpillError):
             found += 1
             assert not target.exists(), "a damaged shard was restored"
-    assert SPILLED / 2 < found < SPILLED
+    assert times / 2 < found < times
 
 
-def test_resume_reads(tmp_path: Path) -> None:
+def test_resume_reads(share: int, tmp_path: Path) -> None:
     """A resumed run uses a sealed stage only if its shards are whole."""
     config = parse_config(
         {
@@ -251,7 +262,7 @@ def test_resume_reads(tmp_path: Path) -> None:
         finally:
             resumed.close()
 
-    survive(shard, RESUMED, read, LookupError)
+    survive(shard, RESUMED // share, read, LookupError)
     finished = RunDirectory.open(config)
     finished.finish()
     finished.close()
@@ -279,14 +290,15 @@ def change_text(draw: np.random.Generator, text: bytearray) -> None:
         text[at], text[other] = text[other], text[at]
 
 
-def test_manifests(shard: Shard, tmp_path: Path) -> None:
+def test_manifests(shard: Shard, share: int, tmp_path: Path) -> None:
     path = tmp_path / "rollout.json"
     whole = write_manifest(path, manifest_of(shard.entry))
     text = path.read_bytes()
     expected = content(Batch(shard.store, [whole]))
     draw = np.random.default_rng(29)
     found = 0
-    for _ in range(MANIFESTS):
+    times = MANIFESTS // share
+    for _ in range(times):
         changed = bytearray(text)
         while changed == text:
             change_text(draw, changed)
@@ -298,4 +310,4 @@ def test_manifests(shard: Shard, tmp_path: Path) -> None:
             continue
         assert manifest == whole, "another manifest was accepted"
         assert content(Batch(shard.store, [manifest])) == expected
-    assert found > MANIFESTS / 2
+    assert found > times / 2

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,14 +76,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def runs(tmp_path: Path, prefect_server: dict[str, str], tiny_model: Path) -> Iterator[Runs]:
-    """Starts training processes on a small configuration in a directory of the test's own."""
+def _prepared(directory: Path, prefect_server: dict[str, str], model: Path) -> Runs:
     config = {
         "name": "run",
         "iterations": 2,
-        "runs_directory": str(tmp_path / "runs"),
-        "model": {"path": str(tiny_model)},
+        "runs_directory": str(directory / "runs"),
+        "model": {"path": str(model)},
         "environment": {"name": "tic_tac_toe", "options": {"style": "compact"}},
         "rollout": {
             "engine": "torch",
@@ -101,11 +99,47 @@ def runs(tmp_path: Path, prefect_server: dict[str, str], tiny_model: Path) -> It
             "minibatches": 2,
             "threads": 1,
         },
-        "dispatch": {"directory": str(tmp_path / "shm")},
+        "dispatch": {"directory": str(directory / "shm")},
         "tracking": {"enabled": False},
     }
-    path = tmp_path / "run.yaml"
+    path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(config))
-    started = Runs(path, tmp_path, {**os.environ, **prefect_server})
+    return Runs(path, directory, {**os.environ, **prefect_server})
+
+
+@pytest.fixture
+def runs(tmp_path: Path, prefect_server: dict[str, str], tiny_model: Path) -> Iterator[Runs]:
+    """Starts training processes on a small configuration in a directory of the test's own."""
+    started = _prepared(tmp_path, prefect_server, tiny_model)
     yield started
     started.kill_all()
+
+
+@pytest.fixture(scope="module")
+def module_runs(
+    tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str], tiny_model: Path
+) -> Iterator[Runs]:
+    """As `runs`, for a story that several tests look at."""
+    started = _prepared(tmp_path_factory.mktemp("story"), prefect_server, tiny_model)
+    yield started
+    started.kill_all()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str], tiny_model: Path
+) -> Iterator[Callable[..., Runs]]:
+    """Runs that nothing happened to, one for each set of overrides, made when first asked for."""
+    made: dict[tuple[str, ...], Runs] = {}
+
+    def undisturbed_run(*overrides: str) -> Runs:
+        if overrides not in made:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            runs = _prepared(directory, prefect_server, tiny_model)
+            runs.train(*overrides)
+            made[overrides] = runs
+        return made[overrides]
+
+    yield undisturbed_run
+    for runs in made.values():
+        runs.kill_all()

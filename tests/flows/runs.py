@@ -16,6 +16,16 @@ from typing import Any
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
+STAGES = ["select", "rollout", "reward", "reference", "advantage", "update", "publish"]
+KILLED = -9
+
+LEARNING = (
+    "iterations=4",
+    "algorithm.kl={placement: none, coefficient: 0}",
+    "rollout.prompts_per_iteration=8",
+    "update.max_tokens_per_microbatch=256",
+)
+"""Overrides of runs whose learning curves are compared."""
 
 
 @dataclass
@@ -86,6 +96,11 @@ class Runs:
         for file in sorted(checkpoint.rglob("*.safetensors")):
             digest.update(file.read_bytes())
         return digest.hexdigest()
+
+    def metrics(self, name: str = "run") -> list[dict[str, float]]:
+        """What was measured, a line for each iteration."""
+        lines = (self.run(name) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
     def shared_memory(self) -> list[Path]:
         """Files of any run in shared memory."""

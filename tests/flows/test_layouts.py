@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,11 @@ from safetensors.torch import load_file
 from earl_core.config import ConfigError, load_config
 from earl_core.selector import Hardware
 from flows.cli.training import preflight
-from tests.flows.runs import Runs
-
-LENGTH = 4
-SETTINGS = (
-    f"iterations={LENGTH}",
-    "algorithm.kl={placement: none, coefficient: 0}",
-    "rollout.prompts_per_iteration=8",
-    "update.max_tokens_per_microbatch=256",
-)
+from tests.flows.runs import LEARNING, Runs
 
 LAYOUTS = {
-    "dp": ["layout.update.replicate=2"],
-    "shard": ["layout.update.shard=2"],
-    "tp": ["layout.update.tensor_parallel=2"],
     "cp": ["layout.update.context_parallel=2"],
-    "mesh change": [
+    "dp then tp": [
         "layout.update.replicate=2",
         "layout.changes=[{iteration: 2, update: {tensor_parallel: 2}}]",
     ],
@@ -38,68 +28,67 @@ LAYOUTS = {
 }
 
 
-def curve(runs: Runs, name: str, metric: str) -> list[float]:
-    lines = (runs.run(name) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)[metric] for line in lines]
+def curve(runs: Runs, metric: str) -> list[float]:
+    return [line[metric] for line in runs.metrics()]
 
 
-def weights(runs: Runs, name: str) -> dict[str, Any]:
-    policy = runs.run(name) / "checkpoints" / f"{LENGTH - 1:06d}" / "policy"
-    return load_file(policy / "model.safetensors")
+def weights(runs: Runs) -> dict[str, Any]:
+    (*_, last) = sorted((runs.run() / "checkpoints").iterdir())
+    return load_file(last / "policy" / "model.safetensors")
 
 
-def plan(runs: Runs, name: str, iteration: int) -> dict[str, Any]:
-    path = runs.run(name) / "iterations" / f"{iteration:06d}" / "select.json"
-    found: dict[str, Any] = json.loads(path.read_text())["outputs"]["plan"]["stages"]
+def plan(runs: Runs, iteration: int) -> dict[str, Any]:
+    path = runs.run() / "iterations" / f"{iteration:06d}" / "select.json"
+    found: dict[str, Any] = json.loads(path.read_text())["outputs"]["plan"]
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_every_layout_has_the_same_learning_curve(runs: Runs) -> None:
-    runs.train("name=one", *SETTINGS)
-    expected = curve(runs, "one", "reward/mean")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_same_learning_curve(
+    layout: str, runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
+    one = undisturbed(*LEARNING)
+    expected = curve(one, "reward/mean")
     assert len(set(expected)) > 1
-    for name, layout in LAYOUTS.items():
-        mine = name.replace(" ", "_")
-        runs.train(f"name={mine}", *SETTINGS, *layout)
-        assert curve(runs, mine, "reward/mean") == pytest.approx(expected, abs=1e-6), name
-        norms = curve(runs, mine, "update/grad_norm")
-        assert norms == pytest.approx(curve(runs, "one", "update/grad_norm"), rel=1e-4), name
-        for key, tensor in weights(runs, "one").items():
-            assert (weights(runs, mine)[key] - tensor).abs().max() < 1e-4, (name, key)
-        assert runs.shared_memory() == []
-    changed = [plan(runs, "mesh_change", iteration)["update"] for iteration in (1, 2)]
-    assert [(d["replicas"], d["tensor_parallel"]) for d in changed] == [(2, 1), (1, 2)]
+    runs.train(*LEARNING, *LAYOUTS[layout])
+    assert curve(runs, "reward/mean") == pytest.approx(expected, abs=1e-6)
+    norms = curve(one, "update/grad_norm")
+    assert curve(runs, "update/grad_norm") == pytest.approx(norms, rel=1e-4)
+    mine = weights(runs)
+    for key, tensor in weights(one).items():
+        assert (mine[key] - tensor).abs().max() < 1e-4, key
+    if layout == "dp then tp":
+        changed = [plan(runs, iteration)["stages"]["update"] for iteration in (1, 2)]
+        assert [(d["replicas"], d["tensor_parallel"]) for d in changed] == [(2, 1), (1, 2)]
+    assert runs.shared_memory() == []
     runs.wait_for_workers_to_end()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", ["dp", "tp"])
-def test_a_killed_run_resumes_under_another_layout(runs: Runs, layout: str) -> None:
+@pytest.mark.parametrize("degree", ["replicate", "tensor_parallel"])
+def test_a_killed_run_resumes_under_another_layout(
+    degree: str, runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
     """Checkpoints and sealed stages belong to the run, not to the layout that made them."""
-    runs.train("name=one", *SETTINGS)
-    runs.train(*SETTINGS, *LAYOUTS[layout], fault="update.step0@2:1=kill", expect=1)
+    killed = runs.train(
+        *LEARNING, f"layout.update.{degree}=2", fault="update.step0@2:1=kill", expect=1
+    )
+    assert "SIGKILL" in killed
     runs.wait_for_workers_to_end()
-    runs.train(*SETTINGS, "layout.update.shard=2")
-    expected = curve(runs, "one", "reward/mean")
-    assert curve(runs, "run", "reward/mean") == pytest.approx(expected, abs=1e-6)
+    runs.train(*LEARNING, "layout.update.shard=2")
+    expected = curve(undisturbed(*LEARNING), "reward/mean")
+    assert curve(runs, "reward/mean") == pytest.approx(expected, abs=1e-6)
     assert runs.executed("sealed").count((2, "rollout")) == 1
     assert runs.shared_memory() == []
 
 
 @pytest.mark.slow
-def test_placements_give_equal_bits(runs: Runs) -> None:
+def test_placements_give_equal_bits(runs: Runs, undisturbed: Callable[..., Runs]) -> None:
     """Threads are fixed to one by the settings, so nothing but the place differs."""
-    short = ("iterations=1",)
-    runs.train("name=turns", *short)
-    runs.train("name=apart", *short, "layout.placement=separate")
-    assert runs.weights(0, "turns") == runs.weights(0, "apart")
-    reasons = json.loads((runs.run("apart") / "iterations" / "000000" / "select.json").read_text())[
-        "outputs"
-    ]["plan"]["reasons"]
-    assert "separate" in reasons["update"]
+    runs.train("iterations=1", "layout.placement=separate")
+    assert runs.weights(0) == undisturbed().weights(0)
+    assert "separate" in plan(runs, 0)["reasons"]["update"]
     assert runs.shared_memory() == []
 
 

@@ -3,41 +3,39 @@ that ends with the right number of updates."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from earl_core.learner.checkpoint import verify_training_state
-from tests.flows.runs import Runs
-from tests.flows.test_resume import STAGES
+from tests.flows.runs import KILLED, LEARNING, Runs
+from tests.flows.runs import STAGES as ALL_STAGES
 
 RANKS = (
+    "iterations=6",
     "layout.update.shard=2",
     "update.max_tokens_per_microbatch=8",
+    "algorithm.kl={placement: none, coefficient: 0}",
     "deadlines.heartbeat=4",
 )
+STAGES = [stage for stage in ALL_STAGES if stage != "reference"]
 
 FAULTS = [
-    ("update.microbatch2", 0, "kill", "SIGKILL"),
-    ("update.microbatch2", 1, "kill", "SIGKILL"),
-    ("update.step0", 0, "kill", "SIGKILL"),
     ("update.step0", 1, "kill", "SIGKILL"),
     ("update.save", 0, "kill", "SIGKILL"),
-    ("update.save", 1, "kill", "SIGKILL"),
-    ("publish.write", 0, "kill", "SIGKILL"),
     ("publish.write", 1, "kill", "SIGKILL"),
     ("update.microbatch2", 1, "stop", "no heartbeat"),
     ("update.microbatch3", 1, "memory", "microbatch 3 of"),
     ("update.save", 1, "enospc", "No space left on device"),
 ]
+"""One of each kind; every point is tried on each rank where a worker group is looked at alone."""
 
 
-def assert_whole(runs: Runs, iterations: int, stages: list[str] = STAGES) -> None:
+def assert_whole(runs: Runs, iterations: int, stages: Sequence[str] = STAGES) -> None:
     """Every stage was sealed once, and the last checkpoint has that many updates in it."""
     sealed = runs.executed("sealed")
     for iteration in range(iterations):
@@ -51,59 +49,48 @@ def assert_whole(runs: Runs, iterations: int, stages: list[str] = STAGES) -> Non
     runs.wait_for_workers_to_end()
 
 
-def metrics(runs: Runs, name: str) -> list[dict[str, float]]:
-    """A line for each iteration."""
-    lines = (runs.run(name) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_run_with_a_fault_of_one_rank_in_every_iteration(runs: Runs) -> None:
+def test_a_run_with_a_fault_of_one_rank_in_every_iteration(
+    runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
     """Each fault ends the process with its reason; the next process goes on to the next fault."""
-    iterations = f"iterations={len(FAULTS)}"
-    runs.train("name=whole", *RANKS, iterations)
     for iteration, (point, rank, action, reason) in enumerate(FAULTS):
         fault = f"{point}@{iteration}:{rank}={action}"
-        output = runs.train(*RANKS, iterations, fault=fault, expect=1)
+        output = runs.train(*RANKS, fault=fault, expect=1)
         assert reason in output, (fault, output)
         assert re.search(rf"stage '(update|publish)' of iteration {iteration}\b", output), fault
         assert re.search(r"its log .*update-\d\.log:\n", output), fault
         if action != "enospc":
             assert f"rank {rank}" in output, fault
         runs.wait_for_workers_to_end()
-    runs.train(*RANKS, iterations)
+    runs.train(*RANKS)
     assert_whole(runs, len(FAULTS))
     last = len(FAULTS) - 1
-    assert runs.weights(last) == runs.weights(last, "whole")
+    assert runs.weights(last) == undisturbed(*RANKS).weights(last)
 
 
 @pytest.mark.slow
 def test_a_killed_controller_and_a_resume_with_another_mesh(runs: Runs) -> None:
-    runs.train(*RANKS, fault="publish.before@0=kill", expect=-9)
+    short = (*RANKS, "iterations=2")
+    runs.train(*short, fault="publish.before@0=kill", expect=KILLED)
     runs.wait_for_workers_to_end()
-    runs.train("layout.update.tensor_parallel=2")
+    runs.train(*short, "layout.update={tensor_parallel: 2}")
     # Another layout is another plan; everything else that was finished stays finished.
     assert_whole(runs, 2, [stage for stage in STAGES if stage != "select"])
 
 
 @pytest.mark.slow
-def test_meshes_change_without_a_checkpoint(runs: Runs) -> None:
+def test_meshes_change_without_a_checkpoint(runs: Runs, undisturbed: Callable[..., Runs]) -> None:
     """Live from 2 ranks to 2 others, through a state on disk to 1 and to 2 again; one curve."""
-    common = (
-        "iterations=4",
-        "checkpoint.every=4",
-        "algorithm.kl={placement: none, coefficient: 0}",
-        "rollout.prompts_per_iteration=8",
-    )
     changes = (
         "[{iteration: 1, update: {tensor_parallel: 2}}, {iteration: 2, update: {}},"
         " {iteration: 3, update: {replicate: 2}}]"
     )
-    runs.train("name=whole", *common)
-    runs.train(*common, "layout.update.shard=2", f"layout.changes={changes}")
-    assert_whole(runs, 4, [stage for stage in STAGES if stage != "reference"])
-    for changed, whole in zip(metrics(runs, "run"), metrics(runs, "whole"), strict=True):
+    layout = ("layout.update.shard=2", f"layout.changes={changes}")
+    runs.train(*LEARNING, "checkpoint.every=4", *layout)
+    assert_whole(runs, 4)
+    expected = undisturbed(*LEARNING).metrics()
+    for changed, whole in zip(runs.metrics(), expected, strict=True):
         assert changed["reward/mean"] == pytest.approx(whole["reward/mean"], abs=1e-6)
         assert changed["update/grad_norm"] == pytest.approx(whole["update/grad_norm"], rel=1e-4)
 
@@ -125,14 +112,15 @@ def small_disk(runs: Runs) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_directory_that_fills_up(runs: Runs, small_disk: Path) -> None:
-    runs.train("name=whole", *RANKS)
+def test_a_checkpoint_directory_that_fills_up(
+    runs: Runs, undisturbed: Callable[..., Runs], small_disk: Path
+) -> None:
     output = runs.train(*RANKS, expect=1)
     assert "No space left on device" in output
     assert re.search(r"rank \d.*stage 'update' of iteration 0", output)
     assert list(small_disk.iterdir()) == []
     runs.wait_for_workers_to_end()
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    runs.train(*RANKS)
+    runs.train(*RANKS, "iterations=2")
     assert_whole(runs, 2)
-    assert runs.weights(1) == runs.weights(1, "whole")
+    assert runs.weights(1) == undisturbed(*RANKS).weights(1)

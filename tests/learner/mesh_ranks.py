@@ -231,32 +231,22 @@ def shapes_of(ranks: int) -> list[MeshShape]:
     return [MeshShape(*each) for each in sizes if math.prod(each) == ranks]
 
 
-def compare(scratch: Path, *, everything: bool = False) -> dict[str, float]:
-    """Every mesh of the world against one process; {"mesh case kind": largest difference}.
-
-    All cases on the meshes of two ranks, and one or two on those of more, unless `everything`.
-    """
+def compare(scratch: Path) -> dict[str, float]:
+    """Every mesh of the world in every case; {"mesh case kind": difference from one process}."""
     torch.set_num_threads(1)
     found: dict[str, float] = {}
     for shape in shapes_of(int(os.environ["WORLD_SIZE"])):
         mesh = create_mesh(shape)
-        several = shape.tensor > 1 and max(shape.shard, shape.context) > 1
-        few = list(CASES)[: 2 if several else 1]
-        for name in CASES if everything or shape.size == 2 else few:
+        for name in CASES:
             learner = CASES[name].learner(scratch.parent, mesh)
             for kind, difference in differences(name, learner, scratch.parent).items():
                 found[f"{shape} {name} {kind}"] = difference
-        if several or shape.size == 2:
+        if shape.size == 2 or (shape.tensor > 1 and max(shape.shard, shape.context) > 1):
             check_behaviour(learner, scratch.parent)
         if shape == MeshShape(tensor=4):
             found |= compare_vocabularies(mesh)
         mesh.close()
     return found
-
-
-def compare_everything(scratch: Path) -> dict[str, float]:
-    """`compare` with all cases on all meshes."""
-    return compare(scratch, everything=True)
 
 
 def check_behaviour(learner: PolicyLearner, scratch: Path) -> None:

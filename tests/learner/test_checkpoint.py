@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from earl_core.learner.checkpoint import CheckpointError, verify_training_state
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
-from tests.learner.slice_ranks import references, results, value_of
+from tests.learner.slice_ranks import RANKS, references, results, value_of
 from tests.learner.test_policy_learner import largest_difference, make_learner
 
 
@@ -146,7 +146,7 @@ def test_a_failed_write_leaves_the_old_state_and_nothing_else(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["state"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_every_mesh_writes_the_files_of_one_process(ranks: int) -> None:
     """Each rank has also read the one process's checkpoint, bit for bit, or it had failed."""
     alone = references().files

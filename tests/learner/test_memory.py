@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
 from earl_core.learner import memory
+from earl_core.learner.model import LOGITS_PER_CHUNK
+from earl_core.memory_release import give_back_free_memory
+from earl_core.selector.memory_model import LOGITS_AT_A_TIME
 
 
 def refuse_on_the_cpu() -> None:
@@ -61,6 +65,49 @@ def test_the_fault_point_is_one_of_these_refusals(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RANK", "0")
     with memory.microbatch("update", 7, 3, 5, 10):
         pass
+
+
+def test_what_serves_a_stage_fails_as_that_stage() -> None:
+    """`score` serves the reference, or the update before its first step; the rest has no name."""
+    with pytest.raises(memory.OutOfMemory) as scored, memory.guarded("reference"):  # noqa: SIM117
+        with memory.microbatch("score", -1, 2, 3, 64):
+            refuse_on_the_cpu()
+    assert scored.value.payload == {
+        "stage": "reference",
+        "microbatch": 2,
+        "microbatches": 3,
+        "tokens": 64,
+        "bytes_asked": 2**50,
+    }
+
+    @memory.guarded("publish")
+    def publish() -> None:
+        refuse_in_python()
+
+    for _ in range(2):
+        with pytest.raises(memory.OutOfMemory, match="'publish', outside of its micro") as caught:
+            publish()
+        assert caught.value.payload == {"stage": "publish", "bytes_asked": None}
+    with pytest.raises(ValueError, match="other"), memory.guarded("update"):
+        raise ValueError("other")
+
+
+def test_the_selector_knows_how_many_logits_exist_at_a_time() -> None:
+    assert LOGITS_AT_A_TIME == LOGITS_PER_CHUNK
+
+
+def test_free_memory_goes_back_to_the_host() -> None:
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    # Pieces too small for mappings of their own, with one in use behind them.
+    blocks = [bytearray(2**16) for _ in range(2**11)]
+    kept = bytearray(2**16)
+    full = resident()
+    blocks.clear()
+    give_back_free_memory()
+    assert full - resident() > 100 * 2**20
+    assert len(kept) == 2**16
 
 
 def test_parked_tensors_come_back_as_they_were_and_shared_ones_stay_shared() -> None:

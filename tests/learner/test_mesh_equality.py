@@ -41,14 +41,9 @@ def check(ranks: int, computed: Path, function: str, meshes: int) -> None:
         assert not worst, f"rank {rank}"
 
 
-@pytest.mark.parametrize(("ranks", "meshes"), [(2, 4), (4, 10)])
+@pytest.mark.parametrize(("ranks", "meshes"), [(2, 4), pytest.param(4, 10, marks=pytest.mark.slow)])
 def test_every_mesh_equals_one_process(ranks: int, meshes: int, computed: Path) -> None:
     check(ranks, computed, "compare", meshes)
-
-
-@pytest.mark.slow
-def test_every_mesh_equals_one_process_in_every_case(computed: Path) -> None:
-    check(4, computed, "compare_everything", 10)
 
 
 def test_ranks_are_numbered_as_the_dispatcher_numbers_them() -> None:

@@ -7,10 +7,11 @@ import torch
 
 from earl_core.learner.mesh import create_mesh
 from earl_core.learner.reshard import move_state
-from tests.learner.slice_ranks import meshes, policy, results
+from tests.learner.cuts import meshes
+from tests.learner.slice_ranks import RANKS, policy, results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_weights_and_optimizer_state_go_through_all_meshes(ranks: int) -> None:
     """Values are compared in the ranks; a hop that needs no other rank moves nothing."""
     for answered in results(ranks):
@@ -20,7 +21,7 @@ def test_weights_and_optimizer_state_go_through_all_meshes(ranks: int) -> None:
         assert max(hop["peak"] for hop in hops) <= 1.1 * largest
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_the_allocator_saw_at_most_one_parameter_more(ranks: int) -> None:
     for answered in results(ranks):
         for hop in answered["memory"]:
@@ -29,7 +30,7 @@ def test_the_allocator_saw_at_most_one_parameter_more(ranks: int) -> None:
             assert 2 * hop["seen"] >= hop["counted"], hop
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_steps_between_changes_of_the_mesh_equal_one_process(ranks: int) -> None:
     """fp32, uneven samples dealt to data ranks, a step on every mesh."""
     for difference, steps in (answered["training"] for answered in results(ranks)):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from earl_core.learner.slices import Box, shares
-from tests.learner.slice_ranks import meshes, results
+from tests.learner.cuts import meshes
+from tests.learner.slice_ranks import RANKS, results
 
 
 @st.composite
@@ -62,7 +63,7 @@ def test_a_scalar_belongs_to_one() -> None:
     assert [each.numel for each in shares(held)] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_every_mesh_knows_its_boxes_and_reaches_every_other(ranks: int) -> None:
     """Uneven sizes, dimensions smaller than the mesh, FSDP2 over tensor parallelism."""
     for answered in results(ranks):
@@ -70,7 +71,7 @@ def test_every_mesh_knows_its_boxes_and_reaches_every_other(ranks: int) -> None:
         assert min(answered["boxes"].values()) > 50
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_failure_of_one_rank_is_everyones(ranks: int) -> None:
     """Full disks and shared memory at rank 0 and the last rank, and a damaged checkpoint."""
     answers = [answered["failures"] for answered in results(ranks)]

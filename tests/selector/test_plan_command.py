@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.manifest import write_manifest
-from earl_core.selector import SelectionInput, select
+from earl_core.selector import DeploymentPlan, SelectionInput, select
+from earl_core.selector.observations import Observation
 from flows.cli.app import app
 from flows.cli.errors import UsageProblem
 from flows.cli.plan import find_hardware, find_model, parse_contexts
@@ -104,7 +105,8 @@ def test_a_past_choice_is_made_again(tmp_path: Path, policy: str) -> None:
     assert code == 0, text
     assert f"policy {policy}" in text
     assert "gives the same plan" in text
-    assert ("candidates" in text) == (policy == "live_tokens")
+    assert "candidates" in text
+    assert ("does not weigh these" in text) == (policy == "fixed")
     code, text = run("demo@13", "--runs-directory", str(tmp_path))
     assert code == 2
 
@@ -116,6 +118,53 @@ def test_a_choice_that_came_out_otherwise_is_shown(tmp_path: Path) -> None:
     code, text = run("demo@12", "--runs-directory", str(tmp_path))
     assert code == 0, text
     assert "another plan" in text
+
+
+def test_all_attempts_of_an_iteration_and_what_they_taught(tmp_path: Path) -> None:
+    first = given(8192.0)
+    planned = select(first)["update"]
+    path = sealed_run(tmp_path, first.model_copy(update={"forbidden": (planned,)}))
+    folder = path / "iterations/000012"
+    (folder / "selection.0.input").write_text(first.model_dump_json())
+    failed = Observation(
+        iteration=12, stage="update", kind="out_of_memory", deployment=planned, peak_bytes=2**36
+    )
+    sealed = DeploymentPlan.model_validate(
+        json.loads((folder / "select.json").read_text())["outputs"]["plan"]
+    )
+    done = Observation(
+        iteration=12, stage="update", kind="measured", deployment=sealed["update"], seconds=12.5,
+        peak_bytes=2**35, requests=128, context=8192, longest=16384,
+    )  # fmt: skip
+    elsewhere = failed.model_copy(update={"iteration": 11, "peak_bytes": 3 * 2**36})
+    lines = [item.model_dump_json() for item in (elsewhere, failed, done)]
+    (path / "selector.jsonl").write_text("\n".join([*lines, '{"torn']))
+    code, text = run("--explain", "demo@12", "--runs-directory", str(tmp_path))
+    assert code == 0, text
+    flat = " ".join(text.split())
+    before, again, after = flat.partition("Attempt 2 of 2")
+    assert "Attempt 1 of 2" in before
+    assert again
+    assert "ran out of memory at 64.0 GiB" in before
+    assert "192.0 GiB" not in flat
+    assert sealed["update"] != planned
+    assert "Predicted and measured" in after
+    assert "gives the same plan" in after
+    code, short = run("demo@12", "--runs-directory", str(tmp_path))
+    assert code == 0, short
+    assert "Attempt 1" not in short
+
+
+def test_an_iteration_for_which_nothing_fitted(tmp_path: Path) -> None:
+    path = sealed_run(tmp_path, given(8192.0))
+    folder = path / "iterations/000012"
+    (folder / "select.json").unlink()
+    hopeless = given(8192.0, model="qwen2.5-72b", gpus=1)
+    (folder / "selection.input").write_text(hopeless.model_dump_json())
+    code, text = run("--explain", "demo@12", "--runs-directory", str(tmp_path))
+    assert code == 0, text
+    assert "No plan was sealed" in text
+    assert "Nothing fitted" in text
 
 
 def test_neither_selector_nor_command_imports_torch() -> None:

@@ -186,12 +186,11 @@ def test_a_switch_comes_before_memory_runs_out() -> None:
     )  # fmt: skip
     predictor = Predictor(later)
     old = predictor.candidate_of(plan["update"])
-    assert (
-        predictor.formula_peak(old, predictor.now._replace(longest=2 * last)) <= predictor._budget
-    )
+    budget = predictor.budget("update")
+    assert predictor.formula_peak(old, predictor.now._replace(longest=2 * last)) <= budget
     changed = select(later)
     assert layouts(changed)["update"] != layouts(plan)["update"]
-    assert predictor.peak(Candidate.of(changed["update"]), predictor.ahead) <= predictor._budget
+    assert predictor.peak(Candidate.of(changed["update"]), predictor.ahead) <= budget
     assert "needs" in changed.reasons["update"]
 
 

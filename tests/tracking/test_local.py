@@ -70,18 +70,17 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert tracker.waiting == 0
 
 
-def test_a_plan_is_stored_only_when_it_changes(runs: Runs) -> None:
+def test_a_plan_is_stored_when_its_layouts_change_and_its_reasons_always(runs: Runs) -> None:
     run = runs.run()
     tracker = runs.tracker(run)
-    for iteration, reason in enumerate(["a", "a", "b"]):
-        tracker.iteration_finished(
-            iteration, {"x": 1.0}, plan=plan(reason), examples=[], checkpoint=None
-        )
+    wider = {**plan("c"), "stages": {"rollout": {"replicas": 2}}}
+    for iteration, chosen in enumerate([plan("a"), plan("b"), wider, {**wider, "iteration": 3}]):
+        tracker.iteration_finished(iteration, {"x": 1.0}, plan=chosen, examples=[], checkpoint=None)
     tracker.close()
     client = MlflowClient(tracking_uri=tracker.uri)
     stored = [file.path for file in client.list_artifacts(tracker.run_id, "plans")]
     assert stored == ["plans/000000.json", "plans/000002.json"]
-    assert client.get_run(tracker.run_id).data.tags["plan.rollout"] == "b"
+    assert client.get_run(tracker.run_id).data.tags["plan.rollout"] == "c"
 
 
 def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:

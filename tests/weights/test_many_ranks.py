@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.learner.slice_ranks import references, results
+from tests.learner.slice_ranks import RANKS, references, results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_every_mesh_publishes_the_same_bytes_and_digest(ranks: int) -> None:
     alone = references().manifests
     for answered in results(ranks):

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from earl_core.dispatch import ShardStore
+from earl_core.weights import pages
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsError, WeightsManifest
-from earl_core.weights.publish import publish, remove
+from earl_core.weights.publish import publish
 
 SHAPE = (300, 70)
 
@@ -98,6 +99,7 @@ def reader(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], WeightsManif
     manifest = version(1, tmp_path / "shared")
     script = """
 import sys
+from earl_core.weights import pages
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsManifest
 opened = open_weights(WeightsManifest.model_validate_json(sys.argv[1]))
@@ -182,12 +184,12 @@ def test_pages_with_holes_are_not_used(tmp_path: Path) -> None:
     first = version(1, tmp_path)
     size = first.bytes
     drop(first)
-    (pages,) = tmp_path.glob(".weights-pages.*")
-    with pages.open("r+b") as file:  # as a writer that was killed while it allocated
+    (spare,) = tmp_path.glob(".weights-pages.*")
+    with spare.open("r+b") as file:  # as a writer that was killed while it allocated
         file.truncate(0)
         file.truncate(size)
     second = version(2, tmp_path)
-    assert not pages.exists()
+    assert not spare.exists()
     assert path_of(second).stat().st_blocks * 512 >= size
 
 
@@ -200,10 +202,19 @@ def test_weights_that_are_written_anew_cannot_be_opened(tmp_path: Path) -> None:
             open_weights(manifest)
 
 
-def test_removing_weights_removes_their_pages(tmp_path: Path) -> None:
-    manifest = version(1, tmp_path)
-    remove(manifest)
-    remove(manifest)
+def test_only_free_pages_are_given_back(tmp_path: Path) -> None:
+    drop(version(1, tmp_path))
+    last, read = version(2, tmp_path), version(3, tmp_path)
+    kept = open_weights(read)["a"]
+    path_of(read).unlink()
+    pages.trim(tmp_path)
+    assert visible(tmp_path) == [path_of(last).name]
+    assert torch.equal(kept, torch.full(SHAPE, 3.0))
+    assert torch.equal(open_weights(last, verify_digest=True)["a"], torch.full(SHAPE, 2.0))
+    drop(last)
+    del kept
+    gc.collect()
+    pages.trim(tmp_path)
     assert os.listdir(tmp_path) == []
 
 

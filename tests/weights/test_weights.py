@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from earl_core.weights.load import manifest_from_directory, open_weights
 from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
-from earl_core.weights.publish import digest_of, publish, remove
+from earl_core.weights.publish import digest_of, publish
 from tests.engines.models import make
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -65,9 +66,8 @@ def test_opened_weights_share_the_file_and_cannot_change_it(tmp_path: Path) -> N
     assert first.data_ptr() % 64 == 0
     first[0] = 77.0
     assert open_weights(manifest, verify_digest=True)["a"][0] == 0.0
-    remove(manifest)
+    Path(manifest.files[0].path).unlink()
     assert first[999] == 999.0
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "llama_untied", "gpt2"])
@@ -192,6 +192,5 @@ def test_publishing_to_shared_memory_is_quick_and_clean() -> None:
         manifest = publish({"a": torch.randn(1 << 20)}, directory, 7, "bfloat16")
         assert Path(manifest.files[0].path).parent == directory
         assert open_weights(manifest, verify_digest=True)["a"].dtype == torch.bfloat16
-        remove(manifest)
     finally:
-        directory.rmdir()
+        shutil.rmtree(directory)

@@ -11,6 +11,10 @@ from earl_core.weights.manifest import WeightsManifest
 # vLLM's own limit, kept by all engines so that a configuration runs on each of them.
 MAX_TEMPERATURE = 2.0
 
+OUT_OF_MEMORY_ADVICE = (
+    "lower rollout.max_running_requests or the number of engines, or give the machine more memory"
+)
+
 EngineFinishReason = Literal["stop", "length", "model_context", "cancelled"]
 
 
@@ -99,13 +103,14 @@ class Engine(Protocol):
         """Most tokens a sequence can have, prompt and answer together."""
 
     async def start(self) -> None:
-        """Load the model. Raises `EngineUnavailable` or `EngineError`."""
+        """Load the model. Raises `EngineUnavailable`, `OutOfMemory` or `EngineError`."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Sample all answers; results are in the order of the requests.
 
         Raises `ValueError` for a request that no engine could serve (no tokens, a sequence id
-        twice, a negative temperature) and `EngineLost`.
+        twice, a negative temperature), `EngineLost`, and `OutOfMemory`, after which the engine is
+        to be stopped.
         """
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:

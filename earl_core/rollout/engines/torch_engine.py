@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from earl_core.out_of_memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.rollout.engines.base import (
+    OUT_OF_MEMORY_ADVICE,
     Completion,
     EngineError,
     EngineFinishReason,
@@ -104,7 +106,7 @@ class TorchEngine:
 
     async def start(self) -> None:
         """Load the model. Raises `EngineError` for a model this engine would answer wrongly."""
-        await self._run(self._start)
+        await self._run("loading the model into the torch engine", self._start)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See `Engine.generate`. Concurrent calls are answered one after another."""
@@ -118,7 +120,8 @@ class TorchEngine:
             )
         self._running |= sequence_ids
         try:
-            return await self._run(lambda: self._generate(requests))
+            doing = f"generating {len(requests)} answers in the torch engine"
+            return await self._run(doing, lambda: self._generate(requests))
         except asyncio.CancelledError:
             self._cancelled |= sequence_ids
             raise
@@ -141,17 +144,17 @@ class TorchEngine:
     async def load_weights(self, manifest: WeightsManifest) -> None:
         """See `Engine.load_weights`."""
         self._check_running()
-        await self._run(lambda: self._load_weights(manifest))
+        await self._run("loading weights", lambda: self._load_weights(manifest))
 
     async def release_memory(self) -> None:
         """Free all cached keys and values; on an accelerator move the weights to host memory."""
         self._check_running()
-        await self._run(self._release)
+        await self._run("releasing memory", self._release)
 
     async def restore_memory(self) -> None:
         """Undo `release_memory`; the weights are still there."""
         self._check_running()
-        await self._run(self._restore)
+        await self._run("restoring memory", self._restore)
 
     async def stop(self) -> None:
         """Drop the model and end the computing thread."""
@@ -180,8 +183,18 @@ class TorchEngine:
         if self._model is None:
             raise EngineError("the engine is not running: call start() first")
 
-    async def _run(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    async def _run(self, doing: str, work: Callable[[], _T]) -> _T:
+        def guarded_work() -> _T:
+            try:
+                with guarded("rollout", doing, OUT_OF_MEMORY_ADVICE):
+                    return work()
+            except OutOfMemory:
+                # What was being written when memory ran out is not whole.
+                self._lost = "it ran out of memory"
+                self._cache.clear()
+                raise
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, guarded_work)
 
     def _start(self) -> None:
         self._model, self.max_model_len = load_causal_model(
@@ -358,6 +371,8 @@ class TorchEngine:
                     target.copy_(source)
             except Exception as error:
                 self._lost = f"loading policy version {manifest.policy_version} failed half-way"
+                if is_out_of_memory(error):
+                    raise
                 raise WeightSyncError(f"{self._lost}: {error}", engine_lost=True) from error
             self._cache.clear()
             self.policy_version = manifest.policy_version

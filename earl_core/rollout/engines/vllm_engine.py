@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from earl_core.config.rollout import VllmConfig
+from earl_core.out_of_memory import OutOfMemory
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.base import (
     Completion,
@@ -25,6 +26,7 @@ from earl_core.rollout.engines.base import (
     answer_budget,
     check_requests,
 )
+from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import Remains, descendants, peak_bytes
 from earl_core.weights.load import manifest_from_directory, open_weights
 from earl_core.weights.manifest import WeightsError, WeightsManifest
@@ -79,6 +81,7 @@ class VllmEngine:
         self._vocabulary = 0
         self._lost: str | None = None
         self._remains = Remains()
+        self._memory: MemoryWatch | None = None
         self._names = itertools.count()
         self._running: dict[int, str] = {}
         self._cancelled: set[str] = set()
@@ -90,7 +93,10 @@ class VllmEngine:
         )
 
     async def start(self) -> None:
-        """Start vLLM's processes, which takes about 20 s, and load the model."""
+        """Start vLLM's processes, which takes about 20 s, and load the model.
+
+        Raises `OutOfMemory` when weights or the cache of one sequence do not fit.
+        """
         initial = manifest_from_directory(self._directory, 0)
         self._initial, self._config_digest = open_weights(initial), initial.config_digest
         self._sockets = vllm_environment.socket_directory(self._scratch)
@@ -120,9 +126,13 @@ class VllmEngine:
             tensor_parallel=ranks,
             trust_remote_code=self._trust_remote_code,
         )
+        self._memory = MemoryWatch()
         try:
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as error:
+            starved = self._starved(error, "starting vLLM")
+            if starved is not None:
+                raise starved from error
             raise EngineError(
                 f"vLLM did not start ({error}); its own messages stand above in this log"
             ) from error
@@ -157,6 +167,9 @@ class VllmEngine:
             raise
         except Exception as error:
             self._lost = self._lost or f"vLLM failed ({type(error).__name__}: {error})"
+            starved = self._starved(error, "vLLM")
+            if starved is not None:
+                raise starved from error
             raise EngineLost(f"{self._lost}; stop the engine and start a fresh one") from error
         finally:
             self._leave(requests)
@@ -193,6 +206,9 @@ class VllmEngine:
                 )
                 if not isinstance(error, Exception):
                     raise
+                starved = self._starved(error, "loading weights into vLLM")
+                if starved is not None:
+                    raise starved from error
                 raise WeightSyncError(self._lost, engine_lost=True) from error
             self.policy_version = manifest.policy_version
 
@@ -253,10 +269,17 @@ class VllmEngine:
     def _check_usable(self) -> None:
         if self._lost is None and self._engine is not None and self._engine.errored:
             self._lost = "vLLM's engine process died"
+            starved = self._starved(RuntimeError(self._lost), "vLLM")
+            if starved is not None:
+                raise starved
         if self._lost is not None:
             raise EngineLost(f"{self._lost}; stop the engine and start a fresh one")
         if self._engine is None:
             raise EngineError("the engine is not running: call start() first")
+
+    def _starved(self, error: Exception, doing: str) -> OutOfMemory | None:
+        """The error as one of memory, if it is; called once for each cause, as it reads the log."""
+        return None if self._memory is None else self._memory.problem(error, doing)
 
     def _enter(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.config.base import Settings
+from earl_core.config.layout import LayoutConfig
 from earl_core.config.rollout import RolloutConfig
 
 VARIABLE_FIELDS = (
@@ -71,6 +72,12 @@ class SelectorConfig(Settings):
     fixed_fields: tuple[str, ...] = Field(
         default=(), description="Fields that stay as configured, such as `update.shard`."
     )
+    profile_directory: str = Field(
+        default="profiles",
+        min_length=1,
+        description="Where `earl profile` writes what it measured and runs read it; relative to "
+        "the working directory.",
+    )
 
     @field_validator("fixed_fields")
     @classmethod
@@ -107,6 +114,28 @@ class SelectorConfig(Settings):
                 "remove it, or choose that policy"
             )
         return self
+
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """The stages that the policy lays out."""
+        moved = {"fixed": (), "average_context": ("rollout",)}
+        return moved.get(self.policy, self.stages)
+
+    def check_layout(self, layout: LayoutConfig) -> None:
+        """Raise `ValueError` for a layout that leaves the policy nothing to move."""
+        if self.policy == "fixed":
+            return
+        if layout.changes:
+            raise ValueError(
+                f"layout.changes and selector.policy {self.policy!r} both say when layouts change: "
+                "remove the changes, or set selector.policy to `fixed`"
+            )
+        if layout.placement != "colocated":
+            raise ValueError(
+                f"selector.policy {self.policy!r} lays every stage out over all devices, which "
+                f"layout.placement {layout.placement!r} divides: set it to `colocated`, or "
+                "selector.policy to `fixed`"
+            )
 
     def check_rollout(self, rollout: RolloutConfig) -> None:
         """Raise `ValueError` for settings that the rollout's make meaningless."""

@@ -1,0 +1,372 @@
+"""The selector on one GPU: token budgets, checkpointing and sequences in flight, to 128K tokens.
+
+A random model in the shape of a known one. Update: each token budget with logits as they are, by
+chunks, and with checkpointing too, each update by `PolicyLearner` as in a run. Rollout: the torch
+engine decodes several sequences at once; what they hold is taken as read, so that only decoding is
+measured. Sets A and B are taken in turns. Then runs whose contexts grow are replayed, judged on set
+B: which fixed choices run out of memory and where, and what `live_tokens` does with set A as its
+profile. Beside each measured peak stands what the memory formula says.
+
+Run it as `python -m benchmarks.gpu.selector_single` from the repository's root; `--smoke` runs a
+tiny model, also without a GPU, to show that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.report import Row, parser, publish, shown
+from benchmarks.gpu.shapes import SHAPES, Shape, random_sample, save_random_model
+from benchmarks.selector_live_replay import Policy, World, follow, growth
+from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b, in_turns, together
+from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.model import ModelConfig
+from earl_core.config.update import UpdateConfig
+from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.relayout import relayout
+from earl_core.out_of_memory import is_out_of_memory
+from earl_core.rollout.engines.base import GenerationRequest
+from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.selector import Hardware, ModelShape
+from earl_core.selector.candidates import Candidate, logits_chunk, rungs
+from earl_core.selector.memory_model import TrainingNeeds, training_memory
+
+TITLE = "The selector on one GPU, as contexts grow"
+ENGINE = Candidate("rollout")
+
+PRETENDED = Hardware(
+    cpu_cores=8, memory_bytes=64 * 2**30, gpus=1, gpu_memory_bytes=80 * 2**30, gpu_name="H100-80GB"
+)
+"""What the smoke test replays on where there is no GPU."""
+
+
+def options() -> argparse.Namespace:
+    """Command line."""
+    made = parser(__doc__ or "")
+    names = ", ".join(SHAPES)
+    made.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b", help=f"of {names}")
+    made.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS", help="ascending")
+    made.add_argument("--budgets", nargs="+", type=int, metavar="TOKENS", help="of a microbatch")
+    made.add_argument("--sequences", nargs="+", type=int, metavar="N", help="in flight")
+    made.add_argument("--step-tokens", type=int, metavar="TOKENS", help="of an update measured")
+    made.add_argument("--repetitions", type=int, help="of each set; 5 (quick: 1) if not given")
+    made.add_argument("--generated", type=int, default=32, help="tokens decoded at a time")
+    given = made.parse_args()
+    sizes = {
+        "contexts": [4096, 16384, 32768, 65536, 131072],
+        "budgets": [16384, 32768, 65536, 131072],
+        "sequences": [4, 16, 64],
+        "step_tokens": 131072,
+        "repetitions": 5,
+    }
+    if given.quick:
+        sizes |= {"contexts": [4096, 32768, 131072], "budgets": [16384, 131072], "repetitions": 1}
+    if given.smoke:
+        given.model = "tiny"
+        sizes |= {"contexts": [64, 256], "budgets": [64, 256], "sequences": [2, 4]}
+        sizes |= {"step_tokens": 512, "repetitions": 1}
+        given.generated = 4
+    for name, value in sizes.items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    return given
+
+
+def hardware() -> Hardware:
+    """The first GPU, as the selector knows it."""
+    if not torch.cuda.is_available():
+        return PRETENDED
+    figures = torch.cuda.get_device_properties(0)
+    return PRETENDED.model_copy(
+        update={"gpu_memory_bytes": figures.total_memory, "gpu_name": figures.name}
+    )
+
+
+def model_shape(shape: Shape, positions: int) -> ModelShape:
+    """The shape as the selector knows it."""
+    return ModelShape.from_config(shape.config(positions).to_dict())
+
+
+def now() -> float:
+    """Seconds, with the device idle."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def free() -> None:
+    """Give back what the last measurement left."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def attempt(work: Callable[[], float]) -> tuple[float, float] | None:
+    """A rate and the device's peak; None when the memory ran out."""
+    free()
+    try:
+        rate = work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return rate, float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0.0
+
+
+class Update:
+    """One learner that is laid out anew for each measurement."""
+
+    def __init__(self, directory: Path, given: argparse.Namespace, vocabulary: int) -> None:
+        self._settings = UpdateConfig(precision="bf16", learning_rate=1e-8)
+        self._given, self._vocabulary = given, vocabulary
+        self._learner = PolicyLearner(
+            ModelConfig(path=str(directory)), self._settings, AlgorithmConfig()
+        )
+
+    def cells(self, context: int) -> list[Cell]:
+        """Every budget on every rung; budgets that cut the samples alike are measured once."""
+        count = max(1, self._given.step_tokens // context)
+        chunk = logits_chunk(self._vocabulary)
+        layouts = [
+            rung
+            for budget in self._given.budgets
+            for rung in rungs(Candidate("update", microbatch=budget), chunk)
+            if not rung.offload
+        ]
+        first: dict[Candidate, Candidate] = {}
+        for layout in layouts:
+            first.setdefault(layout._replace(microbatch=together(layout, context, count)), layout)
+        found = in_turns(
+            {
+                layout: lambda layout=layout: attempt(lambda: self._rate(layout, context, count))
+                for layout in first.values()
+            },
+            self._given.repetitions,
+        )
+        cells = []
+        for layout in layouts:
+            same = first[layout._replace(microbatch=together(layout, context, count))]
+            cells.append(Cell("", layout, context, count, *found[same], alias=same != layout))
+        return cells
+
+    def _rate(self, layout: Candidate, context: int, count: int) -> float:
+        """Tokens/s of one update, after a microbatch that warms up."""
+        wanted = {
+            "max_tokens_per_microbatch": layout.microbatch,
+            "activation_checkpointing": layout.checkpointing,
+        }
+        settings = self._settings.model_copy(update=wanted)
+        relayout(self._learner, layout.deployment(), settings)
+        draw = np.random.default_rng(context)
+        samples = [random_sample(draw, context, self._vocabulary, number=n) for n in range(count)]
+        try:
+            self._learner.update(samples[: together(layout, context, count)], iteration=0)
+            began = now()
+            self._learner.update(samples, iteration=0)
+            return context * count / (now() - began)
+        finally:
+            # After a failure they would stay for the next layout to trip over.
+            self._learner.optimizer.zero_grad()
+
+
+class Decoding:
+    """A torch engine whose sequences count as read."""
+
+    def __init__(self, directory: Path, given: argparse.Namespace, vocabulary: int) -> None:
+        self._directory, self._given, self._vocabulary = directory, given, vocabulary
+        self._engine: TorchEngine | None = None
+
+    def cells(self, context: int) -> list[Cell]:
+        """Every number of sequences."""
+        layouts = {n: ENGINE._replace(running=n) for n in self._given.sequences}
+        found = in_turns(
+            {
+                layout: lambda n=n: attempt(lambda: asyncio.run(self._rate(context, n)))
+                for n, layout in layouts.items()
+            },
+            self._given.repetitions,
+        )
+        return [
+            Cell("torch", ENGINE, context, count, *found[layout])
+            for count, layout in layouts.items()
+        ]
+
+    async def _rate(self, context: int, count: int) -> float:
+        """Tokens/s, after a pass that makes room for keys and values."""
+        # A fresh one: a cache that could not grow is not whole any more.
+        engine = TorchEngine(
+            self._directory, dtype="bfloat16", max_running_requests=max(self._given.sequences)
+        )
+        try:
+            await engine.start()
+            length, generated = context - self._given.generated, self._given.generated
+            tokens = np.random.default_rng(0).integers(3, self._vocabulary, length).tolist()
+            requests = [
+                GenerationRequest(n, tokens, generated, temperature=1.0, seed=n)
+                for n in range(count)
+            ]
+            for number in range(count):
+                # Only the last token is computed; what the others left does not change the time.
+                engine._cache.row(number).tokens[:] = tokens[:-1]
+            await engine.generate(requests)
+            began = now()
+            await engine.generate(requests)
+            return count * generated / (now() - began)
+        finally:
+            await engine.stop()
+
+
+def measure(given: argparse.Namespace, directory: Path) -> LiveTable:
+    """Everything, the update first."""
+    shape, longest = SHAPES[given.model], max(given.contexts)
+    save_random_model(shape, directory, positions=longest)
+    table = LiveTable(model_shape(shape, longest), hardware(), longest)
+    for kind in (Update, Decoding):
+        stage = kind(directory, given, shape.vocabulary)
+        for context in given.contexts:
+            found = stage.cells(context)
+            table.cells += found
+            for cell in (cell for cell in found if not cell.alias):
+                row = row_of(table, cell)
+                print(
+                    ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True
+                )
+        del stage
+        free()
+    return table
+
+
+def row_of(table: LiveTable, cell: Cell) -> Row:
+    """One measured cell."""
+    update = not cell.engine
+    formula = training_memory(
+        table.model.sizes(), cell.candidate, float(cell.context), TrainingNeeds()
+    )
+    row: Row = {
+        "stage": "update" if update else "rollout",
+        "layout": cell.candidate.label if update else f"{cell.requests} in flight",
+        "context": cell.context,
+        "samples": cell.requests,
+        "tokens/s A": from_a(cell) if cell.a else None,
+        "tokens/s B": from_b(cell) if cell.b else None,
+        "peak GiB": cell.peak / 2**30 or None,
+        "formula GiB": formula.total / 2**30 if update else None,
+        "note": "" if cell.a else "out of memory",
+    }
+    return row
+
+
+def replay(table: LiveTable, iterations: int = 24) -> tuple[dict[str, float], list[str]]:
+    """Headline figures and notes of runs whose contexts grow."""
+    contexts = sorted({cell.context for cell in table.cells})
+    counts = sorted({cell.requests for cell in table.cells if cell.engine})
+    worlds = [
+        World(
+            table,
+            growth("torch", contexts[0], contexts[-1], iterations, count),
+            fixed_fields=("update.offload_optimizer",),
+            budget=min(c.candidate.microbatch for c in table.cells if not c.engine),
+        )
+        for count in counts
+    ]
+    stories = [story(world) for world in worlds]
+    headline = {
+        "fixed_choices_out_of_memory": sum(s.dead for s in stories) / len(stories),
+        "live_tokens_out_of_memory": float(sum(s.failures for s in stories)),
+        "live_regret": sum(s.excess for s in stories) / len(stories),
+    }
+    return headline, [s.note for s in stories]
+
+
+class Story(NamedTuple):
+    """How one run went. dead: share of the fixed choices that ran out of memory. failures: stages
+    that `live_tokens` had to repeat for lack of memory. excess: its regret over the noise floor."""
+
+    dead: float
+    failures: int
+    excess: float
+    note: str
+
+
+def story(world: World) -> Story:
+    """Fixed choices, the best in hindsight, and `live_tokens`."""
+    run, fixed = world.run, world.fixed()
+    dead = [(one, other) for seconds, one, other in fixed if math.isinf(seconds)]
+    best, floor = world.hindsight(world.judge).total, world.hindsight(world.seen).total
+    live = follow(world, Policy("live_tokens", "live_tokens", observes=True))
+    seconds, one, other = fixed[0]
+    held = f"the best that lasts ({one.label}; {other.label}) takes {seconds / best:.3f} times"
+    if math.isinf(seconds):
+        held = "none lasts; measured by"
+    note = (
+        f"{run.responses} responses, {run.contexts[0]:.0f} to {run.contexts[-1]:.0f} tokens: "
+        f"{len(dead)} of {len(fixed)} fixed choices run out of memory{_where(world, dead)}; {held} "
+        f"the best in hindsight; set A's best takes {floor / best:.3f} times that (the noise "
+        f"floor), live_tokens {live.total / best:.3f}, with {live.failures} stages repeated for "
+        f"lack of memory and {live.switches('rollout')} switches in rollout, "
+        f"{live.switches('update')} in update."
+    )
+    return Story(len(dead) / len(fixed), live.failures, (live.total - floor) / best, note)
+
+
+def _where(world: World, dead: Sequence[tuple[Candidate, Candidate]]) -> str:
+    """The contexts at which they do, first and last."""
+    found = [
+        next(c for c in world.run.contexts if math.isinf(sum(world.seconds(o, c) for o in pair)))
+        for pair in dead
+    ]
+    return f", at {min(found):,.0f} to {max(found):,.0f} tokens" if found else ""
+
+
+def notes_of(table: LiveTable, given: argparse.Namespace) -> list[str]:
+    """What a reader of the numbers needs."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU, for show"
+    errors = [
+        abs(float(row["formula GiB"] or 0) / float(row["peak GiB"]) - 1)
+        for row in (row_of(table, cell) for cell in table.cells if not cell.engine)
+        if row["peak GiB"]
+    ]
+    notes = [
+        f"On {name}, {given.model}. Sets A and B: {given.repetitions} repetitions each, in turns; "
+        "medians. A cell without rates ran out of memory. Budgets that cut samples alike are one "
+        "row.",
+        f"Update: one optimizer step on {given.step_tokens} tokens. Rollout: {given.generated} "
+        "tokens of each sequence, whose earlier ones count as read. Engine and learner are not on "
+        "the device at the same time. Switches cost nothing here.",
+    ]
+    if errors:
+        middle = sorted(errors)[len(errors) // 2]
+        notes.append(
+            f"Memory formula of the update, not calibrated: off by {100 * middle:.0f} % in the "
+            f"median row, by {100 * max(errors):.0f} % in the worst."
+        )
+    return notes
+
+
+def main() -> None:
+    """Measure, replay, report."""
+    given = options()
+    if not torch.cuda.is_available() and not given.smoke:
+        print("This benchmark needs a CUDA device, and there is none here: it was not run.")
+        return
+    with tempfile.TemporaryDirectory(prefix="earl-benchmark-") as directory:
+        table = measure(given, Path(directory))
+    headline, notes = replay(table)
+    rows = [row_of(table, cell) for cell in table.cells if not cell.alias]
+    publish("selector_single", TITLE, rows, headline, notes_of(table, given) + notes, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""No context limit: a task whose episodes grow while it is learnt, under a hard memory cap.
+
+Everything of a run but Prefect's server lives in a control group whose memory the kernel caps by
+killing. Same seeds and cap for all arms: `fixed` keeps the layout it began with; `truncated` too,
+with episodes cut after so many floors, the best setting found; `earl` lets the selector choose
+(`selector.policy: live_tokens`) and cuts nothing. `by hand` is a control: a fixed layout made for
+the longest episodes there will be, which takes somebody who knows them before the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.harness import REPOSITORY, Report, Row, parser, publish
+from benchmarks.no_limit_cap import MemoryCap, NoCap
+from benchmarks.no_limit_picture import draw
+from benchmarks.no_limit_runs import (
+    CONFIG,
+    LAST_ITERATIONS,
+    Arm,
+    Finished,
+    play_held_out,
+    run_capped,
+)
+from earl_core.config import load_config
+from flows import server
+
+FIXED = Arm("fixed")
+EARL = Arm("earl", ("selector.policy=live_tokens",))
+BY_HAND = Arm(
+    "by hand",
+    ("update.max_tokens_per_microbatch=2048", "update.activation_checkpointing=true"),
+)
+
+_TOKENS_PER_ANSWER = 2
+_BUILD = (
+    "import json, sys; from benchmarks.no_limit_model import build; "
+    "build(sys.argv[1], **json.loads(sys.argv[2]))"
+)
+
+
+def truncated(floors: int) -> Arm:
+    """The fixed layout with episodes cut after so many answers."""
+    limit = f"rollout.max_tokens_per_episode={_TOKENS_PER_ANSWER * floors}"
+    return Arm(f"truncated {floors}", (limit,), floors)
+
+
+def main() -> None:
+    options = _options()
+    try:
+        with MemoryCap(int(options.cap_gib * 2**30)) as cap:
+            version = cap.version
+    except NoCap as error:
+        raise SystemExit(f"not run: {error}") from error
+    scratch = Path(tempfile.mkdtemp(prefix="earl-no-limit-", dir=options.scratch))
+    shared = Path("/dev/shm") / f"earl_no_limit_{os.getpid()}"
+    try:
+        series = Series(options, scratch, shared)
+        found = series.run()
+        if options.png:
+            draw(_shown(found), options.png, options.cap_gib)
+        publish(_report(found, options, version), options)
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+        if options.keep:
+            print(f"the run directories are in {scratch}")
+        else:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+class Series:
+    """All runs, one after another; what they share lies in `scratch` and in `shared`."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path, shared: Path) -> None:
+        self._options, self._scratch = options, scratch
+        self._common = [
+            f"dispatch.directory={shared}",
+            f"model.path={options.model or scratch / 'model'}",
+            f"selector.profile_directory={scratch / 'profiles'}",
+            *(_QUICK if options.quick else ()),
+            *options.set,
+        ]
+
+    def run(self) -> list[Finished]:
+        """Every run: the cuts are searched with the first seed, the best one has all seeds."""
+        self._build_model()
+        asked, seeds = self._options.arms, range(self._options.seeds)
+        found: list[Finished] = []
+        with _prefect(self._scratch):
+            if "fixed" in asked:
+                found += [self._train(FIXED, seed) for seed in seeds]
+            if "truncated" in asked:
+                tried = [self._train(truncated(floors), 0) for floors in self._options.cuts]
+                best = best_cut(tried)
+                found += tried
+                found += [self._train(best, seed) for seed in seeds if seed and best]
+            if "earl" in asked:
+                found += [self._train(EARL, seed) for seed in seeds]
+            if "by_hand" in asked:
+                found += [self._train(BY_HAND, seed) for seed in seeds]
+        for run in found:
+            if run.survived and self._options.held_out:
+                run.held_out = play_held_out(run, self._options.held_out)
+        return found
+
+    def _build_model(self) -> None:
+        """Outside of the cap, once for all runs."""
+        model = load_config(CONFIG, self._common).model
+        arguments = [model.path, json.dumps(model.builder_options)]
+        command = [sys.executable, "-c", _BUILD, *arguments]
+        subprocess.run(command, cwd=REPOSITORY, check=True)
+
+    def _train(self, arm: Arm, seed: int) -> Finished:
+        done = run_capped(
+            arm,
+            seed,
+            int(self._options.cap_gib * 2**30),
+            self._scratch,
+            self._common,
+            self._options.iterations,
+        )
+        said = f"return {done.final_return:.1f}" if done.survived else f"ended: {done.cause}"
+        print(f"{arm.name}, seed {seed}: {len(done.metrics)} iterations, {said}", flush=True)
+        return done
+
+
+def best_cut(tried: Sequence[Finished]) -> Arm | None:
+    """The setting with the highest return among the runs that survived."""
+    alive = [run for run in tried if run.survived]
+    return max(alive, key=lambda run: run.final_return).arm if alive else None
+
+
+def _shown(found: Sequence[Finished]) -> list[Finished]:
+    """Without the cuts that were tried and were not the best."""
+    best = best_cut([run for run in found if run.arm.cut_at and run.seed == 0])
+    return [run for run in found if not run.arm.cut_at or run.arm == best]
+
+
+@contextmanager
+def _prefect(scratch: Path) -> Iterator[None]:
+    """A Prefect server outside of the cap, for the cap is about training."""
+    os.environ.pop("PREFECT_API_URL", None)
+    os.environ["PREFECT_HOME"] = str(scratch / "prefect")
+    started = server.start(server.configure(scratch / "runs"))
+    try:
+        started.ready()
+        yield
+    finally:
+        started.stop()
+
+
+def _row(run: Finished) -> Row:
+    means, longest = run.series("rollout/context/mean"), run.series("rollout/context/max")
+    if run.survived:
+        end = "finished"
+    else:
+        end = f"out of memory in iteration {len(run.metrics)}" if run.kills else "failed"
+    growth = f"{means[0]:,.0f} → {means[-1]:,.0f}" if means else ""
+    return {
+        "arm": run.arm.name,
+        "seed": run.seed,
+        "end": end,
+        "kills": run.kills,
+        "tokens of an episode": growth,
+        "longest": max(longest, default=0.0),
+        "episodes cut": f"{100 * run.cut_share:.0f} %",
+        "return at the end": run.final_return if run.survived else None,
+        "return unlimited, held out": run.held_out,
+        "peak GiB": run.peak_bytes / 2**30,
+        "minutes": run.minutes,
+        "layouts": len(set(run.layouts())),
+        "repeated stages": run.repeats(),
+    }
+
+
+def _report(found: list[Finished], options: argparse.Namespace, version: int) -> Report:
+    title = f"No limit: episodes that grow under a cap of {options.cap_gib:g} GiB"
+    report = Report("no_limit", title, rows=[_row(run) for run in found])
+    report.headline = _headline(found)
+    report.notes = [
+        f"The cap is a control group (version {version}) around the controller, its workers and "
+        "their shared memory; Prefect's server is outside of it, MLflow is off.",
+        f"Return: floors passed, mean of an iteration's episodes, mean of the last "
+        f"{LAST_ITERATIONS} iterations. Held out: {options.held_out} episodes of the last policy, "
+        "played without any limit and outside of the cap, so that a policy that learnt under a "
+        "limit is not judged by it.",
+        f"Truncated: rollout.max_tokens_per_episode for {', '.join(map(str, options.cuts))} "
+        "floors, each tried with seed 0; the best that survived was run with the other seeds.",
+        "by hand: microbatches of 2,048 tokens and activation checkpointing from the start, the "
+        "layout of somebody who knows how long episodes will get.",
+    ]
+    for run in found:
+        if run.arm is EARL:
+            report.notes.append(f"earl, seed {run.seed}: {_story(run)}.")
+    ended = [run for run in found if not run.survived]
+    report.notes += [
+        f"{run.arm.name}, seed {run.seed}, ended with: {run.cause}" for run in ended if run.cause
+    ]
+    return report
+
+
+def _story(run: Finished) -> str:
+    """Which layouts it had, from which iteration on."""
+    texts = run.layouts()
+    begun = [k for k in range(len(texts)) if k == 0 or texts[k] != texts[k - 1]]
+    return "; ".join(f"from iteration {k} on {texts[k]}" for k in begun) or "no plan was sealed"
+
+
+def _headline(found: list[Finished]) -> dict[str, float]:
+    fixed = [run for run in found if run.arm is FIXED]
+    earl = {run.seed: run for run in found if run.arm is EARL}
+    best = {run.seed: run for run in _shown(found) if run.arm.cut_at}
+    headline: dict[str, float] = {}
+    if fixed:
+        headline["fixed_died"] = float(sum(not run.survived for run in fixed))
+    if earl:
+        headline["earl_survived"] = float(sum(run.survived for run in earl.values()))
+        headline["earl_episodes_cut"] = sum(run.cut_ever for run in earl.values())
+        grown = [run.series("rollout/context/mean") for run in earl.values() if run.metrics]
+        headline["context_growth"] = min((s[-1] / s[0] for s in grown), default=0.0)
+    both = [seed for seed in earl if seed in best and best[seed].survived and earl[seed].survived]
+    if both:
+        headline["return_over_truncated"] = min(
+            earl[seed].final_return / best[seed].final_return for seed in both
+        )
+    return headline
+
+
+_QUICK: tuple[str, ...] = ()
+"""Settings of a short run."""
+
+
+def _options() -> argparse.Namespace:
+    options = parser(__doc__ or "")
+    arms = ("fixed", "truncated", "earl", "by_hand")
+    options.add_argument("--png", type=Path, help="draw the curves into this file")
+    options.add_argument("--arms", nargs="+", choices=arms, default=arms)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--iterations", type=int, default=24)
+    options.add_argument("--cuts", type=int, nargs="+", default=(8, 16, 24, 36), metavar="FLOORS")
+    options.add_argument("--cap-gib", type=float, default=3.0, help="memory of a run")
+    options.add_argument("--held-out", type=int, default=64, help="episodes; 0: none")
+    options.add_argument("--model", type=Path, help="use or make the initial model here")
+    options.add_argument("--scratch", type=Path, help="where run directories are made")
+    options.add_argument("--keep", action="store_true", help="keep the run directories")
+    options.add_argument("--set", action="append", default=[], metavar="a.b=c")
+    given = options.parse_args()
+    if given.quick:
+        given.seeds, given.held_out = 1, 0
+    return given
+
+
+if __name__ == "__main__":
+    main()

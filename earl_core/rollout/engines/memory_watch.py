@@ -1,0 +1,71 @@
+"""Whether an engine that lives in other processes failed for lack of memory.
+
+Its processes tell their parent no more than that they ended. Why stands in what they wrote to the
+log that they share with it, and in the kernel's count of those it killed for memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from earl_core.cluster.processes import out_of_memory_counters, out_of_memory_kills_since
+from earl_core.out_of_memory import OutOfMemory, bytes_asked, refused
+from earl_core.rollout.engines.base import OUT_OF_MEMORY_ADVICE
+
+_STDERR = 2
+_READ_BYTES = 2**18
+
+# What vLLM says when keys and values of one sequence, or of none, fit beside the weights.
+_NO_CACHE = re.compile(r"No available memory for the cache blocks")
+_SMALL_CACHE = re.compile(
+    r"\(([\d.]+) GiB KV\s+cache is needed, which is larger than the available"
+)
+_KILLED = re.compile(r"proc\(s\): \{[^}]*: -9\b|EngineDead|[Ee]ngine process died")
+
+
+class MemoryWatch:
+    """Remembers where the log stood and how many processes the kernel had killed."""
+
+    def __init__(self) -> None:
+        self._begin = self._log_size()
+        self._kills = out_of_memory_counters()
+
+    def problem(self, error: BaseException, doing: str) -> OutOfMemory | None:
+        """The error as an `OutOfMemory`; None when it has another cause. doing: a noun."""
+        said = f"{type(error).__name__}: {error}\n{self._logged()}"
+        small = _SMALL_CACHE.search(said)
+        asked = None
+        if small is not None:
+            asked = int(float(small.group(1)) * 2**30)
+        elif refused(said):
+            asked = bytes_asked(said)
+        elif not _NO_CACHE.search(said) and not self._killed(said):
+            return None
+        return OutOfMemory("rollout", doing, asked, OUT_OF_MEMORY_ADVICE)
+
+    def _killed(self, said: str) -> bool:
+        """The count may hold kills of others, so a process of the engine must be missing too."""
+        return bool(_KILLED.search(said)) and out_of_memory_kills_since(self._kills) > 0
+
+    def _logged(self) -> str:
+        if self._begin is None:
+            return ""
+        try:
+            with Path(f"/proc/self/fd/{_STDERR}").open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._begin, end - _READ_BYTES))
+                return log.read(_READ_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+
+    @staticmethod
+    def _log_size() -> int | None:
+        """Bytes in the log so far; None where standard error is no file, but a terminal, say."""
+        try:
+            status = os.fstat(_STDERR)
+        except OSError:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None

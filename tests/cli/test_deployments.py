@@ -1,0 +1,36 @@
+"""`prefect.yaml`: what `prefect deploy` will find when it reads it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.conftest import ROOT
+
+DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
+    "deployments"
+]
+
+
+@pytest.mark.parametrize("item", DEPLOYMENTS, ids=lambda item: item["name"])
+def test_a_deployment_names_a_flow_and_parameters_that_it_takes(item: dict[str, Any]) -> None:
+    file, _, name = item["entrypoint"].partition(":")
+    assert (ROOT / file).is_file()
+    found = getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
+    assert found.name == item["name"]
+    parameters = inspect.signature(found.fn).parameters
+    assert set(item["parameters"]) <= set(parameters)
+    required = {n for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+    assert required <= set(item["parameters"])
+    # What a form shows for each of them.
+    assert found.parameters.model_dump()["properties"].keys() == parameters.keys()
+    config = item["parameters"].get("config")
+    assert config is None or (ROOT / config).is_file()
+
+
+def test_every_flow_for_people_is_deployed() -> None:
+    assert {item["name"] for item in DEPLOYMENTS} >= {"train", "iteration", "evaluate"}

@@ -1,0 +1,73 @@
+"""The `selector` section: what it means, and what is refused with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from earl_core.config import ConfigError, RunConfig, load_config, parse_config
+from earl_core.config.table import resolved_rows
+from earl_core.run.keys import stage_key
+from tests.config.test_config import with_
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def config(layout: dict[str, Any] | None = None, **selector: Any) -> RunConfig:
+    return parse_config(with_(layout=layout or {}, selector=selector, rollout__engine="torch"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "selector", "message"),
+    [
+        ({}, {"polcy": "fixed"}, "selector.polcy: unknown key"),
+        ({}, {"policy": "best"}, "selector.policy"),
+        ({}, {"fixed_fields": ["update.shard"]}, "means nothing under selector.policy `fixed`"),
+        ({}, {"policy": "live_tokens", "profile_directory": ""}, "selector.profile_directory"),
+        (
+            {"changes": [{"iteration": 1, "update": {}}]},
+            {"policy": "live_tokens"},
+            "both say when layouts change",
+        ),
+        ({"placement": "separate"}, {"policy": "average_context"}, "set it to `colocated`"),
+        ({}, {"policy": "live_tokens", "tensor_parallel": [1, 2]}, "runs on one device"),
+    ],
+)
+def test_bad_sections_say_what_to_change(
+    layout: dict[str, Any], selector: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(layout, **selector)
+    assert message in str(caught.value)
+
+
+def test_the_table_says_who_lays_the_stages_out() -> None:
+    def layouts(config: RunConfig) -> dict[str, str]:
+        return {row[0]: row[1] for row in resolved_rows(config) if row[0].startswith("layout")}
+
+    assert layouts(config()) == {
+        "layout of the rollout": "1 engine",
+        "layout of the update": "1 rank",
+    }
+    assert layouts(config(policy="live_tokens")) == {"layout of rollout, update": "live_tokens"}
+    assert layouts(config(policy="average_context")) == {
+        "layout of the update": "1 rank",
+        "layout of rollout": "average_context",
+    }
+
+
+def test_another_policy_chooses_anew_and_repeats_nothing_else() -> None:
+    one, other = config(), config(policy="live_tokens")
+
+    def same(stage: str) -> bool:
+        return stage_key(one, "r", 1, stage, ()) == stage_key(other, "r", 1, stage, ())
+
+    assert not same("select")
+    assert same("rollout")
+    assert same("update")
+
+
+def test_the_example_is_valid() -> None:
+    assert load_config(CONFIGS / "tictactoe_selector.yaml").selector.policy == "live_tokens"

@@ -1,0 +1,143 @@
+"""Engines in other processes that end for lack of memory: told from what they left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from earl_core.config.rollout import VllmConfig
+from earl_core.out_of_memory import OutOfMemory
+from earl_core.rollout.engines import memory_watch
+from earl_core.rollout.engines.memory_watch import MemoryWatch
+from earl_core.rollout.errors import ContextOutgrown
+from tests.engines.driver import Driver, request
+from tests.engines.models import POSITIONS, make, prompt_of
+
+FAILED = RuntimeError(
+    "Engine core initialization failed. See root cause above. Failed core proc(s): "
+    "{'EngineCore_DP0': 1}"
+)
+KILLED = RuntimeError(str(FAILED).replace(": 1}", ": -9}"))
+CACHE = (
+    "ValueError: To serve at least one request with the model's max seq len (4096), (2.25 GiB KV "
+    "cache is needed, which is larger than the available KV cache memory (1.0 GiB)."
+)
+
+
+@pytest.fixture
+def log() -> Iterator[Callable[[str], object]]:
+    """Standard error as a worker has it: a file. What is called writes to it."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lambda text: os.write(2, text.encode())
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [
+        (CACHE, int(2.25 * 2**30)),
+        ("ValueError: No available memory for the cache blocks. Try increasing", None),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't "
+         "allocate memory: you tried to allocate 4096 bytes.", 4096),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB.", 3 * 2**29),
+    ],
+)  # fmt: skip
+def test_the_cause_stands_in_the_log(
+    log: Callable[[str], object], said: str, asked: int | None
+) -> None:
+    log("an older engine: DefaultCPUAllocator: can't allocate memory\n")
+    watch = MemoryWatch()
+    assert watch.problem(FAILED, "starting vLLM") is None
+    log(f"(EngineCore pid=7) ERROR 11-21 Traceback\n(EngineCore pid=7) ERROR {said}\n")
+    found = watch.problem(FAILED, "starting vLLM")
+    assert isinstance(found, OutOfMemory)
+    assert found.payload == {"stage": "rollout", "bytes_asked": asked}
+    assert str(found).startswith("starting vLLM ran out of memory")
+
+
+def test_a_kill_counts_when_the_kernel_counted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, kills = MemoryWatch(), 0
+    monkeypatch.setattr(memory_watch, "out_of_memory_kills_since", lambda before: kills)
+    assert watch.problem(KILLED, "starting vLLM") is None
+    kills = 1
+    assert watch.problem(KILLED, "starting vLLM") is not None
+    # Somebody else's process: ours ended by itself.
+    assert watch.problem(FAILED, "starting vLLM") is None
+
+
+@pytest.mark.slow
+def test_vllm_without_room_for_one_sequence_is_out_of_memory(
+    tmp_path: Path, log: Callable[[str], object]
+) -> None:
+    """A position range whose keys and values take more than the whole cache."""
+    pytest.importorskip("vllm")
+    from transformers import AutoConfig
+
+    from earl_core.rollout.engines.vllm_engine import VllmEngine
+
+    make("llama_tied", tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.max_position_embeddings = 2**21
+    config.save_pretrained(tmp_path / "model")
+    with tempfile.TemporaryDirectory(prefix="rpc") as scratch:
+        engine = VllmEngine(
+            tmp_path / "model",
+            dtype="float32",
+            scratch=Path(scratch),
+            settings=VllmConfig(kv_cache_gib=1),
+        )
+        driver = Driver(engine, tmp_path / "model")
+        try:
+            with pytest.raises(OutOfMemory) as caught:
+                driver.run(engine.start())
+        finally:
+            driver.close()
+        assert list(Path(scratch).iterdir()) == []
+    assert caught.value.payload["stage"] == "rollout"
+    assert caught.value.payload["bytes_asked"] > 2**30
+
+
+@pytest.mark.slow
+def test_a_vllm_engine_built_too_short_is_outgrown(tmp_path: Path) -> None:
+    """The engine says where its context ended; the agent loop knows that the model goes on."""
+    pytest.importorskip("vllm")
+    from earl_core.rollout.agent_loop import play
+    from earl_core.rollout.engines.vllm_engine import VllmEngine
+    from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
+    from tests.rollout.scripted import ScriptedEnvironments
+    from tests.rollout.test_agent_loop import CHAT
+
+    # Its vocabulary holds that of the chat tokenizer.
+    directory = tmp_path / "model"
+    make("llama_tied", directory)
+    with tempfile.TemporaryDirectory(prefix="rpc") as scratch:
+        engine = VllmEngine(
+            directory,
+            dtype="float32",
+            max_model_len=64,
+            scratch=Path(scratch),
+            settings=VllmConfig(kv_cache_gib=1),
+        )
+        driver = Driver(engine, directory)
+        try:
+            driver.run(engine.start())
+            specs = [EpisodeSpec(i, i, i, seed=i) for i in range(4)]
+            limits = PlaySettings(max_turns=50, positions=POSITIONS)
+            pool = ScriptedEnvironments(lambda i: 50)
+            with pytest.raises(ContextOutgrown) as caught:
+                driver.run(play(engine, pool, CHAT, specs, limits))  # type: ignore[arg-type]
+            assert caught.value.payload["tokens"] > 64
+            # It still answers: nothing was lost but the episodes.
+            answer = driver.generate([request(9, prompt_of(1, 8), max_tokens=4)])[0]
+            assert len(answer.tokens) == 4
+        finally:
+            driver.close()

@@ -1,0 +1,149 @@
+"""One run that is killed before its last update, loses a shard, goes on, and is started again.
+
+Meanwhile fresh processes do its stages over from manifests alone, and Prefect's server is asked
+what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.experience.statistics import merge_statistics
+from tasks.session import TARGETS
+from tests.flows.runs import KILLED, Runs
+from tests.flows.server import ask, flow_runs
+
+
+@dataclass(frozen=True)
+class Story:
+    """The run after its end, and what was seen on the way."""
+
+    runs: Runs
+    sealed: dict[str, Any]
+    left_running: list[dict[str, Any]]
+    redone: dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def story(module_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    runs = module_runs
+    runs.train(fault="update.before@1=kill", expect=KILLED)
+    runs.wait_for_workers_to_end()
+    folder = runs.run() / "iterations" / "000001"
+    sealed = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    mine = str(runs.config)
+    left = [run for run in flow_runs(runs, any_=["RUNNING"]) if mine in run["name"]]
+    redone = redo(runs, sealed, tmp_path_factory.mktemp("logs"))
+    lost = sealed["reward"]["shards"][0]["file"]
+    (shard,) = (path for path in runs.shared_memory() if path.name == lost)
+    shard.unlink()
+    runs.train()
+    return Story(runs, sealed, left, redone)
+
+
+def redo(runs: Runs, sealed: dict[str, Any], logs: Path) -> dict[str, dict[str, Any]]:
+    """What fresh processes make of the sealed manifests of iteration 1, stage by stage."""
+
+    def in_fresh_group(role: str, work: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        group = LocalWorkerGroup(role, TARGETS[role], log_directory=logs)
+        arguments = {
+            "config": yaml.safe_load((runs.run() / "config.yaml").read_text()),
+            "run_directory": str(runs.run()),
+        }
+        group.start(sealed["select"]["outputs"]["plan"]["stages"][role], arguments)
+
+        def call(method: str, **given: Any) -> dict[str, Any]:
+            at: dict[str, Any] = {"stage": method, "iteration": 1, "deadline_seconds": 120}
+            (result,) = group.call(method, **at, **given)
+            return result
+
+        try:
+            return work(call)
+        finally:
+            group.stop()
+
+    def advantage(call: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        inputs = [sealed[stage] for stage in ("rollout", "reward", "reference")]
+        statistics = merge_statistics([call("advantage_statistics", manifests=inputs)])
+        return call("advantage", manifests=inputs, statistics=statistics)
+
+    def update(call: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        call("restore", checkpoint=str(runs.run() / "checkpoints" / "000000"))
+        inputs = [sealed[stage] for stage in ("rollout", "reference", "advantage")]
+        return call("update", manifests=inputs, checkpoint=None, record={})
+
+    rollout = [sealed["rollout"]]
+    return {
+        "reward": in_fresh_group("experience", lambda call: call("reward", manifests=rollout)),
+        "advantage": in_fresh_group("experience", advantage),
+        "update": in_fresh_group("update", update),
+    }
+
+
+def test_stages_need_nothing_but_manifests(story: Story) -> None:
+    for stage in ("reward", "advantage"):
+        found = [entry["checksum"] for entry in story.redone[stage]["shards"]]
+        assert found == [entry["checksum"] for entry in story.sealed[stage]["shards"]]
+    manifest = story.runs.run() / "iterations" / "000001" / "update.json"
+    digest = json.loads(manifest.read_text())["outputs"]["digest"]
+    assert story.redone["update"]["digest"] == digest
+
+
+def test_a_lost_shard_repeats_its_stage_only(
+    story: Story, undisturbed: Callable[..., Runs]
+) -> None:
+    sealed = story.runs.executed("sealed")
+    assert sealed.count((1, "reward")) == 2
+    assert sealed.count((1, "rollout")) == sealed.count((1, "advantage")) == 1
+    assert story.runs.weights(1) == undisturbed().weights(1)
+
+
+def test_prefect_frees_the_killed_run_and_shows_finished_stages_as_cached(story: Story) -> None:
+    runs = story.runs
+    (left,) = story.left_running
+    assert ask(runs, f"flow_runs/{left['id']}")["state_type"] == "CRASHED"
+    (iteration,) = (
+        run
+        for run in flow_runs(runs, any_=["COMPLETED"])
+        if run["name"] == f"{runs.run()} iteration 1"
+    )
+    tasks = ask(runs, "task_runs/filter", {"flow_runs": {"id": {"any_": [iteration["id"]]}}})
+    states = {task["name"]: task["state_name"] for task in tasks}
+    assert states == {
+        "select 1": "Cached",
+        "rollout 1": "Cached",
+        "reward 1": "Completed",
+        "reference 1": "Cached",
+        "advantage 1": "Cached",
+        "update 1": "Completed",
+        "publish 1": "Completed",
+    }
+    names = {task["id"]: task["name"] for task in tasks}
+    edges = {
+        (names[source["id"]], task["name"])
+        for task in tasks
+        for sources in task["task_inputs"].values()
+        for source in sources
+        if source.get("id") in names
+    }
+    assert ("rollout 1", "advantage 1") in edges
+    assert ("advantage 1", "update 1") in edges
+    assert ("update 1", "publish 1") in edges
+
+
+def test_a_finished_run_is_left_alone(story: Story) -> None:
+    runs = story.runs
+    before, weights = runs.executed("started"), runs.weights(1)
+    runs.train()
+    assert runs.executed("started") == before
+    assert runs.weights(1) == weights
+    assert runs.shared_memory() == []
+    runs.wait_for_workers_to_end()

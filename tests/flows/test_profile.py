@@ -1,0 +1,191 @@
+"""`earl profile` as people start it: measured, killed, gone on with, finished, interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from earl_core.cluster.errors import DeadlineExceeded, Where, WorkerCallFailed, WorkerLost
+from earl_core.config import parse_config
+from earl_core.selector import Hardware, ModelShape, ProfileTable
+from earl_core.selector.profile_table import ProfilePoint, read_table, write_table
+from tasks.profile import fingerprint_of, profile_of
+from tasks.profile_workers import ran_out
+from tests.flows.runs import REPOSITORY, Runs
+
+
+class Profiles:
+    """Profiles of a very small load on one core: one layout of each stage, some token budgets."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.directory = runs.directory / "profiles"
+        config = yaml.safe_load(runs.config.read_text())
+        config["rollout"] |= {"prompts_per_iteration": 1, "group_size": 2}
+        config["algorithm"] = {"advantage": "rloo"}
+        config["update"] |= {"minibatches": 1, "max_tokens_per_microbatch": 128}
+        config["selector"] = {
+            "policy": "live_tokens",
+            "fixed_fields": ["update.activation_checkpointing"],
+            "profile_directory": str(self.directory),
+        }
+        runs.config.write_text(yaml.safe_dump(config))
+
+    def start(self, fault: str = "") -> subprocess.Popen[str]:
+        core = min(os.sched_getaffinity(0))
+        environment = {
+            **self.runs.environment,
+            "PYTHONPATH": str(REPOSITORY),
+            "EARL_FAULT": fault,
+            "NO_PROXY": "127.0.0.1",
+        }
+        options = ["--minutes", "5", "--context", "64", "--plain"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "profile", str(self.runs.config), *options],
+            cwd=self.runs.directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+        self.runs.started.append(process)
+        return process
+
+    def finish(self, fault: str = "") -> str:
+        """A profile to its end; what it printed."""
+        process = self.start(fault)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+        return output
+
+    def table(self) -> ProfileTable:
+        """What is in the file now."""
+        files = list(self.directory.glob("*.parquet"))
+        return read_table(self.directory, files[0].stem) if files else ProfileTable()
+
+    def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def profiles(runs: Runs) -> Profiles:
+    return Profiles(runs)
+
+
+def test_a_profile_is_measured_and_a_finished_one_says_so(profiles: Profiles) -> None:
+    # No update gets memory for a second microbatch.
+    output = profiles.finish(fault="update.microbatch2@0=memory")
+    assert "What live_tokens would choose" in output
+    table = profiles.table()
+    good = [point for point in table.points if not point.out_of_memory]
+    assert {point.key.split()[0] for point in good} == {"rollout", "update"}
+    assert all(point.tokens_per_second > 0 and point.peak_bytes > 5e7 for point in good)
+    assert all(point.context == 64 and point.requests <= 2 for point in table.points)
+    assert [p.key for p in table.points if p.out_of_memory] == ["update tp1 mb64"]
+    assert f"({len(table.points)} points" in output
+    assert table.seconds > 0
+
+    again = profiles.finish()
+    assert "This profile is finished" in again
+    assert "measuring" not in again
+    assert profiles.table() == table
+    # No run was made, and nothing is left behind.
+    assert not profiles.runs.run().exists()
+    assert profiles.runs.shared_memory() == []
+    profiles.runs.wait_for_workers_to_end()
+
+
+@pytest.mark.slow
+def test_a_killed_profile_goes_on_where_it_ended(profiles: Profiles) -> None:
+    killed = profiles.start()
+    profiles.wait_for(lambda: bool(profiles.table().points), killed)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    profiles.runs.wait_for_workers_to_end()
+    first = profiles.table()
+    output = profiles.finish()
+    assert f"going on after {len(first.points)} point" in output
+    table = profiles.table()
+    assert len(table.points) > len(first.points)
+    kept = {point.bucket: point for point in table.points}
+    assert all(kept[point.bucket] == point for point in first.points)
+    assert table.seconds > first.seconds > 0
+
+
+@pytest.mark.slow
+def test_an_interrupted_profile_ends_cleanly_and_keeps_what_it_has(profiles: Profiles) -> None:
+    process = profiles.start()
+    profiles.wait_for(lambda: bool(profiles.table().points), process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "What was measured is kept" in output
+    assert profiles.table().points
+    profiles.runs.wait_for_workers_to_end()
+
+
+def test_out_of_memory_is_told_from_other_failures() -> None:
+    where = Where("update", 0, "measure", "update", 0)
+    assert ran_out(WorkerCallFailed(where, "OutOfMemory", "earl_core.out_of_memory", "no"))
+    assert ran_out(WorkerCallFailed(where, "EngineLost", "e", "gone", out_of_memory_kills=1))
+    assert ran_out(WorkerLost(where, "killed", None, 9, out_of_memory=True))
+    assert not ran_out(WorkerCallFailed(where, "ValueError", "builtins", "no"))
+    assert not ran_out(WorkerLost(where, "killed", None, 9))
+    assert not ran_out(DeadlineExceeded(where, "slow"))
+
+
+def config_of(directory: Path, **update: object) -> dict[str, object]:
+    return {
+        "name": "run",
+        "iterations": 1,
+        "model": {"path": str(directory / "model")},
+        "environment": {"name": "tic_tac_toe"},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_turns": 1},
+        "update": update,
+        "selector": {"profile_directory": str(directory / "profiles")},
+    }
+
+
+def test_a_profile_belongs_to_model_hardware_and_what_is_computed(tmp_path: Path) -> None:
+    config = parse_config(config_of(tmp_path))
+    hardware = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
+    raw = json.loads(
+        '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, '
+        '"num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 512}'
+    )
+    model = ModelShape.from_config(raw)
+    directory, mark, table = profile_of(config, hardware, model)
+    assert directory == tmp_path / "profiles"
+    assert table == ProfileTable()
+    point = ProfilePoint(key="rollout tp1", context=64, requests=2, tokens_per_second=10)
+    written = ProfileTable(seconds=12.5).observe(point, 16)
+    write_table(directory, mark, written)
+    assert profile_of(config, hardware, model) == (directory, mark, written)
+    # Some pages of memory, and what is not computed, change nothing.
+    assert (
+        fingerprint_of(config, hardware.model_copy(update={"memory_bytes": 8 * 2**30 + 99}), model)
+        == mark
+    )
+    slower = parse_config({**config_of(tmp_path), "iterations": 9, "seed": 3})
+    assert fingerprint_of(slower, hardware, model) == mark
+    others = {
+        fingerprint_of(parse_config(config_of(tmp_path, precision="fp32")), hardware, model),
+        fingerprint_of(config, hardware.model_copy(update={"cpu_cores": 4}), model),
+        fingerprint_of(config, hardware, model.model_copy(update={"layers": 3})),
+    }
+    assert len(others | {mark}) == 4

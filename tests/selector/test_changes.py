@@ -1,0 +1,93 @@
+"""Lines about what one plan changes against the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from earl_core.selector import DeploymentPlan, StageDeployment
+from earl_core.selector.changes import layout_changes, misfit_text
+from earl_core.selector.observations import Observation
+
+UPDATE = StageDeployment(stage="update", threads=2, max_tokens_per_microbatch=8192)
+ROLLOUT = StageDeployment(stage="rollout", max_model_len=4096, max_running_requests=64)
+
+
+def plan(reason: str = "", **stages: StageDeployment) -> DeploymentPlan:
+    laid_out = {"rollout": ROLLOUT, "update": UPDATE, **stages}
+    return DeploymentPlan(iteration=3, stages=laid_out, reasons=dict.fromkeys(laid_out, reason))
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "reason", "line"),
+    [
+        (
+            "update",
+            {"max_tokens_per_microbatch": 4096, "activation_checkpointing": True},
+            "it ran out of memory in this run",
+            "update: TP 1, microbatch 8192 -> 4096, checkpointing: it ran out of memory in this "
+            "run",
+        ),
+        (
+            "rollout",
+            {"tensor_parallel": 8},
+            "TP 1 → 8: 16 sequences fill 96 % of the cache",
+            "rollout: TP 1 -> 8: 16 sequences fill 96 % of the cache",
+        ),
+        (
+            "rollout",
+            {"max_model_len": 8192},
+            "1 engine: as configured; context raised from 4096 to 8192: episodes reached 3500 "
+            "tokens",
+            "rollout: TP 1, context 4096 -> 8192: episodes reached 3500 tokens",
+        ),
+        (
+            "rollout",
+            {"replicas": 2, "max_running_requests": None},
+            "faster",
+            "rollout: TP 1, engines 1 -> 2, running 64 -> any: faster",
+        ),
+        (
+            "update",
+            {"logits_chunk_tokens": 1024, "offload_optimizer": True},
+            "",
+            "update: TP 1, optimizer offloaded, logits by 1024",
+        ),
+    ],
+)
+def test_a_change_is_one_line(stage: str, fields: dict[str, Any], reason: str, line: str) -> None:
+    before = {"rollout": ROLLOUT, "update": UPDATE}[stage]
+    after = plan(reason, **{stage: before.model_copy(update=fields)})
+    (change,) = layout_changes(plan(), after)
+    assert change.text == line
+    assert change.switched == (set(fields) != {"max_model_len"})
+
+
+def test_means_given_up_are_named_too() -> None:
+    careful = UPDATE.model_copy(
+        update={"activation_checkpointing": True, "logits_chunk_tokens": 512}
+    )
+    (change,) = layout_changes(plan(update=careful), plan())
+    assert change.text == "update: TP 1, no checkpointing, all logits at once"
+
+
+def test_nothing_changed_and_nothing_before() -> None:
+    assert layout_changes(plan(), plan("other words")) == []
+    assert layout_changes(None, plan()) == []
+
+
+def test_a_stage_that_did_not_fit_says_why() -> None:
+    memory = Observation(
+        iteration=3, stage="update", kind="out_of_memory", deployment=UPDATE, peak_bytes=2**30
+    )
+    assert misfit_text(memory) == (
+        "update: ran out of memory at 1.0 GiB a device under TP 1, 2 threads, microbatch 8192; "
+        "the stage is repeated from its sealed inputs"
+    )
+    outgrown = Observation(
+        iteration=3, stage="rollout", kind="outgrown", deployment=ROLLOUT, longest=4096
+    )
+    assert "an episode reached 4,096 tokens" in misfit_text(outgrown)
+    unanswered = memory.model_copy(update={"answered": False})
+    assert "repeated" not in misfit_text(unanswered)

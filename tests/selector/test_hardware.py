@@ -1,0 +1,139 @@
+"""What this process may use: limits of control groups of both versions, and visible GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.hardware import memory_in_use, memory_limit, read_hardware
+from tests.cgroup import memory_cgroup
+
+PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MIB = 2**20
+
+
+def machine(root: Path, cgroup: str, mountinfo: str, files: dict[str, str]) -> Path:
+    """A root directory with these files of `proc` and `sys`."""
+    files = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mountinfo, **files}
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def second_version(root: Path, top: str = "/") -> Path:
+    """A process two groups deep; the outer one has the smaller limit."""
+    stat = f"anon {50 * MIB}\nactive_file {5 * MIB}\ninactive_file {7 * MIB}\nshmem {9 * MIB}\n"
+    return machine(
+        root,
+        "0::/jobs/own\n" if top == "/" else f"0::{top}/jobs/own\n",
+        f"30 23 0:27 {top} /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n",
+        {
+            "sys/fs/cgroup/memory.stat": "",
+            "sys/fs/cgroup/jobs/memory.max": f"{200 * MIB}\n",
+            "sys/fs/cgroup/jobs/memory.current": f"{100 * MIB}\n",
+            "sys/fs/cgroup/jobs/memory.stat": stat,
+            "sys/fs/cgroup/jobs/own/memory.max": "max\n",
+            "sys/fs/cgroup/jobs/own/memory.current": f"{10 * MIB}\n",
+            "sys/fs/cgroup/jobs/own/memory.stat": stat,
+        },
+    )
+
+
+@pytest.mark.parametrize("top", ["/", "/docker/abc"])
+def test_the_least_limit_of_all_ancestors_counts_in_version_2(tmp_path: Path, top: str) -> None:
+    root = second_version(tmp_path, top)
+    assert memory_limit(root) == 200 * MIB
+    # Files may be dropped, shared memory may not.
+    assert memory_in_use(root) == 88 * MIB
+
+
+def test_the_least_limit_of_all_ancestors_counts_in_version_1(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory"
+    root = machine(
+        tmp_path,
+        "5:cpu:/\n4:memory:/a/b\n0::/\n",
+        "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+        "34 31 0:31 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+        "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
+        {
+            f"{group}/memory.limit_in_bytes": "9223372036854771712\n",
+            f"{group}/a/memory.limit_in_bytes": f"{300 * MIB}\n",
+            f"{group}/a/memory.usage_in_bytes": f"{250 * MIB}\n",
+            f"{group}/a/memory.stat": f"inactive_file 1\ntotal_inactive_file {20 * MIB}\n",
+            f"{group}/a/b/memory.limit_in_bytes": f"{400 * MIB}\n",
+            f"{group}/a/b/memory.usage_in_bytes": f"{10 * MIB}\n",
+        },
+    )
+    assert memory_limit(root) == 300 * MIB
+    assert memory_in_use(root) == 230 * MIB
+
+
+def test_without_a_limit_it_is_the_machine(tmp_path: Path) -> None:
+    empty = machine(tmp_path, "0::/gone\n", "", {})
+    assert memory_limit(empty) == PHYSICAL
+    memory = psutil.virtual_memory()
+    assert memory_in_use(empty) == pytest.approx(memory.total - memory.available, rel=0.2)
+    # The group is not below its mount, and the path leads out of it: the mount is what there is.
+    line = "30 23 0:27 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+    limited = {"sys/fs/cgroup/memory.max": f"{64 * MIB}\n"}
+    assert memory_limit(machine(tmp_path, "0::/gone\n", line, limited)) == 64 * MIB
+    assert memory_limit(machine(tmp_path, "0::/../..\n", line, limited)) == 64 * MIB
+
+
+_INSIDE = """
+import os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+from tasks.hardware import memory_in_use, read_hardware
+before = memory_in_use()
+held = bytearray(os.urandom(1)) * (64 << 20)
+print(read_hardware().memory_bytes, memory_in_use() - before)
+"""
+
+
+def test_a_real_group_limits_what_is_read() -> None:
+    with memory_cgroup(1024 * MIB) as group:
+        done = subprocess.run(
+            [sys.executable, "-c", _INSIDE, str(group)], capture_output=True, text=True, check=True
+        )
+    memory, grown = map(int, done.stdout.split())
+    assert memory == 1024 * MIB
+    assert 60 * MIB < grown < 90 * MIB
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (None, ["A", "B", "B"]),
+        ("", []),
+        ("-1", []),
+        ("2,0", ["B", "A"]),
+        ("1, 7, 0", ["B"]),
+        ("GPU-aa", ["A"]),
+        ("GPU-bb", []),
+        ("GPU-bb1,GPU-bb2", ["B", "B"]),
+    ],
+)
+def test_gpus_that_cuda_hides_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, names: list[str]
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    listed = ["GPU-aa0, A, 1000", "GPU-bb1, B, 3000", "GPU-bb2, B, 2000"]
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in listed))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    found = read_hardware()
+    assert found.gpus == len(names)
+    assert found.gpu_name == (names[0] if names else "")
+    sizes = {"A": 1000, "B": 2000 if chosen in (None, "GPU-bb1,GPU-bb2", "2,0") else 3000}
+    expected = min((sizes[name] for name in names), default=0) * MIB
+    assert found.gpu_memory_bytes == expected

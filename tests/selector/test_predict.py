@@ -1,0 +1,293 @@
+"""What is put up for choice on hosts whose memory all stages share, and what memory rules out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given as examples
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from earl_core.selector import (
+    Calibration,
+    Hardware,
+    NothingFits,
+    Peak,
+    Predictor,
+    ProfilePoint,
+    ProfileTable,
+    SelectionInput,
+    select,
+)
+from earl_core.selector.candidates import (
+    Candidate,
+    coarse,
+    coarse_above,
+    logits_chunk,
+    smaller_microbatches,
+)
+from earl_core.selector.catalogue import MODELS, cluster
+from earl_core.selector.policy import choose
+from earl_core.selector.predict import gib
+from tests.selector.examples import given
+
+GIB = 2**30
+quick = settings(max_examples=40, deadline=None)
+
+
+def host(memory: float, context: float = 500.0, **fields: Any) -> SelectionInput:
+    """SmolLM2 on four cores; memory: GiB."""
+    machine = Hardware(cpu_cores=4, memory_bytes=int(memory * GIB))
+    rollout = {"engine": "torch", "max_model_len": 2048, **fields.pop("rollout", {})}
+    base = {"model": "smollm2-135m", "hardware": machine, "episodes": 64, "rollout": rollout}
+    return given(context, **{**base, **fields})
+
+
+def chosen(item: SelectionInput, stage: str = "update") -> Candidate:
+    return Candidate.of(select(item)[stage])
+
+
+def test_microbatches_below_the_one_asked_for_end_at_the_longest_sample() -> None:
+    assert smaller_microbatches(4096, 1000) == [2048, 1024]
+    assert smaller_microbatches(4096, 700) == [2048, 1024, 768]
+    assert smaller_microbatches(4096, 2100) == [3072]
+    assert smaller_microbatches(4096, 3500) == smaller_microbatches(4096, 9000) == []
+
+
+@examples(st.integers(1, 2**20), st.floats(1, 2**20))
+def test_a_smaller_microbatch_holds_the_longest_sample(asked: int, longest: float) -> None:
+    sizes = smaller_microbatches(asked, longest)
+    assert all(longest <= size < asked for size in sizes)
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert not sizes or sizes[-1] <= 1.5 * longest + 1
+    assert coarse(longest) <= longest <= coarse_above(longest) <= 2 * longest
+
+
+def ladder(context: float) -> tuple[list[Candidate], NothingFits]:
+    """What is chosen for the update with ever less memory, and the error in the end."""
+    seen: list[Candidate] = []
+    item = host(24.0, context, selector={"stages": ("update",)})
+    for step in range(300):
+        machine = Hardware(cpu_cores=4, memory_bytes=int(24 * GIB * 0.98**step))
+        item = item.model_copy(update={"hardware": machine})
+        try:
+            found = chosen(item)
+        except NothingFits:
+            break
+        if not seen or seen[-1] != found:
+            seen.append(found)
+    with pytest.raises(NothingFits) as error:
+        select(item)
+    return seen, error.value
+
+
+def test_the_ladder_on_a_cpu_begins_with_smaller_microbatches() -> None:
+    seen, error = ladder(500.0)
+    assert [item.microbatch for item in seen] == [4096, 2048, 1024, 1024]
+    # The longest sample has 1,000 tokens, and the policy wrote half of them: logits are few.
+    assert [item.checkpointing for item in seen] == [False, False, False, True]
+    assert not any(item.logits_chunk or item.offload for item in seen)
+    nearest = error.nearest
+    assert nearest is not None
+    assert nearest.peak > nearest.budget
+    assert f"needs {gib(nearest.peak)} on this host of" in str(error)
+    assert f"{gib(nearest.budget)} may be used" in str(error)
+
+
+def test_the_ladder_of_long_samples_has_logits_in_chunks_before_checkpointing() -> None:
+    seen, _ = ladder(2000.0)
+    chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary)
+    assert {item.microbatch for item in seen} == {4096}
+    means = [(item.logits_chunk, item.checkpointing) for item in seen]
+    assert means == [(0, False), (chunk, False), (chunk, True)]
+
+
+def test_what_others_hold_is_not_there() -> None:
+    free = host(8.0, selector={"stages": ("rollout", "update")})
+    shared = free.model_copy(update={"reserved_bytes": {"update": 2.0 * GIB}})
+    assert chosen(free).microbatch > chosen(shared).microbatch
+    assert chosen(free, "rollout") == chosen(shared, "rollout")
+    predictor = Predictor(shared)
+    assert predictor.budget("update") == pytest.approx(0.9 * 8 * GIB - 2 * GIB)
+    assert predictor.budget("rollout") == pytest.approx(0.9 * 8 * GIB)
+    full = free.model_copy(update={"reserved_bytes": {"update": 6.5 * GIB}})
+    with pytest.raises(NothingFits, match=r"\d MiB may be used, for others hold 6\.5 GiB"):
+        select(full)
+    # Devices have memory of their own.
+    gpu = given(8192.0, reserved_bytes={"update": 1e15, "rollout": 1e15})
+    assert select(gpu) == select(given(8192.0))
+
+
+def test_more_engines_cost_more_memory() -> None:
+    predictor = Predictor(host(24.0))
+    one, two, four = (Candidate("rollout", n, threads=4 // n, running=256) for n in (1, 2, 4))
+    peaks = [predictor.stage_peak(candidate) for candidate in (one, two, four)]
+    weights = 2 * MODELS["smollm2-135m"].parameters
+    assert peaks == sorted(peaks)
+    assert peaks[1] - peaks[0] > weights
+    tight = host(peaks[1] / GIB / 0.9 * 0.99)
+    verdicts = {row.candidate.replicas: row for row in choose(tight).predictions["rollout"]
+                if row.candidate.running == 256}  # fmt: skip
+    assert not verdicts[1].problem
+    assert "running 2 engines needs" in verdicts[2].problem
+
+
+def test_the_torch_engine_runs_fewer_sequences_when_its_cache_would_not_fit() -> None:
+    """Its cache grows with the sequences in play and the longest of them."""
+
+    def limit(context: float) -> int:
+        return chosen(host(3.0, context, selector={"stages": ("rollout",)}), "rollout").running
+
+    limits = [limit(context) for context in (100.0, 1000.0, 2000.0, 4000.0)]
+    assert limits[0] == 256
+    assert limits == sorted(limits, reverse=True)
+    assert 1 <= limits[-1] < 64
+    too_little = host(0.9, 4000.0, selector={"stages": ("rollout",)})
+    with pytest.raises(NothingFits, match=r"on this host of 922 MiB, where 829 MiB may be used"):
+        select(too_little)
+
+
+def test_a_measured_stage_offers_every_size() -> None:
+    point = ProfilePoint(
+        key="update tp1 1x4threads mb1024", context=500, requests=64, tokens_per_second=1e5
+    )
+    item = host(24.0, profile=ProfileTable(points=(point,)))
+    offered = {row.candidate.microbatch for row in choose(item).predictions["update"]}
+    assert {1024, 2048, 4096, 8192} <= offered
+
+
+def test_a_layout_that_was_not_measured_shares_what_all_have_in_common() -> None:
+    """Every measured size runs at a tenth of the roofline: so does one that was not measured."""
+    bare = Predictor(host(24.0))
+    points = []
+    for size in (1024, 2048):
+        layout = Candidate("update", threads=4, microbatch=size)
+        seconds = bare.predict(layout, bare.now).seconds
+        rate = 0.1 * bare.now.episodes * bare.now.context / seconds
+        points.append(
+            ProfilePoint(
+                key=layout.key, context=bare.now.context, requests=64, tokens_per_second=rate
+            )
+        )
+    taught = Predictor(host(24.0, profile=ProfileTable(points=tuple(points))))
+    for size in (1024, 4096):
+        layout = Candidate("update", threads=4, microbatch=size)
+        before, after = (p.predict(layout, p.now) for p in (bare, taught))
+        assert after.seconds == pytest.approx(10 * before.seconds, rel=0.02)
+        assert after.guess == (size == 4096)
+
+
+@pytest.mark.parametrize(
+    ("layout", "hardware"),
+    [
+        (Candidate("update", threads=4, microbatch=512, checkpointing=True, logits_chunk=64),
+         Hardware(cpu_cores=4, memory_bytes=GIB)),
+        (Candidate("rollout", replicas=2, threads=2), Hardware(cpu_cores=4, memory_bytes=GIB)),
+        (Candidate("rollout", replicas=4, threads=1), Hardware(cpu_cores=4, memory_bytes=GIB)),
+        (Candidate("update", 2, 2, 4, 2, microbatch=4096, offload=True),
+         cluster("h100-80gb", 4, 8)),
+    ],
+)  # fmt: skip
+def test_a_key_names_its_layout(layout: Candidate, hardware: Hardware) -> None:
+    assert Candidate.of_key(layout.key, hardware) == layout
+
+
+def test_what_ran_out_of_memory_is_named_with_its_bytes() -> None:
+    item = host(24.0, selector={"stages": ("update",)})
+    first = select(item)["update"]
+    learnt = item.model_copy(update={"forbidden": (first,)})
+    assert select(learnt)["update"] != first
+    predictor = Predictor(learnt)
+    failed = Candidate.of(first)
+    for layout in (failed, failed._replace(microbatch=2 * failed.microbatch)):
+        problem = predictor.predict(layout, predictor.now).problem
+        what = "it" if layout == failed else "a layout that needs no more"
+        assert problem.startswith(f"{what} ran out of memory in this run, where")
+        assert gib(predictor.stage_peak(layout)) in problem
+
+
+def test_measured_peaks_move_the_choice() -> None:
+    item = host(6.0, selector={"stages": ("update",)})
+    predictor = Predictor(item)
+    now = predictor.formula_peak(Candidate.of(select(item)["update"]), predictor.now)
+    heavier = Calibration(peaks=(Peak(stage="update", predicted=now, measured=1.6 * now),))
+    lighter = Calibration(peaks=(Peak(stage="update", predicted=now, measured=0.6 * now),))
+    sizes = [
+        chosen(item.model_copy(update={"calibration": learnt})).microbatch
+        for learnt in (heavier, Calibration(), lighter)
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+def seconds_of(item: SelectionInput) -> float:
+    predictor = Predictor(item)
+    try:
+        plan = select(item)
+    except NothingFits:
+        return math.inf
+    layouts = [predictor.candidate_of(plan[stage]) for stage in item.selector.stages]
+    rows = [predictor.predict(layout, predictor.now) for layout in layouts]
+    assert not any(row.problem for row in rows)
+    assert all(row.peak <= row.budget * (1 + 1e-9) for row in rows)
+    return sum(row.seconds for row in rows)
+
+
+@quick
+@examples(
+    st.sampled_from(["torch", "vllm"]),
+    st.floats(1.0, 32.0),
+    st.floats(1.0, 2.0),
+    st.floats(0, 6.0),
+    st.floats(50, 4000),
+    st.integers(1, 256),
+    st.sampled_from([(), ("update.max_tokens_per_microbatch",)]),
+)
+def test_on_a_cpu_more_memory_is_never_slower_and_what_others_hold_never_faster(
+    engine: str,
+    memory: float,
+    more: float,
+    reserved: float,
+    context: float,
+    episodes: int,
+    held: tuple[str, ...],
+) -> None:
+    def at(size: float, others: float) -> float:
+        return seconds_of(
+            host(
+                size,
+                context,
+                episodes=episodes,
+                rollout={"engine": engine, "max_model_len": 4096},
+                reserved_bytes={"update": others * GIB, "rollout": others / 2 * GIB},
+                selector={"stages": ("rollout", "update"), "fixed_fields": held},
+            )
+        )
+
+    times = at(memory, reserved), at(memory * more, reserved), at(memory, 0.0)
+    assert times[1] <= times[0] * (1 + 1e-9)
+    assert times[2] <= times[0] * (1 + 1e-9)
+
+
+@quick
+@examples(st.floats(2.0, 24.0), st.floats(50, 3000), st.floats(0, 4.0), st.data())
+def test_on_a_cpu_the_same_input_gives_the_same_plan_and_forbidden_ones_stay_away(
+    memory: float, context: float, reserved: float, data: st.DataObject
+) -> None:
+    item = host(
+        memory, context, needs_reference=True,
+        reserved_bytes=dict.fromkeys(("rollout", "reference", "update"), reserved * GIB),
+    )  # fmt: skip
+    gone: list[Any] = []
+    for _ in range(3):
+        try:
+            plan = select(item)
+        except NothingFits:
+            return
+        assert plan == select(SelectionInput.model_validate_json(item.model_dump_json()))
+        layouts = {Candidate.of(stage) for stage in plan.stages.values()}
+        assert not layouts & {Candidate.of(one) for one in gone}
+        gone.append(plan[data.draw(st.sampled_from(["rollout", "reference", "update"]))])
+        item = item.model_copy(update={"forbidden": tuple(gone), "current": plan})

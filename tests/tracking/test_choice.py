@@ -1,0 +1,235 @@
+"""What an iteration's choice leaves for people: numbers for MLflow, a page for Prefect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from mlflow import MlflowClient
+
+from earl_core.dispatch import Manifest
+from earl_core.run import RunDirectory
+from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
+from earl_core.selector.deployment import StagePrediction
+from earl_core.selector.observations import Observation
+from tasks.mlflow_client import Numbers
+from tasks.plan_report import plan_page
+from tasks.selector_chart import selector_chart
+from tasks.selector_metrics import load_metrics, selector_metrics
+from tests.selector.examples import given
+from tests.tracking.conftest import Runs, history
+
+GIB = 2.0**30
+ROLLOUT = StageDeployment(stage="rollout", max_model_len=4096, max_running_requests=64)
+UPDATE = StageDeployment(stage="update", threads=2, max_tokens_per_microbatch=8192)
+LEAN = UPDATE.model_copy(update={"activation_checkpointing": True})
+PREDICTED = StagePrediction(
+    seconds=12.0, tokens_per_second=100.0, peak_bytes=3 * GIB, budget_bytes=8 * GIB, measured=0.7
+)
+
+
+def plan(update: StageDeployment = UPDATE, **fields: Any) -> DeploymentPlan:
+    return DeploymentPlan(
+        iteration=4,
+        stages={"rollout": ROLLOUT, "update": update},
+        reasons={"rollout": "as it was", "update": "because"},
+        **fields,
+    )
+
+
+def manifest(stage: str, **metrics: float) -> Manifest:
+    return Manifest(
+        run="first",
+        iteration=4,
+        stage=stage,
+        key="0" * 16,
+        policy_version=4,
+        metrics={"stage_seconds": 11.0, **metrics},
+    )
+
+
+MANIFESTS = {
+    "select": manifest("select"),
+    "rollout": manifest("rollout", seconds=6.0, peak_bytes=GIB, tokens_per_second=50.0),
+    "update": manifest("update", seconds=10.0, peak_bytes=2 * GIB),
+}
+SEEN = [
+    Observation(iteration=4, stage="update", kind="out_of_memory", deployment=UPDATE),
+    Observation(iteration=4, stage="update", kind="switched", deployment=LEAN, seconds=2.5),
+    Observation(
+        iteration=4, stage="update", kind="measured", deployment=LEAN, seconds=8.0,
+        tokens_per_second=120.0, peak_bytes=2 * GIB,
+    ),
+]  # fmt: skip
+
+
+def test_predicted_and_measured_stand_side_by_side() -> None:
+    chosen = plan(LEAN, predictions={"update": PREDICTED}, attempt=1)
+    found = selector_metrics(chosen, plan(), MANIFESTS, SEEN, gpus=1)
+    assert found["selector/attempts"] == 2
+    assert found["selector/switches"] == 1
+    update = {n.removeprefix("selector/update/"): v for n, v in found.items() if "/update/" in n}
+    assert update["predicted_seconds"] == 12.0
+    assert update["measured_seconds"] == 8.0
+    assert update["predicted_over_measured_seconds"] == 1.5
+    assert update["predicted_peak_bytes"] == 3 * GIB
+    assert update["measured_peak_bytes"] == 2 * GIB
+    assert update["predicted_over_measured_peak_bytes"] == 1.5
+    assert update["switch_seconds"] == 2.5
+    assert update["switched"] == 1
+    assert update["out_of_memory"] == 1
+    assert update["max_tokens_per_microbatch"] == 8192
+    assert update["activation_checkpointing"] == 1
+    # Nothing was predicted or observed of the rollout; its manifest knows what it took.
+    assert found["selector/rollout/measured_seconds"] == 6.0
+    assert found["selector/rollout/max_model_len"] == 4096
+    assert found["selector/rollout/max_running_requests"] == 64
+    assert found["selector/rollout/switched"] == 0
+    assert "selector/rollout/predicted_seconds" not in found
+    assert "selector/rollout/shard" not in found
+    # MLflow makes a section of what stands before a name's last slash, and takes all names.
+    assert Numbers("iteration", 4, found).finite().keys() == {*found, "iteration"}
+    assert {name.rpartition("/")[0] for name in found} == {
+        "selector",
+        "selector/rollout",
+        "selector/update",
+    }
+
+
+def test_peaks_of_cpu_ranks_count_together_as_predictions_do() -> None:
+    two = UPDATE.model_copy(update={"replicas": 2})
+    measured = SEEN[-1].model_copy(update={"deployment": two})
+    name = "selector/update/measured_peak_bytes"
+    assert selector_metrics(plan(two), None, MANIFESTS, [measured], gpus=0)[name] == 4 * GIB
+    assert selector_metrics(plan(two), None, MANIFESTS, [measured], gpus=2)[name] == 2 * GIB
+
+
+def test_a_longer_context_is_no_switch() -> None:
+    longer = plan().model_copy(
+        update={
+            "stages": {
+                "rollout": ROLLOUT.model_copy(update={"max_model_len": 8192}),
+                "update": UPDATE,
+            }
+        }
+    )
+    assert selector_metrics(longer, plan(), MANIFESTS, [], gpus=0)["selector/switches"] == 0
+    assert selector_metrics(plan(), None, MANIFESTS, [], gpus=0)["selector/switches"] == 0
+
+
+def test_the_picture_has_both_lines_of_every_stage_and_marks_switches(runs: Runs) -> None:
+    lines = []
+    for iteration in range(4):
+        chosen = plan(LEAN if iteration > 1 else UPDATE, predictions={"update": PREDICTED})
+        before = plan(LEAN if iteration > 2 else UPDATE)
+        numbers = selector_metrics(chosen, before, MANIFESTS, SEEN, gpus=1)
+        lines.append({"iteration": iteration, "time": 1.0, **numbers})
+    drawn = ElementTree.fromstring(selector_chart(lines))
+    panels = drawn.findall("{*}g")
+    titles = [panel.findtext("{*}text") for panel in panels]
+    assert titles == [
+        "rollout: seconds",
+        "rollout: peak, GiB",
+        "update: seconds",
+        "update: peak, GiB",
+    ]
+    assert [len(panel.findall("{*}polyline")) for panel in panels] == [1, 0, 2, 2]
+    upright = [
+        [e for e in panel.findall("{*}line") if e.get("x1") == e.get("x2")] for panel in panels
+    ]
+    assert [len(found) for found in upright] == [0, 0, 1, 1]
+    assert selector_chart([]) == selector_chart([{"iteration": 0, "x": 1.0}]) == ""
+
+    run = runs.run()
+    tracker = runs.tracker(run)
+    for line in lines[:3]:
+        iteration = int(line["iteration"])
+        numbers = {k: v for k, v in line.items() if k not in ("iteration", "time")}
+        run.append_metrics(iteration, numbers)
+        tracker.iteration_finished(iteration, numbers, plan={}, examples=[], checkpoint=None)
+    tracker.close()
+    assert tracker.dropped == 0
+    client = MlflowClient(tracking_uri=tracker.uri)
+    charts = client.list_artifacts(tracker.run_id, "charts")
+    assert [chart.path for chart in charts] == ["charts/predicted_and_measured.svg"]
+    assert history(tracker.uri, tracker.run_id, "selector/update/predicted_seconds") == {
+        0: 12.0,
+        1: 12.0,
+        2: 12.0,
+    }
+
+
+def test_shares_and_trend_of_the_load() -> None:
+    rollout = {
+        "environment_share": 0.25,
+        "context/mean": 400.0,
+        "turns/mean": 4.0,
+        "tokens_per_turn": 20.0,
+    }
+    found = load_metrics(rollout, [100.0, 200.0, 300.0])
+    assert found["rollout/generation_share"] == 0.75
+    assert found["rollout/generated_share"] == 0.2
+    assert found["rollout/context/trend"] == pytest.approx(100.0)
+    assert "rollout/context/trend" not in load_metrics(rollout, [])
+    assert load_metrics({}, []) == {}
+
+
+@pytest.fixture
+def run(runs: Runs) -> RunDirectory:
+    return runs.run(tracking={"enabled": False})
+
+
+def seal(run: RunDirectory, item: SelectionInput) -> DeploymentPlan:
+    path = Path(run.stage_path(item.iteration, "selection").with_suffix(".input"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(item.model_dump_json())
+    return select(item)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "average_context", "live_tokens"])
+def test_the_page_shows_the_plan_and_what_it_was_chosen_among(
+    run: RunDirectory, policy: str
+) -> None:
+    chosen = seal(run, given(32768.0, gpus=8, hosts=2, selector={"policy": policy}))
+    page = plan_page(run, chosen, None, [])
+    assert f"policy {policy}" in page
+    for part in ("### rollout:", "### update:", "chosen", "ruled out", "### Not offered"):
+        assert part in page
+    for reason in chosen.reasons.values():
+        assert reason in page
+    for section in page.split("### ")[1:]:
+        assert len([line for line in section.splitlines() if line.startswith("|")]) <= 2 + 24
+    header, ruler, *rows = [
+        line for line in page.split("### ")[1].splitlines() if line.startswith("|")
+    ]
+    assert header.startswith("| layout | seconds |")
+    assert ruler.count("|") == header.count("|")
+    assert len(rows) <= 12
+    assert {row.count("|") for row in rows} == {header.count("|")}
+    # Another reader of the same sealed input makes the same page.
+    assert plan_page(run, chosen, None, []) == page
+
+
+def test_the_page_tells_of_switches_and_of_what_did_not_fit(run: RunDirectory) -> None:
+    chosen = seal(run, given(8192.0))
+    before = chosen.model_copy(
+        update={"stages": {**chosen.stages, "update": UPDATE}, "iteration": 4}
+    )
+    failed = Observation(
+        iteration=5, stage="update", kind="out_of_memory", deployment=UPDATE, peak_bytes=GIB
+    )
+    page = plan_page(run, chosen.model_copy(update={"attempt": 1}), before, [failed])
+    assert "- update: TP" in page
+    assert "ran out of memory at 1.0 GiB" in page
+    assert "chosen 2 times" in page
+
+
+def test_a_page_without_candidates_says_why(run: RunDirectory) -> None:
+    item = given(8192.0, selector={"policy": "fixed"})
+    mixture = item.model.model_copy(update={"experts": 8})
+    chosen = seal(run, item.model_copy(update={"model": mixture}))
+    assert "mixture of 8 experts" in plan_page(run, chosen, None, [])
+    later = chosen.model_copy(update={"iteration": 6})
+    assert "cannot be shown" in plan_page(run, later, None, [])
