@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -20,12 +22,15 @@ from earl_core.selector.observations import (
     peak_bytes_of,
     switch_seconds_of,
 )
+from earl_core.selector.profile_table import ProfileError
 from tasks.announce import announce_plan
 from tasks.observe import reserved_bytes
 from tasks.observed import CandidateOf, LearntProfile
-from tasks.profile import profile_of
+from tasks.profile import fingerprint_of, profile_of
 from tasks.session import Session, get_session
 from tasks.stage import StageRef, resolve, run_stage
+
+logger = logging.getLogger(__name__)
 
 _REMEMBERED = 8
 
@@ -167,8 +172,17 @@ def _reserved(session: Session, observed: Sequence[Observation]) -> dict[str, fl
 def _profile(session: Session) -> ProfileTable:
     """The shared table of this model, machine and software with what this run has measured."""
     if session.profile is None:
-        directory, mark, table = profile_of(session.config, session.hardware, session.model)
-        half_life = session.config.selector.half_life
+        config = session.config
+        try:
+            directory, mark, table = profile_of(config, session.hardware, session.model)
+        except ProfileError:
+            if config.selector.policy != "fixed":
+                raise
+            # Nothing is chosen by it, so nothing may fail by it.
+            logger.warning("predictions go without the profile", exc_info=True)
+            directory = Path(config.selector.profile_directory)
+            mark, table = fingerprint_of(config, session.hardware, session.model), ProfileTable()
+        half_life = config.selector.half_life
         session.profile = LearntProfile(session.run, directory, mark, table, half_life)
     return session.profile.table(session.observed.all(), _candidate_of(session))
 
