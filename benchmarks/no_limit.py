@@ -235,8 +235,8 @@ def _headline(found: list[Finished]) -> dict[str, float]:
     return headline
 
 
-_QUICK: tuple[str, ...] = ()
-"""Settings of a short run."""
+_QUICK = ("model.builder_options.care=0.95",)
+"""A policy that has learnt most of it already: episodes of 300 tokens at the beginning."""
 
 
 def _options() -> argparse.Namespace:
@@ -245,9 +245,9 @@ def _options() -> argparse.Namespace:
     options.add_argument("--png", type=Path, help="draw the curves into this file")
     options.add_argument("--arms", nargs="+", choices=arms, default=arms)
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--iterations", type=int, default=24)
-    options.add_argument("--cuts", type=int, nargs="+", default=(8, 16, 24, 36), metavar="FLOORS")
-    options.add_argument("--cap-gib", type=float, default=3.0, help="memory of a run")
+    options.add_argument("--iterations", type=int, default=20)
+    options.add_argument("--cuts", type=int, nargs="+", default=(12, 24, 36, 48), metavar="FLOORS")
+    options.add_argument("--cap-gib", type=float, default=1.6, help="memory of a run")
     options.add_argument("--held-out", type=int, default=64, help="episodes; 0: none")
     options.add_argument("--model", type=Path, help="use or make the initial model here")
     options.add_argument("--scratch", type=Path, help="where run directories are made")
@@ -255,7 +255,8 @@ def _options() -> argparse.Namespace:
     options.add_argument("--set", action="append", default=[], metavar="a.b=c")
     given = options.parse_args()
     if given.quick:
-        given.seeds, given.held_out = 1, 0
+        given.seeds, given.iterations, given.held_out = 1, 6, 0
+        given.cuts, given.arms = (24,), ("fixed", "truncated", "earl")
     return given
 
 

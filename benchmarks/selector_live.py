@@ -254,8 +254,6 @@ def main() -> None:
     """Measure, keep, replay, report."""
     given = options()
     table = measured(given)
-    if given.keep:
-        table.write(given.keep)
     publish(report(table), given)
 
 

@@ -157,16 +157,21 @@ class Bench:
         return parse_config(settings).model_dump(mode="json")
 
 
-def measure(directory: Path, sizes: Sizes, note: Note) -> LiveTable:
-    """Everything. note: told what is being measured."""
+def measure(directory: Path, sizes: Sizes, note: Note, keep: Path | None = None) -> LiveTable:
+    """Everything. note: told what is being measured. keep: where the table is written, the update
+    first and after each engine."""
     bench = Bench(directory, sizes, note)
     table = LiveTable(read_model_shape(bench.model), read_hardware(), bench.limit)
     measure_update(bench, table)
+    if keep:
+        table.write(keep)
     for engine in sizes.rollout_contexts:
         if importlib.util.find_spec(engine) is None:
             note(f"{engine} is not installed: left out")
             continue
         measure_engine(bench, table, engine)
+        if keep:
+            table.write(keep)
     return table
 
 

@@ -277,6 +277,7 @@ def profile_of(
             tokens_per_second=from_a(cell) if cell.a else 0.0,
             peak_bytes=cell.peak,
             out_of_memory=not cell.a,
+            weight=float(max(1, len(cell.a))),
         )
         for cell in cells
         if keep(cell)

@@ -39,6 +39,10 @@ from tasks.profile_workers import ProfileInterrupted, ProfileWorkers, ran_out
 
 logger = logging.getLogger(__name__)
 
+_WEIGHT = 4.0
+"""Of a measured point beside one observation of a run: it is made of passes that nothing disturbed,
+and a single iteration's noise must not turn a choice."""
+
 _FAILURES = 3
 """So many points in a row that fail for another reason than memory end the profile."""
 
@@ -220,7 +224,11 @@ class Profiler:
             self._failed.clear()
             self.measured += 1
             measured = ProfilePoint(
-                key=point.candidate.key, context=point.context, requests=point.requests, **found
+                key=point.candidate.key,
+                context=point.context,
+                requests=point.requests,
+                weight=_WEIGHT,
+                **found,
             )
             self.table = self.table.observe(measured, self.config.selector.half_life)
         write_table(self.directory, self.mark, self.table)
