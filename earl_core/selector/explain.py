@@ -278,9 +278,7 @@ _ENGINE_SHARE = 0.85
 def _memory_row(name: str, shape: ModelShape, device: DeviceFigures) -> Row:
     layout = Candidate("update", microbatch=_SAMPLE)
     update = training_memory(shape, layout, _SAMPLE, TrainingNeeds())
-    lean = training_memory(
-        shape, layout._replace(checkpointing=True, logits_chunk=1024), _SAMPLE, TrainingNeeds()
-    )
+    lean = training_memory(shape, layout._replace(checkpointing=True), _SAMPLE, TrainingNeeds())
     capacities = []
     for degree in (1, 2, 4, 8):
         engine = engine_memory(shape, device, Candidate("rollout", 1, degree), _ENGINE_SHARE)

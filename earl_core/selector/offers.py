@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from earl_core.selector.predict import Predictor
     from earl_core.selector.selection import SelectionInput
 
+_WORTH_SAVING = 0.02
+"""Share of a stage's memory for which logits are computed in chunks smaller than usual."""
+
 _RUNNING = "max_running_requests"
 _FIELDS = {
     "tensor_parallel": "tensor",
@@ -140,11 +143,13 @@ def _ladder(predictor: Predictor, candidate: Candidate) -> Iterator[Candidate]:
     free = "update.activation_checkpointing" not in given.selector.fixed_fields
     chunk = logits_chunk(predictor.shape.vocabulary)
     cpu = predictor.device.kind == "cpu"
-    if cpu:
-        chunked = candidate._replace(logits_chunk=chunk)
-        if predictor.stage_peak(chunked) >= predictor.stage_peak(candidate):
-            # What chunks cost a head that is computed again is more than few logits take.
-            chunk = 0
+    saved = predictor.stage_peak(candidate) - predictor.stage_peak(
+        candidate._replace(logits_chunk=chunk)
+    )
+    if saved < _WORTH_SAVING * predictor.budget(candidate.stage):
+        # The learner never computes all logits at once: smaller chunks than its own slow the head
+        # down, and on a CPU they may take more than they save.
+        chunk = 0
     for rung in rungs(candidate, chunk, free and candidate.stage == "update"):
         # On a CPU the optimizer lies in the host's memory as it is.
         if not (rung.offload and cpu) and _as_fixed(rung, given):
