@@ -160,25 +160,23 @@ def _prefect(scratch: Path) -> Iterator[None]:
 
 def _row(run: Finished) -> Row:
     means, longest = run.series("rollout/context/mean"), run.series("rollout/context/max")
-    if run.survived:
-        end = "finished"
-    else:
-        end = f"out of memory in iteration {len(run.metrics)}" if run.kills else "failed"
-    growth = f"{means[0]:,.0f} → {means[-1]:,.0f}" if means else ""
+    end = "finished"
+    if not run.survived:
+        end = f"killed at {len(run.metrics)}" if run.kills else "failed"
     return {
         "arm": run.arm.name,
         "seed": run.seed,
         "end": end,
-        "kills": run.kills,
-        "tokens of an episode": growth,
+        "tokens": f"{means[0]:,.0f} → {means[-1]:,.0f}" if means else "",
         "longest": max(longest, default=0.0),
-        "episodes cut": f"{100 * run.cut_share:.0f} %",
-        "return at the end": run.final_return if run.survived else None,
-        "return unlimited, held out": run.held_out,
+        "cut %": 100 * run.cut_share,
+        "return": run.final_return if run.survived else None,
+        "unlimited": run.held_out,
         "peak GiB": run.peak_bytes / 2**30,
         "minutes": run.minutes,
+        "kills": run.kills,
+        "repeats": run.repeats(),
         "layouts": len(set(run.layouts())),
-        "repeated stages": run.repeats(),
     }
 
 
@@ -188,19 +186,32 @@ def _report(found: list[Finished], options: argparse.Namespace, version: int) ->
     report.headline = _headline(found)
     report.notes = [
         f"The cap is a control group (version {version}) around the controller, its workers and "
-        "their shared memory; Prefect's server is outside of it, MLflow is off.",
-        f"Return: floors passed, mean of an iteration's episodes, mean of the last "
-        f"{LAST_ITERATIONS} iterations. Held out: {options.held_out} episodes of the last policy, "
-        "played without any limit and outside of the cap, so that a policy that learnt under a "
-        "limit is not judged by it.",
-        f"Truncated: rollout.max_tokens_per_episode for {', '.join(map(str, options.cuts))} "
-        "floors, each tried with seed 0; the best that survived was run with the other seeds.",
-        "by hand: microbatches of 2,048 tokens and activation checkpointing from the start, the "
-        "layout of somebody who knows how long episodes will get.",
+        "their shared memory; Prefect's server is outside of it, MLflow is off. killed at: the "
+        "iteration in which the kernel ended the run.",
+        "tokens: of an episode, mean of the first and of the last iteration. cut: episodes of the "
+        f"last {LAST_ITERATIONS} iterations that did not end by themselves. return: floors passed, "
+        f"mean of the episodes of the last {LAST_ITERATIONS} iterations.",
+        "repeats: stages done again, under a smaller layout or with engines built for a longer "
+        "context. layouts: different ones of a run, not counting the engines' context.",
     ]
-    for run in found:
-        if run.arm is EARL:
-            report.notes.append(f"earl, seed {run.seed}: {_story(run)}.")
+    if options.held_out:
+        report.notes.append(
+            f"unlimited: {options.held_out} held-out episodes of the last policy, played without "
+            "any limit and outside of the cap, so that what was learnt under a limit is not judged "
+            "by that limit."
+        )
+    if "truncated" in options.arms:
+        cuts = ", ".join(map(str, options.cuts))
+        report.notes.append(
+            f"truncated: rollout.max_tokens_per_episode for {cuts} floors, each tried with seed 0; "
+            "the best one that survived has all seeds."
+        )
+    if "by_hand" in options.arms:
+        report.notes.append(
+            f"by hand: {', '.join(BY_HAND.overrides)} from the start, the layout of somebody who "
+            "knows how long the episodes will get."
+        )
+    report.notes += [f"earl, seed {run.seed}: {_story(run)}." for run in found if run.arm is EARL]
     ended = [run for run in found if not run.survived]
     report.notes += [
         f"{run.arm.name}, seed {run.seed}, ended with: {run.cause}" for run in ended if run.cause
@@ -212,7 +223,10 @@ def _story(run: Finished) -> str:
     """Which layouts it had, from which iteration on."""
     texts = run.layouts()
     begun = [k for k in range(len(texts)) if k == 0 or texts[k] != texts[k - 1]]
-    return "; ".join(f"from iteration {k} on {texts[k]}" for k in begun) or "no plan was sealed"
+    if not begun:
+        return "no plan was sealed"
+    layouts = "; ".join(f"from iteration {k} on {texts[k]}" for k in begun)
+    return f"{layouts}; engines for contexts of {', '.join(map(str, run.lengths()))} tokens"
 
 
 def _headline(found: list[Finished]) -> dict[str, float]:

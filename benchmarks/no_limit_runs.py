@@ -88,7 +88,7 @@ class Finished:
         """Episodes of the whole run that did not end by themselves."""
         names = [f"rollout/finish/{name}" for name in _CUT]
         return sum(
-            line.get(name, 0.0) * line["rollout/episodes"]
+            float(line.get(name, 0.0) * line["rollout/episodes"])
             for line in self.metrics
             for name in names
         )
@@ -105,6 +105,11 @@ class Finished:
     def repeats(self) -> int:
         """How often a stage did not fit and was done again under another layout."""
         return sum(int(plan.get("attempt", 0)) for plan in self.plans)
+
+    def lengths(self) -> list[int]:
+        """Contexts that the engines were built for, one after another."""
+        built = [int(plan["stages"]["rollout"]["max_model_len"] or 0) for plan in self.plans]
+        return [length for k, length in enumerate(built) if k == 0 or length != built[k - 1]]
 
 
 def layout_text(plan: dict[str, Any]) -> str:

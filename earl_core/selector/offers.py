@@ -177,8 +177,11 @@ def _as_fixed(candidate: Candidate, given: SelectionInput) -> bool:
 
 
 def _wanted(given: SelectionInput, stage: str, field: str) -> object:
+    engines, mesh = given.layout.at(given.iteration)
     if stage == "rollout":
-        return given.rollout.max_running_requests if field == _RUNNING else 1
+        return given.rollout.max_running_requests if field == _RUNNING else getattr(engines, field)
     if field in ("max_tokens_per_microbatch", "activation_checkpointing"):
         return getattr(given.update, field)
-    return {"logits_chunk_tokens": 0, "offload_optimizer": False}.get(field, 1)
+    if field == "logits_chunk_tokens":
+        return mesh.logits_chunk_tokens or 0
+    return getattr(mesh, "replicate" if field == "replicas" else field)

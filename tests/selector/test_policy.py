@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from earl_core.config.layout import LayoutConfig
 from earl_core.selector import (
     DeploymentPlan,
     Hardware,
@@ -280,6 +281,14 @@ def test_fields_held_fixed_stay_as_configured() -> None:
     plan = select(given(2048.0, selector={"fixed_fields": held}))
     assert plan["rollout"].tensor_parallel == plan["update"].tensor_parallel == 1
     assert not plan["update"].offload_optimizer
+
+
+def test_fields_held_fixed_are_those_of_the_layout() -> None:
+    layout = {"rollout": {"tensor_parallel": 2}, "update": {"tensor_parallel": 4, "shard": 2}}
+    held = ("rollout.tensor_parallel", "update.tensor_parallel", "update.shard")
+    plan = select(given(2048.0, layout=LayoutConfig(**layout), selector={"fixed_fields": held}))
+    assert (plan["rollout"].tensor_parallel, plan["rollout"].replicas) == (2, 4)
+    assert (plan["update"].tensor_parallel, plan["update"].shard) == (4, 2)
 
 
 def test_cpu_layouts_share_the_cores() -> None:
