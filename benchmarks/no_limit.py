@@ -260,7 +260,7 @@ def _options() -> argparse.Namespace:
     options.add_argument("--arms", nargs="+", choices=arms, default=arms)
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--iterations", type=int, default=20)
-    options.add_argument("--cuts", type=int, nargs="+", default=(12, 24, 36, 48), metavar="FLOORS")
+    options.add_argument("--cuts", type=int, nargs="+", default=(24, 28, 32, 36), metavar="FLOORS")
     options.add_argument("--cap-gib", type=float, default=1.6, help="memory of a run")
     options.add_argument("--held-out", type=int, default=64, help="episodes; 0: none")
     options.add_argument("--model", type=Path, help="use or make the initial model here")

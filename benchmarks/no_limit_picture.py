@@ -27,6 +27,7 @@ def draw(runs: Sequence[Finished], target: Path, cap_gib: float) -> None:
         for run in runs:
             _line(axis, run, metric)
         axis.set_xlabel("iteration")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from prefect import flow
@@ -12,10 +12,10 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import load_config
-from earl_core.selector.explain import Row
 from earl_core.selector.profile_table import table_path
 from earl_core.selector.survey import Point
 from flows.reaper import reap, register_flow_run
+from tasks.plan_report import markdown_table
 from tasks.profile import Profiler, describe, measure, open_profiler
 from tasks.profile_report import report, track
 
@@ -109,12 +109,5 @@ def _markdown(found: dict[str, Any]) -> str:
         ("What live_tokens would choose", "choices"),
         ("Held-out error of the memory model", "memory_errors"),
     ):
-        parts += [f"## {title}", _table(found[key])]
+        parts += [f"## {title}", markdown_table(found[key])]
     return "\n\n".join(parts)
-
-
-def _table(rows: Sequence[Row]) -> str:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[row.get(column, "") for column in columns] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
