@@ -123,4 +123,4 @@ def test_a_checkpoint_directory_that_fills_up(
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     runs.train(*RANKS, "iterations=2")
     assert_whole(runs, 2)
-    assert runs.weights(1) == undisturbed(*RANKS).weights(1)
+    assert runs.weights(1) == undisturbed(*RANKS, "iterations=2").weights(1)
