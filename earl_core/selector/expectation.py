@@ -18,7 +18,9 @@ def loads(given: SelectionInput) -> tuple[Load, Load]:
         mean, longest = list(seen.context_mean), list(seen.context_max or seen.context_mean)
     else:
         turn = given.rollout.max_tokens_per_turn or _UNKNOWN_TURN
-        mean = longest = [min(limit, float(given.rollout.max_turns * turn))]
+        # What the engines are first built for says more than limits that nobody means to reach.
+        built = float(given.rollout.max_model_len or limit)
+        mean = longest = [min(limit, built, float(given.rollout.max_turns * turn))]
 
     def at(steps: int) -> Load:
         context = min(limit, forecast(mean, steps, settings.hysteresis))

@@ -156,7 +156,14 @@ class Predictor:
             return self._engine(candidate, load).total
         model = scoring_memory if candidate.stage == "reference" else training_memory
         needs = self.needs if load is self.ahead else _answering(self.needs, load)
-        return model(self.shape, candidate, load.longest, needs).total
+        return model(self.shape, self._filled(candidate, load), load.longest, needs).total
+
+    def _filled(self, candidate: Candidate, load: Load) -> Candidate:
+        """With no more tokens in a microbatch than a rank has of a minibatch: a budget that is
+        never filled takes no memory until contexts have grown to fill it."""
+        steps = 1 if candidate.stage == "reference" else self.given.update.minibatches
+        share = math.ceil(load.episodes * load.context / (steps * candidate.data_parallel))
+        return candidate._replace(microbatch=min(candidate.microbatch, share))
 
     def peak(self, candidate: Candidate, load: Load) -> float:
         """Bytes on one device, calibrated by measured peaks."""
@@ -230,7 +237,8 @@ class Predictor:
         factor, measured = self._correction(candidate)(load.context, float(load.episodes))
         problem = self._refused(candidate, load.context, float(load.episodes))
         if not problem and peak > budget:
-            tokens = max(candidate.microbatch, round(self.ahead.longest))
+            filled = self._filled(candidate, self.ahead).microbatch
+            tokens = max(filled, round(self.ahead.longest))
             short = self._short_of(candidate.stage, peak, budget)
             problem = f"a microbatch of {tokens:,} tokens {short}"
         if not problem and candidate.offload:
