@@ -43,7 +43,7 @@ class MemoryCap:
         try:
             self._write_limit()
         except OSError as error:
-            _remove(self._directory)
+            remove_group(self._directory)
             raise NoCap(f"{self._directory} takes no memory limit: {error}") from error
         self._ended = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
@@ -61,7 +61,7 @@ class MemoryCap:
         self._ended.set()
         self._sampler.join()
         self.kills = self._count_kills()
-        _remove(self._directory)
+        remove_group(self._directory)
 
     def entering(self, command: Sequence[str]) -> list[str]:
         """The command, to be run so that it enters the group before it does anything."""
@@ -126,7 +126,7 @@ def _make() -> tuple[Path, int]:
             continue
         if version == 1 or (parent / name / "memory.max").exists():
             return parent / name, version
-        _remove(parent / name)
+        remove_group(parent / name)
         problems.append(f"{parent}: its groups have no memory controller")
     raise NoCap(
         "this benchmark needs a control group with the memory controller, and root to make it: "
@@ -156,7 +156,7 @@ def _write(path: Path, value: int) -> None:
     path.write_text(str(value))
 
 
-def _remove(directory: Path) -> None:
+def remove_group(directory: Path) -> None:
     """The kernel lets go of killed processes a moment after they are gone."""
     for _ in range(100):
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.no_limit_game import ALPHABET, Descent, demonstration
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
 from earl_core.learner.optimizer import set_learning_rate
 from earl_core.learner.packing import TrainingSample, pack
-from earl_core.models.tiny import character_tokenizer
+from earl_core.models.tiny import character_tokenizer, narrow_llama, write_model
 from earl_core.rollout.chat import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,22 +48,7 @@ def build(
     tokenizer = character_tokenizer(ALPHABET)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=hidden,
-                intermediate_size=-(-hidden * 8 // (3 * 64)) * 64,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=heads,
-                max_position_embeddings=max_position_embeddings,
-                initializer_range=hidden**-0.5,
-                tie_word_embeddings=True,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
+        model = narrow_llama(tokenizer, hidden, layers, heads, max_position_embeddings)
         prepare_for_packing(model)
         chat = ChatTokenizer(tokenizer)
         optimizer = torch.optim.AdamW(
@@ -90,12 +74,7 @@ def build(
             optimizer.step()
             if step % 20 == 0 or step == warm_start_steps - 1:
                 logger.info("warm start, step %d: loss %.3f", step, loss.item())
-    building = target.parent / f".{target.name}.building"
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    model.save_pretrained(building)
-    tokenizer.save_pretrained(building)
-    building.rename(target)
+    write_model(target, model, tokenizer)
 
 
 def _loss(model: LlamaForCausalLM, samples: list[TrainingSample]) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,12 +22,3 @@ def _peak_of(pid: int) -> int:
     sizes = {name: int(size) * 1024 for name, size in _FIELD.findall(status)}
     shared = sizes.get("RssFile", 0) + sizes.get("RssShmem", 0)
     return max(0, sizes.get("VmHWM", 0) - shared)
-
-
-def give_back_free_memory() -> None:
-    """Return what this process has freed to the system, so that no peak holds what came before.
-
-    Does nothing where the C library has no `malloc_trim`.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

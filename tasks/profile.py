@@ -34,8 +34,9 @@ from earl_core.selector.profile_table import (
     write_table,
 )
 from earl_core.selector.survey import Costs, PlaceKey, Point, grid_of, next_point
+from tasks.fit import diagnose
 from tasks.hardware import memory_in_use, read_hardware, read_model_shape
-from tasks.profile_workers import ProfileInterrupted, ProfileWorkers, ran_out
+from tasks.profile_workers import ProfileInterrupted, ProfileWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,8 @@ class Profiler:
         try:
             found = self._workers.measure(point)
         except WorkerError as error:
-            if ran_out(error):
+            misfit = diagnose(error)
+            if misfit is not None and misfit.kind == "out_of_memory":
                 found = {"out_of_memory": True}
             else:
                 self._note_failure(point, error)

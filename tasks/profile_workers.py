@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost
+from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.cluster.placement import PLACEMENTS, Place, Site, Wish
 from earl_core.config import RunConfig
 from earl_core.selector import Hardware, StageDeployment
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.survey import WINDOW_SECONDS, Point, generated_tokens, workers_of
+from tasks.fit import diagnose
 from tasks.worker_environment import worker_environment
 
 _IN_ITS_PLACE = "earl_core.cluster.placement:build"
@@ -36,13 +37,6 @@ _LEAST_DEADLINE_SECONDS = 60.0
 
 class ProfileInterrupted(RuntimeError):
     """The profile was asked to stop; what was measured is kept."""
-
-
-def ran_out(error: WorkerError) -> bool:
-    """Whether a group failed for lack of memory: refused by an allocator, or killed for it."""
-    if isinstance(error, WorkerCallFailed):
-        return error.error_type == "OutOfMemory" or error.out_of_memory_kills > 0
-    return isinstance(error, WorkerLost) and error.out_of_memory
 
 
 class ProfileWorkers:
@@ -238,5 +232,5 @@ def _all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         futures = [pool.submit(call) for call in calls]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        raise min(errors, key=lambda e: not (isinstance(e, WorkerError) and ran_out(e)))
+        raise min(errors, key=lambda error: diagnose(error) is None)
     return [future.result() for future in futures]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from benchmarks.no_limit_cap import remove_group
 
 _ROOT = Path("/sys/fs/cgroup/memory")
 _numbers = itertools.count()
@@ -28,22 +29,9 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
         directory.mkdir()
         (directory / "memory.limit_in_bytes").write_text(str(limit_bytes))
     except OSError:
-        _remove(directory)
+        remove_group(directory)
         pytest.skip("needs a writable memory cgroup, version 1")
     try:
         yield directory
     finally:
-        _remove(directory)
-
-
-def _remove(directory: Path) -> None:
-    """The kernel lets go of killed processes a moment after they are gone."""
-    for _ in range(100):
-        try:
-            directory.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
+        remove_group(directory)

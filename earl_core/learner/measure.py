@@ -16,7 +16,8 @@ from earl_core.learner import memory
 from earl_core.learner.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.together import Ranks
-from earl_core.private_memory import give_back_free_memory, peak_bytes
+from earl_core.memory_release import give_back_free_memory
+from earl_core.private_memory import peak_bytes
 from earl_core.selector.survey import GENERATED_SHARE, MICROBATCHES, WINDOW_SECONDS
 from earl_core.trajectory.schema import SAMPLE_BITS
 

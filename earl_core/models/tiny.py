@@ -75,33 +75,41 @@ def build(
     tokenizer = character_tokenizer(alphabet)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=hidden,
-                # The next multiple of 64 above 8/3 of the hidden size, Llama's own proportion.
-                intermediate_size=-(-hidden * 8 // (3 * 64)) * 64,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=heads,
-                max_position_embeddings=max_position_embeddings,
-                # The usual 0.02 suits wide models; this narrow one then needs twice the steps.
-                initializer_range=hidden**-0.5,
-                tie_word_embeddings=True,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
+        model = narrow_llama(tokenizer, hidden, layers, heads, max_position_embeddings)
         if warm_start_steps:
             _warm_start(
                 model, tokenizer, game, warm_start_steps, warm_start_games,
                 warm_start_learning_rate, seed,
             )  # fmt: skip
-    _write(target, model, tokenizer)
+    write_model(target, model, tokenizer)
 
 
-def _write(target: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def narrow_llama(
+    tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, positions: int
+) -> LlamaForCausalLM:
+    """A Llama with tied embeddings and random weights from torch's generator."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            # The next multiple of 64 above 8/3 of the hidden size, Llama's own proportion.
+            intermediate_size=-(-hidden * 8 // (3 * 64)) * 64,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=positions,
+            # The usual 0.02 suits wide models; this narrow one then needs twice the steps.
+            initializer_range=hidden**-0.5,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def write_model(target: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write both as a Hugging Face directory, which appears complete or not at all."""
     building = target.parent / f".{target.name}.building"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from earl_core.config import RunConfig
+from earl_core.memory_release import give_back_free_memory
 from earl_core.out_of_memory import guarded
-from earl_core.private_memory import give_back_free_memory, peak_bytes
+from earl_core.private_memory import peak_bytes
 from earl_core.rollout.engine_factory import model_directory
 from earl_core.rollout.engines.base import Engine, GenerationRequest
 from earl_core.rollout.engines.processes import reset_peak

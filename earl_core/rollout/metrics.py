@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from earl_core.rollout.engines.processes import peak_bytes
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.tally import Tally
 from earl_core.trajectory.samples import Episode
@@ -142,18 +142,7 @@ def example(episode: Episode) -> dict[str, Any]:
 
 def peak_memory_bytes(pids: Sequence[int]) -> int:
     """Sum of the processes' peak resident memory; processes that are gone count nothing."""
-    return sum(_peak_of(pid) for pid in pids)
-
-
-def _peak_of(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return sum(peak_bytes(pid) for pid in pids)
 
 
 def _context_metrics(tally: Tally) -> dict[str, float]:

@@ -37,6 +37,7 @@ from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySe
 from earl_core.rollout.errors import ContextOutgrown, RolloutCancelled
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.measure import SyntheticLoad, measure_decoding
+from earl_core.rollout.progress import ProgressReport
 from earl_core.rollout.tally import Tally
 from earl_core.run.shards import run_store
 from earl_core.seeds import derive_seed
@@ -51,7 +52,6 @@ HELD_OUT_PROMPTS = 2**40
 """Evaluations play prompts from here on; training never gets that far. Even, so that games that
 take the side from the prompt's parity start with the same side as in training."""
 
-_PROGRESS_SECONDS = 0.3
 _CANCEL_SECONDS = 0.25
 
 
@@ -292,7 +292,7 @@ class RolloutWorker:
     ) -> tuple[list[Episode], Tally]:
         engine, chat = self._ready()
         pool = await self._pool(options)
-        meter, report = LoadMeter(len(specs)), _ProgressReport(self._context)
+        meter, report = LoadMeter(len(specs)), ProgressReport(self._context)
         for pid in self._processes():
             reset_peak(pid)
         task = asyncio.ensure_future(
@@ -377,26 +377,3 @@ class RolloutWorker:
 
 def _kept(episodes: Sequence[Episode]) -> list[Episode]:
     return [episode for episode in episodes if episode.finish_reason not in FAILED_REASONS]
-
-
-class _ProgressReport:
-    """Sends the meter's state to the controller, a few times a second at most."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._context = context
-        self._due = 0.0
-
-    def __call__(self, meter: LoadMeter, last: bool = False) -> None:
-        now = time.perf_counter()
-        if now < self._due and not last:
-            return
-        self._due = now + _PROGRESS_SECONDS
-        played = meter.episodes_done - meter.episodes_failed
-        self._context.report(
-            {
-                "episodes_done": meter.episodes_done,
-                "episodes": meter.episodes,
-                "tokens_per_second": meter.tokens_per_second,
-                "return": meter.reward_total / max(played, 1),
-            }
-        )

@@ -18,8 +18,8 @@ from earl_core.cluster.errors import DeadlineExceeded, Where, WorkerCallFailed, 
 from earl_core.config import parse_config
 from earl_core.selector import Hardware, ModelShape, ProfileTable
 from earl_core.selector.profile_table import ProfilePoint, read_table, write_table
+from tasks.fit import diagnose
 from tasks.profile import fingerprint_of, profile_of
-from tasks.profile_workers import ran_out
 from tests.flows.runs import REPOSITORY, Runs
 
 
@@ -141,12 +141,18 @@ def test_an_interrupted_profile_ends_cleanly_and_keeps_what_it_has(profiles: Pro
 
 def test_out_of_memory_is_told_from_other_failures() -> None:
     where = Where("update", 0, "measure", "update", 0)
-    assert ran_out(WorkerCallFailed(where, "OutOfMemory", "earl_core.out_of_memory", "no"))
-    assert ran_out(WorkerCallFailed(where, "EngineLost", "e", "gone", out_of_memory_kills=1))
-    assert ran_out(WorkerLost(where, "killed", None, 9, out_of_memory=True))
-    assert not ran_out(WorkerCallFailed(where, "ValueError", "builtins", "no"))
-    assert not ran_out(WorkerLost(where, "killed", None, 9))
-    assert not ran_out(DeadlineExceeded(where, "slow"))
+    assert (
+        diagnose(WorkerCallFailed(where, "OutOfMemory", "earl_core.out_of_memory", "no"))
+        is not None
+    )
+    assert (
+        diagnose(WorkerCallFailed(where, "EngineLost", "e", "gone", out_of_memory_kills=1))
+        is not None
+    )
+    assert diagnose(WorkerLost(where, "killed", None, 9, out_of_memory=True))
+    assert not diagnose(WorkerCallFailed(where, "ValueError", "builtins", "no"))
+    assert not diagnose(WorkerLost(where, "killed", None, 9))
+    assert not diagnose(DeadlineExceeded(where, "slow"))
 
 
 def config_of(directory: Path, **update: object) -> dict[str, object]:
