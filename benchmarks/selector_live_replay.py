@@ -31,11 +31,13 @@ from earl_core.selector.observations import (
     calibration_of,
     forbidden_of,
     refined,
-    switch_seconds_of,
+    seconds_of,
 )
 from earl_core.selector.statistics import WINDOW
+from earl_core.selector.switching import move_between
 
 STAGES = ("rollout", "update")
+_OBSERVED = {"rebuild": "switched", "relayout": "laid_out"}
 
 
 class Growth(NamedTuple):
@@ -228,12 +230,12 @@ class World:
         for stage in STAGES:
             before, after = (self.layout_of(plan[stage]) if plan else None for plan in (old, new))
             assert after is not None
-            if before != after:
+            move = move_between(before, after) if before else "rebuild"
+            if move in _OBSERVED:
                 took = self.switching.first(after._replace(running=0))
                 seconds = self.switching.cost(before, after) if before else took
-                found.append(
-                    self._observation(given, new[stage], 1.0, kind="switched", seconds=seconds)
-                )
+                kind = _OBSERVED[move]
+                found.append(self._observation(given, new[stage], 1.0, kind=kind, seconds=seconds))
         return found
 
     def _predictor(self, given: SelectionInput) -> Predictor:
@@ -368,7 +370,8 @@ def selection(
         context_mean=past,
         context_max=past,
         generated_share=(1.0,),
-        switch_seconds=switch_seconds_of(seen),
+        switch_seconds=seconds_of(seen, "switched"),
+        relayout_seconds=seconds_of(seen, "laid_out"),
     )
     return SelectionInput(
         iteration=iteration,

@@ -11,6 +11,7 @@ from earl_core import faults
 from earl_core.selector import Predictor, SelectionInput, StageDeployment
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.observations import (
+    Kind,
     Observation,
     decode_rate,
     offered_requests,
@@ -18,6 +19,7 @@ from earl_core.selector.observations import (
 )
 from earl_core.selector.predict import gib
 from earl_core.selector.roofline import Load
+from earl_core.selector.switching import move_between
 from tasks.announce import announce_misfit
 from tasks.fit import Misfit, StageDoesNotFit, diagnose
 from tasks.hardware import memory_in_use
@@ -210,15 +212,21 @@ def _reason(seen: Observation, error: BaseException) -> str:
 def timing_switch(
     session: Session, stage: str, deployment: StageDeployment, iteration: int
 ) -> Iterator[None]:
-    """Around what brings a stage's group into its layout: writes down what that took, if the group
-    was started, rebuilt or laid out anew."""
+    """Around what brings a stage's group into its layout: writes down what that took, if processes
+    were started or live ones exchanged their state."""
     before = session.live(stage)
     layout = before.deployment if before is not None else None
     started = time.perf_counter()
     yield
-    after = session.live(stage)
-    if after is not None and (after is not before or after.deployment != layout):
-        observe_switch(session, stage, deployment, iteration, time.perf_counter() - started)
+    after, seconds = session.live(stage), time.perf_counter() - started
+    if after is None:
+        return
+    if after is not before:
+        observe_switch(session, stage, deployment, iteration, seconds)
+    elif layout is not None:
+        old = Candidate.of(StageDeployment.model_validate(layout))
+        if move_between(old, Candidate.of(deployment)) == "relayout":
+            observe_switch(session, stage, deployment, iteration, seconds, "laid_out")
 
 
 def observe_switch(
@@ -227,13 +235,14 @@ def observe_switch(
     deployment: StageDeployment,
     iteration: int,
     seconds: float,
+    kind: Kind = "switched",
 ) -> None:
-    """Write down what bringing up a layout took."""
+    """Write down what bringing up a layout took. kind: `switched` or `laid_out`."""
     session.observed.add(
         Observation(
             iteration=iteration,
             stage=stage,
-            kind="switched",
+            kind=kind,
             deployment=deployment,
             seconds=seconds,
         )

@@ -20,7 +20,7 @@ from earl_core.selector.observations import (
     forbidden_of,
     outgrown_tokens,
     peak_bytes_of,
-    switch_seconds_of,
+    seconds_of,
 )
 from earl_core.selector.profile_table import ProfileError
 from tasks.announce import announce_plan
@@ -140,7 +140,8 @@ def _statistics(session: Session, iteration: int, observed: Sequence[Observation
         rollout_tokens_per_second=series("rollout/tokens_per_second"),
         update_tokens_per_second=series("update/tokens_per_second"),
         peak_bytes=peak_bytes_of(observed),
-        switch_seconds=switch_seconds_of(observed),
+        switch_seconds=seconds_of(observed, "switched"),
+        relayout_seconds=seconds_of(observed, "laid_out"),
     )
 
 

@@ -55,7 +55,7 @@ def selector_metrics(
             **_measured(manifests[stage], mine, gpus),
             "switched": float(stage in moved),
             "out_of_memory": float(sum(item.kind == "out_of_memory" for item in mine)),
-            "switch_seconds": sum((i.seconds for i in mine if i.kind == "switched"), start=0.0),
+            "switch_seconds": sum((i.seconds for i in mine if i.kind in _SWITCHES), start=0.0),
         }
         for what in ("seconds", "peak_bytes"):
             predicted, measured = (numbers.get(f"{kind}_{what}") for kind in _KINDS)
@@ -66,6 +66,7 @@ def selector_metrics(
 
 
 _KINDS = ("predicted", "measured")
+_SWITCHES = ("switched", "laid_out")
 
 
 def load_metrics(

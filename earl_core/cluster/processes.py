@@ -161,11 +161,20 @@ def prefer_as_oom_victim() -> None:
 def out_of_memory_counters() -> dict[str, int]:
     """Return the kernel's counts of out-of-memory kills, as far as they can be seen from here.
 
-    The keys are files: the host's counter, and those of this process's memory cgroup.
+    The keys are files: those of this process's memory cgroup, whose children's kills they count
+    and nobody else's; without one the host's counter, which has everybody's.
     """
+    found = {str(path): _counter(path) for path in _cgroup_counters()}
+    known = {path: count for path, count in found.items() if count is not None}
+    return known or {_HOST_COUNTER: _counter(Path(_HOST_COUNTER)) or 0}
+
+
+_HOST_COUNTER = "/proc/vmstat"
+
+
+def _cgroup_counters() -> list[Path]:
     # Inside a container the cgroup's path may not exist; the mount point is then the own cgroup.
     paths = [
-        Path("/proc/vmstat"),
         Path("/sys/fs/cgroup/memory.events"),
         Path("/sys/fs/cgroup/memory/memory.oom_control"),
     ]
@@ -176,25 +185,28 @@ def out_of_memory_counters() -> dict[str, int]:
             if controllers == "":
                 paths.append(Path("/sys/fs/cgroup", path, "memory.events"))
             elif "memory" in controllers.split(","):
-                paths.append(Path("/sys/fs/cgroup/memory", path, "memory.oom_control"))
-    return {str(path): _counter(path) for path in paths}
+                own = Path("/sys/fs/cgroup/memory", path)
+                # Version 1 counts a kill in the victim's group alone, not in those above it.
+                paths += [own / "memory.oom_control", *own.glob("*/memory.oom_control")]
+    return paths
 
 
 def out_of_memory_kills_since(before: dict[str, int]) -> int:
     """Return how many processes were killed for memory since `before` was read.
 
-    The host's counter may hold kills that are none of ours, so this is a hint, not a proof.
+    Others than ours may be among them, so this is a hint, not a proof.
     """
     now = out_of_memory_counters()
-    return max(0, *(now[path] - before[path] for path in now.keys() & before.keys()))
+    return max((now[path] - before[path] for path in now.keys() & before.keys()), default=0)
 
 
-def _counter(path: Path) -> int:
+def _counter(path: Path) -> int | None:
+    """The file's count; None when there is none."""
     try:
         match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
     except OSError:
-        return 0
-    return int(match.group(1)) if match else 0
+        return None
+    return int(match.group(1)) if match else None
 
 
 def resident_bytes(pid: int) -> tuple[int, int]:

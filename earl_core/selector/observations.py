@@ -20,7 +20,7 @@ from earl_core.selector.memory_model import Calibration, Peak
 from earl_core.selector.profile_table import ProfilePoint, ProfileTable
 from earl_core.selector.roofline import Load, Roofline
 
-Kind = Literal["measured", "out_of_memory", "outgrown", "switched"]
+Kind = Literal["measured", "out_of_memory", "outgrown", "switched", "laid_out"]
 
 MISFITS = ("out_of_memory", "outgrown")
 """Kinds that end a stage, which is then repeated under another layout."""
@@ -36,7 +36,8 @@ reading prompts may be more than the rollout took."""
 
 
 class Observation(Settings):
-    """One thing seen of one stage under one layout.
+    """One thing seen of one stage under one layout; `switched`: its processes were started,
+    `laid_out`: those that ran exchanged their state.
 
     context, longest: mean tokens of an episode, and of the longest (of `outgrown`: the tokens that
     the engine had no room for). requests: episodes offered to one engine, or samples of a training
@@ -111,9 +112,9 @@ def forbidden_of(observations: Iterable[Observation]) -> tuple[StageDeployment, 
     return tuple(dict.fromkeys(failed))
 
 
-def switch_seconds_of(observations: Iterable[Observation]) -> dict[str, float]:
-    """What bringing up each stage's newest layout took, as last measured."""
-    return {seen.stage: seen.seconds for seen in observations if seen.kind == "switched"}
+def seconds_of(observations: Iterable[Observation], kind: Kind) -> dict[str, float]:
+    """What it took in each stage, as last measured."""
+    return {seen.stage: seen.seconds for seen in observations if seen.kind == kind}
 
 
 def peak_bytes_of(observations: Iterable[Observation]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from earl_core.selector.deployment import Basis, DeploymentPlan
 from earl_core.selector.planned import predictions_of
 from earl_core.selector.predict import STAGES, NothingFits, Prediction, Predictor
 from earl_core.selector.selection import SelectionInput, fixed_plan
+from earl_core.selector.switching import Move, move_between, switch_seconds
 
 Policy = Callable[[SelectionInput], DeploymentPlan]
 
@@ -124,11 +125,12 @@ def _joint(
     """The combination of layouts with the least cost, unless staying is nearly as good.
 
     Stages meet in the republished weights only, whose cost depends on tensor parallelism and
-    sharding; so the best of each such class is all that can win.
+    sharding; what a switch costs depends on the kind of move. So the best of each such class is
+    all that can win.
     """
     kept = {stage: row for stage, row in current.items() if _allowed(row)}
     settled = len(kept) == len(found) and _near(given, predictor)
-    options = {s: _classes(rows, kept.get(s)) for s, rows in found.items()}
+    options = {s: _classes(rows, kept.get(s), current.get(s)) for s, rows in found.items()}
     staying = {s: [kept[s]] if s in kept else rows for s, rows in options.items()}
     stay_cost, stay = _least(given, predictor, staying, current)
     if settled:
@@ -153,11 +155,16 @@ def _near(given: SelectionInput, predictor: Predictor) -> bool:
     return all(max(a, b) <= ratio * min(a, b) for a, b in pairs)
 
 
-def _classes(rows: list[Prediction], kept: Prediction | None) -> list[Prediction]:
-    best: dict[tuple[int, bool], Prediction] = {}
+def _classes(
+    rows: list[Prediction], kept: Prediction | None, running: Prediction | None
+) -> list[Prediction]:
+    """The best of each class that republishing and switching tell apart, and what is kept."""
+    best: dict[tuple[int, bool, Move], Prediction] = {}
     for row in rows:
         if _allowed(row):
-            best.setdefault((row.candidate.tensor, row.candidate.shard == 1), row)
+            layout = row.candidate
+            move = move_between(running.candidate, layout) if running else "rebuild"
+            best.setdefault((layout.tensor, layout.shard == 1, move), row)
     found = list(best.values())
     return [*found, kept] if kept is not None else found
 
@@ -197,16 +204,11 @@ def _cost(
         update, rollout = rows["update"].candidate, rows["rollout"].candidate
         seconds += predictor.roofline.republish_seconds(update, rollout)
     switches = sum(
-        switch_seconds(given, stage)
+        switch_seconds(given, predictor.roofline, current[stage].candidate, row.candidate)
         for stage, row in rows.items()
-        if stage in current and current[stage].candidate != row.candidate
+        if stage in current
     )
     return seconds + switches / expected_stay(given)
-
-
-def switch_seconds(given: SelectionInput, stage: str) -> float:
-    """What rebuilding the stage's worker group costs: as last measured, else as configured."""
-    return given.statistics.switch_seconds.get(stage, given.selector.switch_seconds)
 
 
 def expected_stay(given: SelectionInput) -> int:
@@ -267,7 +269,7 @@ def _reason(
     if old.problem:
         return f"{move}: {old.problem}{guess}"
     gained = old.seconds - row.seconds
-    cost = switch_seconds(given, stage)
+    cost = switch_seconds(given, predictor.roofline, old.candidate, row.candidate)
     text = f"{move}: {_situation(predictor, old)}; predicted {_percent(old, row)}"
     text += f" and {cost:.1f} s to switch"
     if gained > 0:

@@ -36,6 +36,9 @@ class Statistics(Settings):
     switch_seconds: dict[str, float] = Field(
         default_factory=dict, description="Last measured rebuild of a stage's worker group."
     )
+    relayout_seconds: dict[str, float] = Field(
+        default_factory=dict, description="Last measured move of live ranks to another mesh."
+    )
 
 
 WINDOW = 8

@@ -34,6 +34,7 @@ def evaluate(
     display = make_display(1, plain, console)
 
     def work() -> dict[str, Any]:
+        display.say("starting Prefect")
         prefect_server = server.start(home)
         from flows.evaluate import evaluate as evaluate_flow
         from flows.evaluate import set_progress
@@ -53,7 +54,6 @@ def evaluate(
 
     try:
         with display:
-            display.say("starting Prefect")
             result = run_interruptible(work, stop_players, lambda: display.warn("Stopping."))
             display.say("finished")
     except Interrupted as interrupted:

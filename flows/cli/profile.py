@@ -27,6 +27,7 @@ def profile(
     display = make_display(1, plain, console)
 
     def work() -> dict[str, Any]:
+        display.say("starting Prefect")
         prefect_server = server.start(home)
         from flows.profile import profile as profile_flow
         from flows.profile import set_progress
@@ -42,7 +43,6 @@ def profile(
 
     try:
         with display:
-            display.say("starting Prefect")
             result = run_interruptible(work, _stop, on_signal)
     except Interrupted as interrupted:
         print("Stopped. What was measured is kept; the same command goes on.", file=sys.stderr)

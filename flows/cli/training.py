@@ -51,6 +51,7 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
     started = threading.Event()
 
     def work() -> dict[str, Any]:
+        display.say("starting Prefect")
         prefect_server.append(server.start(home))
         from flows.running import set_listener
         from flows.train import train as train_flow
@@ -76,7 +77,6 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
 
     try:
         with display:
-            display.say("starting Prefect")
             run_interruptible(work, stop, on_signal, check=check)
             display.say("finished")
     except ServerLost as lost:

@@ -21,7 +21,7 @@ from earl_core.selector.observations import (
     outgrown_tokens,
     peak_bytes_of,
     refined,
-    switch_seconds_of,
+    seconds_of,
     training_rate,
 )
 from tests.selector.examples import given
@@ -121,11 +121,13 @@ def test_what_is_last_counts() -> None:
         seen("switched", seconds=5.0),
         seen("switched", ROLLOUT, seconds=9.0),
         seen("switched", seconds=0.1),
+        seen("laid_out", seconds=0.2),
         seen("measured", peak_bytes=3.0),
         seen("measured", peak_bytes=2.0),
         seen("measured", ROLLOUT),
     ]
-    assert switch_seconds_of(lines) == {"update": 0.1, "rollout": 9.0}
+    assert seconds_of(lines, "switched") == {"update": 0.1, "rollout": 9.0}
+    assert seconds_of(lines, "laid_out") == {"update": 0.2}
     assert peak_bytes_of(lines) == {"update": 2.0}
 
 
