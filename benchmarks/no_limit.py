@@ -61,7 +61,9 @@ def main() -> None:
             version = cap.version
     except NoCap as error:
         raise SystemExit(f"not run: {error}") from error
-    scratch = Path(tempfile.mkdtemp(prefix="earl-no-limit-", dir=options.scratch))
+    scratch = options.scratch or Path(tempfile.mkdtemp(prefix="earl-no-limit-"))
+    scratch = scratch.resolve()
+    scratch.mkdir(parents=True, exist_ok=True)
     shared = Path("/dev/shm") / f"earl_no_limit_{os.getpid()}"
     try:
         series = Series(options, scratch, shared)
@@ -71,9 +73,7 @@ def main() -> None:
         publish(_report(found, options, version), options)
     finally:
         shutil.rmtree(shared, ignore_errors=True)
-        if options.keep:
-            print(f"the run directories are in {scratch}")
-        else:
+        if not options.scratch:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -106,7 +106,7 @@ class Series:
             if "earl" in asked:
                 found += [self._train(EARL, seed) for seed in seeds]
             if "by_hand" in asked:
-                found += [self._train(BY_HAND, seed) for seed in seeds]
+                found.append(self._train(BY_HAND, 0))
         for run in found:
             if run.survived and self._options.held_out:
                 run.held_out = play_held_out(run, self._options.held_out)
@@ -209,7 +209,7 @@ def _report(found: list[Finished], options: argparse.Namespace, version: int) ->
     if "by_hand" in options.arms:
         report.notes.append(
             f"by hand: {', '.join(BY_HAND.overrides)} from the start, the layout of somebody who "
-            "knows how long the episodes will get."
+            "knows how long the episodes will get; one seed."
         )
     report.notes += [f"earl, seed {run.seed}: {_story(run)}." for run in found if run.arm is EARL]
     ended = [run for run in found if not run.survived]
@@ -260,12 +260,16 @@ def _options() -> argparse.Namespace:
     options.add_argument("--arms", nargs="+", choices=arms, default=arms)
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--iterations", type=int, default=20)
-    options.add_argument("--cuts", type=int, nargs="+", default=(24, 28, 32, 36), metavar="FLOORS")
+    options.add_argument("--cuts", type=int, nargs="+", default=(32, 36, 40, 44), metavar="FLOORS")
     options.add_argument("--cap-gib", type=float, default=1.6, help="memory of a run")
     options.add_argument("--held-out", type=int, default=64, help="episodes; 0: none")
     options.add_argument("--model", type=Path, help="use or make the initial model here")
-    options.add_argument("--scratch", type=Path, help="where run directories are made")
-    options.add_argument("--keep", action="store_true", help="keep the run directories")
+    options.add_argument(
+        "--scratch",
+        type=Path,
+        help="make run directories here and keep them; another call with the same settings goes "
+        "on with the runs that have not ended",
+    )
     options.add_argument("--set", action="append", default=[], metavar="a.b=c")
     given = options.parse_args()
     if given.quick:

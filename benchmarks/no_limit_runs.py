@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from benchmarks.harness import REPOSITORY
 from benchmarks.no_limit_cap import MemoryCap
 from earl_core.config import load_config
+from earl_core.files import write_atomic
 from earl_core.run.directory import read_lines
 from flows.policy import PolicyPlayer, find_checkpoint
 
@@ -129,8 +131,37 @@ def layout_text(plan: dict[str, Any]) -> str:
 def run_capped(
     arm: Arm, seed: int, cap_bytes: int, scratch: Path, common: Sequence[str], iterations: int
 ) -> Finished:
-    """Train under the cap to the run's end, whatever that is."""
+    """Train under the cap to the run's end, whatever that is; what an earlier call finished in
+    `scratch` is not repeated."""
     name = f"{arm.name.replace(' ', '_')}_{seed}"
+    ending = scratch / f"{name}.json"
+    if not ending.exists():
+        # Without its ending, what there is of the run was cut off.
+        shutil.rmtree(scratch / "runs" / name, ignore_errors=True)
+        ended = _run(arm, seed, cap_bytes, scratch, common, iterations, name)
+        write_atomic(ending, json.dumps(ended).encode())
+    code, kills, peak = json.loads(ending.read_text())
+    run = scratch / "runs" / name
+    found = Finished(arm, seed, iterations, run, code, kills, peak)
+    found.metrics = read_lines(run / "metrics.jsonl")
+    found.plans = _plans(run)
+    ledger = read_lines(run / "ledger.jsonl")
+    found.minutes = (ledger[-1]["time"] - ledger[0]["time"]) / 60 if ledger else 0.0
+    if code:
+        found.cause = _last_words(scratch / f"{name}.log")
+    return found
+
+
+def _run(
+    arm: Arm,
+    seed: int,
+    cap_bytes: int,
+    scratch: Path,
+    common: Sequence[str],
+    iterations: int,
+    name: str,
+) -> tuple[int, int, int]:
+    """Exit code, kills and peak bytes."""
     settings = [
         f"name={name}",
         f"seed={seed}",
@@ -157,15 +188,7 @@ def run_capped(
         finally:
             _end(process)
             cap.end_all()
-    run = scratch / "runs" / name
-    found = Finished(arm, seed, iterations, run, code, cap.kills, cap.peak_bytes)
-    found.metrics = read_lines(run / "metrics.jsonl")
-    found.plans = _plans(run)
-    ledger = read_lines(run / "ledger.jsonl")
-    found.minutes = (ledger[-1]["time"] - ledger[0]["time"]) / 60 if ledger else 0.0
-    if code:
-        found.cause = _last_words(log)
-    return found
+    return code, cap.kills, cap.peak_bytes
 
 
 def play_held_out(found: Finished, episodes: int) -> float | None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from earl_core.selector.candidates import Candidate, RuledOut
 from earl_core.selector.deployment import Basis, DeploymentPlan
 from earl_core.selector.planned import predictions_of
 from earl_core.selector.predict import STAGES, NothingFits, Prediction, Predictor
+from earl_core.selector.reason import reason_of, tokens
 from earl_core.selector.selection import SelectionInput, fixed_plan
 from earl_core.selector.switching import Move, move_between, switch_seconds
 
@@ -91,7 +93,7 @@ def choose(given: SelectionInput, predictor: Predictor | None = None) -> Choice:
             raise NothingFits(stage, nearest)
     current = _current(given, predictor, found)
     chosen = _joint(given, predictor, found, current)
-    reasons = {stage: _reason(given, predictor, found, current, row) for stage, row in chosen}
+    reasons = {stage: reason_of(given, predictor, found, current, row) for stage, row in chosen}
     return Choice(_plan(given, predictor, dict(chosen), reasons), found, out)
 
 
@@ -109,10 +111,6 @@ def _current(
     return rows
 
 
-def _allowed(row: Prediction | None) -> bool:
-    return row is not None and not row.problem and math.isfinite(row.seconds)
-
-
 Combination = tuple[tuple[str, Prediction], ...]
 
 
@@ -122,22 +120,39 @@ def _joint(
     found: dict[str, list[Prediction]],
     current: dict[str, Prediction],
 ) -> Combination:
-    """The combination of layouts with the least cost, unless staying is nearly as good.
+    """The combination of layouts with the least cost, where each stage that leaves the layout it
+    has must gain more than noise for that.
 
     Stages meet in the republished weights only, whose cost depends on tensor parallelism and
     sharding; what a switch costs depends on the kind of move. So the best of each such class is
     all that can win.
     """
-    kept = {stage: row for stage, row in current.items() if _allowed(row)}
+    kept = {stage: row for stage, row in current.items() if row.allowed}
     settled = len(kept) == len(found) and _near(given, predictor)
+    if given.current is None:
+        kept = _configured(given, predictor, found)
     options = {s: _classes(rows, kept.get(s), current.get(s)) for s, rows in found.items()}
     staying = {s: [kept[s]] if s in kept else rows for s, rows in options.items()}
-    stay_cost, stay = _least(given, predictor, staying, current)
+    cost, stay = _least(given, predictor, staying, current)
     if settled:
         return stay
-    best_cost, best = _least(given, predictor, options, current)
-    gain = stay_cost - best_cost
-    return best if gain > given.selector.hysteresis * stay_cost or not kept else stay
+    reluctance = given.selector.hysteresis * cost
+    return _least(given, predictor, options, current, kept, reluctance)[1]
+
+
+def _configured(
+    given: SelectionInput, predictor: Predictor, found: dict[str, list[Prediction]]
+) -> dict[str, Prediction]:
+    """The layouts that the configuration names, where they are on offer: a run begins with them
+    unless more than noise speaks for others."""
+    plan = fixed_plan(given)
+    wanted = {predictor.candidate_of(plan[stage]) for stage in found}
+    return {
+        stage: row
+        for stage, rows in found.items()
+        for row in rows
+        if row.candidate in wanted and row.allowed
+    }
 
 
 def _near(given: SelectionInput, predictor: Predictor) -> bool:
@@ -161,7 +176,7 @@ def _classes(
     """The best of each class that republishing and switching tell apart, and what is kept."""
     best: dict[tuple[int, bool, Move], Prediction] = {}
     for row in rows:
-        if _allowed(row):
+        if row.allowed:
             layout = row.candidate
             move = move_between(running.candidate, layout) if running else "rebuild"
             best.setdefault((layout.tensor, layout.shard == 1, move), row)
@@ -174,12 +189,16 @@ def _least(
     predictor: Predictor,
     options: dict[str, list[Prediction]],
     current: dict[str, Prediction],
+    kept: Mapping[str, Prediction] = MappingProxyType({}),
+    reluctance: float = 0.0,
 ) -> tuple[float, Combination]:
+    """reluctance: seconds that a stage must gain to leave what is kept of it."""
     stages = list(options)
     best: tuple[float, int, Combination] | None = None
     for rows in itertools.product(*options.values()):
         combination = tuple(zip(stages, rows, strict=True))
         cost = _cost(given, predictor, dict(combination), current)
+        cost += reluctance * sum(kept.get(stage, row) is not row for stage, row in combination)
         ranks = sum(row.candidate.ranks for row in rows)
         # The last key makes ties depend on the layouts alone, not on their order.
         if best is None or (cost, ranks, _names(combination)) < (*best[:2], _names(best[2])):
@@ -251,87 +270,6 @@ def _plan(
     # Stages left as configured are part of the iteration too.
     predictions = predictions_of(predictor, rows.values(), plan)
     return plan.model_copy(update={"predictions": predictions})
-
-
-def _reason(
-    given: SelectionInput,
-    predictor: Predictor,
-    found: dict[str, list[Prediction]],
-    current: dict[str, Prediction],
-    row: Prediction,
-) -> str:
-    stage = row.candidate.stage
-    old = current.get(stage)
-    guess = " (a guess: not measured)" if row.guess else ""
-    if old is None or old.candidate == row.candidate:
-        return _kept(predictor, found[stage], row, old is not None) + guess
-    move = _move(old.candidate, row.candidate)
-    if old.problem:
-        return f"{move}: {old.problem}{guess}"
-    gained = old.seconds - row.seconds
-    cost = switch_seconds(given, predictor.roofline, old.candidate, row.candidate)
-    text = f"{move}: {_situation(predictor, old)}; predicted {_percent(old, row)}"
-    text += f" and {cost:.1f} s to switch"
-    if gained > 0:
-        count = math.ceil(cost / gained) or 1
-        text += f", repaid after {count} iteration{'s' if count > 1 else ''}"
-    return text + guess
-
-
-def _kept(predictor: Predictor, rows: list[Prediction], row: Prediction, running: bool) -> str:
-    verb = "kept" if running else "chosen"
-    text = f"{row.candidate.label} {verb}: {_situation(predictor, row)}"
-    others = [r for r in rows if _allowed(r) and r.candidate != row.candidate]
-    if others and others[0].seconds < row.seconds:
-        text += f"; {others[0].candidate.label} would gain {_percent(row, others[0])}"
-        return text + ", too little for a switch or for the stages together"
-    if others:
-        slower = others[0].seconds / row.seconds - 1
-        text += (
-            f"; the next best, {others[0].candidate.label}, would take {100 * slower:.1f} % more"
-        )
-    return text
-
-
-def _percent(old: Prediction, new: Prediction) -> str:
-    return f"{100 * (old.seconds / new.seconds - 1):+.1f} %" if new.seconds > 0 else "nothing"
-
-
-def _situation(predictor: Predictor, row: Prediction) -> str:
-    layout, load = row.candidate, predictor.now
-    if layout.stage != "rollout":
-        share = 100 * row.peak / row.budget
-        return f"the longest sample, {tokens(load.longest)} tokens, fills {share:.0f} % of memory"
-    share = load.episodes / layout.replicas
-    offered = max(1.0, min(share, layout.running or share))
-    place = f"the KV cache at TP {layout.tensor}"
-    if row.filled > 9.99:
-        return (
-            f"{offered:.0f} sequences x {tokens(load.context)} tokens are far too many for {place}"
-        )
-    return (
-        f"{offered:.0f} sequences x {tokens(load.context)} tokens fill {100 * row.filled:.0f} % of "
-        f"{place}"
-    )
-
-
-def _move(old: Candidate, new: Candidate) -> str:
-    """The fields that differ, such as `TP 4 → 8`; whole layouts when many do."""
-    changed = [
-        (name, a, b)
-        for name, a, b in zip(Candidate._fields, old, new, strict=True)
-        if a != b and name not in ("replicas", "threads")
-    ]
-    names = {"tensor": "TP", "context": "CP", "microbatch": "microbatch", "running": "running"}
-    if len(changed) == 1 and changed[0][0] in names:
-        name, before, after = changed[0]
-        return f"{names[name]} {before} → {after}"
-    return f"{old.label} → {new.label}"
-
-
-def tokens(count: float) -> str:
-    """Such as `812` or `31K`, in units of 1,024."""
-    return f"{count:.0f}" if count < 1024 else f"{count / 1024:.0f}K"
 
 
 def average_context(given: SelectionInput) -> DeploymentPlan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
 from typing import NamedTuple
 
 from earl_core.selector.candidates import Candidate, RuledOut
@@ -21,7 +20,7 @@ from earl_core.selector.memory_model import (
     training_memory,
 )
 from earl_core.selector.offers import offers
-from earl_core.selector.profile_table import Correction, ProfilePoint, log_ratio_of
+from earl_core.selector.profile_table import Common, Correction, ProfilePoint
 from earl_core.selector.roofline import Load, Roofline
 from earl_core.selector.selection import SelectionInput, model_length
 
@@ -45,6 +44,11 @@ class Prediction(NamedTuple):
     filled: float = 0.0
     measured: float = 0.0
     problem: str = ""
+
+    @property
+    def allowed(self) -> bool:
+        """Whether it can be chosen."""
+        return not self.problem and math.isfinite(self.seconds)
 
     @property
     def guess(self) -> bool:
@@ -90,7 +94,7 @@ class Predictor:
         self._failed = [p for p in given.profile.points if p.out_of_memory]
         self._measured_stages = {key.split()[0] for key in self._points}
         self._corrections: dict[str, Correction] = {}
-        self._bases: dict[str, float] = {}
+        self._commons: dict[str, Common] = {}
         self._correctors = {stage: given.calibration.corrector(stage) for stage in STAGES}
         self._forbidden = {self.candidate_of(item) for item in given.forbidden}
         self._starving: dict[str, float] = {}
@@ -298,25 +302,19 @@ class Predictor:
         key = candidate.key
         if key not in self._corrections:
             points, guess = self._points.get(key, []), _Guess(self, candidate)
-            self._corrections[key] = Correction(points, guess, self._base(candidate.stage))
+            self._corrections[key] = Correction(points, guess, self._common(candidate.stage))
         return self._corrections[key]
 
-    def _base(self, stage: str) -> float:
-        """log(measured / guessed throughput) that the stage's measured layouts have in common: a
-        layout that was not measured is no faster or slower for that."""
-        if stage not in self._bases:
-            ratios = [
-                fmean(found)
-                for key, points in self._points.items()
-                if key.split()[0] == stage and (found := self._log_ratios(key, points))
-            ]
-            self._bases[stage] = fmean(ratios) if ratios else 0.0
-        return self._bases[stage]
-
-    def _log_ratios(self, key: str, points: list[ProfilePoint]) -> list[float]:
-        guess = _Guess(self, Candidate.of_key(key, self.hardware))
-        found = (log_ratio_of(point, guess) for point in points)
-        return [ratio for ratio in found if ratio is not None]
+    def _common(self, stage: str) -> Common:
+        if stage not in self._commons:
+            self._commons[stage] = Common(
+                [
+                    (points, _Guess(self, Candidate.of_key(key, self.hardware)))
+                    for key, points in self._points.items()
+                    if key.split()[0] == stage
+                ]
+            )
+        return self._commons[stage]
 
     def _refused(self, candidate: Candidate, context: float, requests: float) -> str:
         if self._starved(candidate):
@@ -349,7 +347,8 @@ class _Guess:
             return predictor.roofline.decode_rate(
                 layout.tensor, layout.threads, requests, context, capacity
             )
-        load = Load(max(1, round(requests)), context, context, context)
+        written = context * predictor.now.generated / predictor.now.context
+        load = Load(max(1, round(requests)), context, context, written)
         update, only = predictor.given.update, layout.stage == "reference"
         epochs = 1 if only else update.epochs
         seconds = predictor.roofline.training_seconds(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import xxhash
 from pydantic import Field
@@ -126,11 +127,14 @@ class Correction:
     """Measured over guessed throughput of one layout, interpolated between its points.
 
     Weights fall with the distance in octaves of live tokens and, half as fast, of requests; far
-    from every measurement the correction fades to exp(base). base: log of what all layouts of the
-    stage have in common, such as a device that is slower than its figures; 0: nothing is known.
+    from every measurement the correction fades to exp(base). base: log of what all layouts of
+    the stage have in common (at a load, or everywhere), such as a device that is slower than its
+    figures; 0: nothing is known.
     """
 
-    def __init__(self, points: Iterable[ProfilePoint], guess: Guess, base: float = 0.0) -> None:
+    def __init__(
+        self, points: Iterable[ProfilePoint], guess: Guess, base: Guess | float = 0.0
+    ) -> None:
         self._base = base
         self._points = []
         for point in points:
@@ -141,8 +145,9 @@ class Correction:
 
     def __call__(self, context: float, requests: float) -> tuple[float, float]:
         """The factor on the roofline's rate, and how much measurement stands behind it (0 to 1)."""
+        base = self._base if isinstance(self._base, float) else self._base(context, requests)
         if not self._points:
-            return math.exp(self._base), 0.0
+            return math.exp(base), 0.0
         live, wide = math.log2(context * requests), math.log2(requests)
         total = summed = 0.0
         for point_live, point_wide, weight, log_ratio in self._points:
@@ -150,8 +155,36 @@ class Correction:
             near = weight * math.exp(-0.5 * apart)
             total += near
             summed += near * log_ratio
-        summed += _PRIOR * self._base
+        summed += _PRIOR * base
         return math.exp(summed / (total + _PRIOR)), total / (total + _PRIOR)
+
+
+class Common:
+    """log(measured / guessed throughput) that a stage's measured layouts have in common at a load:
+    a layout that was not measured is no faster or slower for that.
+
+    Each layout counts as much as it was measured there; where none was, all of them alike.
+    """
+
+    def __init__(self, measured: Sequence[tuple[Sequence[ProfilePoint], Guess]]) -> None:
+        self._found: dict[tuple[float, float], float] = {}
+        ratios = [[log_ratio_of(point, guess) for point in points] for points, guess in measured]
+        known = [[ratio for ratio in found if ratio is not None] for found in ratios]
+        self._everywhere = fmean([fmean(each) for each in known if each] or [0.0])
+        self._layouts = [Correction(points, guess, self._everywhere) for points, guess in measured]
+
+    def __call__(self, context: float, requests: float) -> float:
+        place = context, requests
+        if place not in self._found:
+            total, summed = _LITTLE, _LITTLE * self._everywhere
+            for layout in self._layouts:
+                factor, share = layout(context, requests)
+                total, summed = total + share, summed + share * math.log(factor)
+            self._found[place] = summed / total
+        return self._found[place]
+
+
+_LITTLE = 0.05
 
 
 def fingerprint(*parts: Mapping[str, object]) -> str:

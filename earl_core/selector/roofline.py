@@ -11,7 +11,7 @@ import math
 from typing import Literal, NamedTuple
 
 from earl_core.selector.candidates import Candidate
-from earl_core.selector.memory_model import kv_bytes_per_token
+from earl_core.selector.memory_model import LOGITS_AT_A_TIME, kv_bytes_per_token
 from earl_core.selector.shapes import DeviceFigures, Hardware, ModelShape, Sizes
 
 LAUNCH_SECONDS = 6.6e-6
@@ -158,7 +158,24 @@ class Roofline:
         communicating += self._context_seconds(layout, tokens, passes)
         gathering = self._gather_seconds(layout, microbatches, forward_only)
         seconds = epochs * (max(computing, gathering) + communicating)
-        return seconds if forward_only else seconds + steps * self._optimizer_seconds(layout)
+        if forward_only:
+            return seconds
+        seconds += epochs * self._adding_seconds(layout, load, tokens, microbatches)
+        return seconds + steps * self._optimizer_seconds(layout)
+
+    def _adding_seconds(
+        self, layout: Candidate, load: Load, tokens: float, microbatches: int
+    ) -> float:
+        """Seconds in which float32 gradients are added up: those of all weights once a microbatch,
+        those of the head once for each chunk of logits."""
+        shape = self.shape
+        answered = min(1.0, load.generated / load.context) * tokens
+        at_a_time = layout.logits_chunk or max(1, LOGITS_AT_A_TIME // shape.vocabulary)
+        chunks = max(0, math.ceil(answered / at_a_time) - microbatches)
+        head = shape.vocabulary * shape.hidden_size / layout.tensor
+        added = microbatches * self._parameters / (layout.tensor * layout.shard) + chunks * head
+        # New and old are read, the sum is written.
+        return 12.0 * added / (self.device.memory_bandwidth * layout.threads)
 
     def _tensor_seconds(
         self, layout: Candidate, tokens: float, microbatches: int, passes: float

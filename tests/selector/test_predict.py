@@ -99,9 +99,10 @@ def test_the_ladder_on_a_cpu_begins_with_smaller_microbatches() -> None:
 def test_the_ladder_of_long_samples_has_logits_in_chunks_before_checkpointing() -> None:
     seen, _ = ladder(2000.0)
     chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary)
-    assert {item.microbatch for item in seen} == {4096}
+    # No smaller microbatch holds the longest sample.
+    assert min(item.microbatch for item in seen) == 4096
     means = [(item.logits_chunk, item.checkpointing) for item in seen]
-    assert means == [(0, False), (chunk, False), (chunk, True)]
+    assert list(dict.fromkeys(means)) == [(0, False), (chunk, False), (chunk, True)]
 
 
 def test_what_others_hold_is_not_there() -> None:
