@@ -22,6 +22,7 @@ __all__ = [
     "AttentionInterface",
     "AutoModelForCausalLM",
     "AutoTokenizer",
+    "GradientCheckpointingLayer",
     "LlamaConfig",
     "LlamaForCausalLM",
     "PreTrainedModel",
@@ -65,3 +66,4 @@ with _unused_packages_hidden():
         PreTrainedTokenizerFast,
     )
     from transformers.dynamic_module_utils import custom_object_save
+    from transformers.modeling_layers import GradientCheckpointingLayer

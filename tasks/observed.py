@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from earl_core.run import RunDirectory
 from earl_core.selector import ProfileTable, StageDeployment
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.observations import Observation, refined
-from earl_core.selector.profile_table import read_table, write_table
+from earl_core.selector.profile_table import ProfileBusy, only_writer, read_table, write_table
 
 CandidateOf = Callable[[StageDeployment], Candidate]
 
@@ -78,26 +76,14 @@ class LearntProfile:
         fresh = observations[self._shared :]
         if not any(seen.kind == "measured" for seen in fresh):
             return
-        with _locked(self._directory, self._mark) as alone:
-            if not alone:
-                # Somebody else writes it, `earl profile` for long: the next iteration will do.
-                return
-            table = read_table(self._directory, self._mark)
-            table = refined(table, fresh, self._half_life, candidate_of)
-            write_table(self._directory, self._mark, table)
+        try:
+            with only_writer(self._directory, self._mark):
+                table = read_table(self._directory, self._mark)
+                table = refined(table, fresh, self._half_life, candidate_of)
+                write_table(self._directory, self._mark, table)
+        except ProfileBusy:
+            # `earl profile` writes it for long: the next iteration will do.
+            return
         known = self._run.record.get("profiled", {})
         self._run.update_record(profiled={**known, self._mark: len(observations)})
         self._table, self._counted = table, len(observations)
-
-
-@contextmanager
-def _locked(directory: Path, mark: str) -> Iterator[bool]:
-    """Whether this process is alone in writing the table, until the end of the context."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{mark}.lock").open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import logging
-import os
 import platform
 import time
 from collections.abc import Iterator
@@ -28,8 +26,10 @@ from earl_core.selector.candidates import Candidate
 from earl_core.selector.predict import STAGES
 from earl_core.selector.profile_table import (
     FORMAT,
+    ProfileBusy,
     ProfileError,
     fingerprint,
+    only_writer,
     read_table,
     write_table,
 )
@@ -283,7 +283,7 @@ def open_profiler(config: RunConfig, minutes: float, longest: int | None) -> Ite
     _making.add(profiler)
     try:
         profiler.__init__(config, minutes, longest)  # type: ignore[misc]
-        with _alone(profiler.directory, profiler.mark):
+        with only_writer(profiler.directory, profiler.mark):
             # What another process has measured until now.
             profiler.table = read_table(profiler.directory, profiler.mark)
             _open[profiler.mark] = profiler
@@ -294,6 +294,11 @@ def open_profiler(config: RunConfig, minutes: float, longest: int | None) -> Ite
                 raise
             finally:
                 profiler.close()
+    except ProfileBusy as busy:
+        raise ConfigError(
+            f"process {busy.holder} measures this profile already "
+            f"({profiler.directory / profiler.mark}): wait for it, or stop it"
+        ) from busy
     finally:
         _making.discard(profiler)
         _open.pop(getattr(profiler, "mark", ""), None)
@@ -306,24 +311,6 @@ def stop_profilers() -> None:
     """Stop every profiler of this process, for whoever handles a signal."""
     for profiler in list(_making):
         profiler.stop()
-
-
-@contextmanager
-def _alone(directory: Path, mark: str) -> Iterator[None]:
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{mark}.lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            raise ConfigError(
-                f"process {lock.read().strip() or 'unknown'} measures this profile already "
-                f"({directory / mark}): wait for it, or stop it"
-            ) from error
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
 
 
 @task(name="measure")

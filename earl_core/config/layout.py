@@ -186,6 +186,11 @@ def check_layout(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
     The message names the degrees that work, or the devices there are.
     """
     check_devices(config, hardware)
+    if model.experts > 1 and config.rollout.engine == "vllm":
+        raise ConfigError(
+            f"rollout.engine=vllm cannot take new weights of a mixture of {model.experts} experts "
+            "while it runs: set rollout.engine=torch, or choose a model without experts"
+        )
     for key, iteration in config.layout.steps():
         rollout, update = config.layout.at(iteration)
         _check_degree(f"{key}.rollout.tensor_parallel", rollout.tensor_parallel, model, True)

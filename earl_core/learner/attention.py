@@ -8,6 +8,8 @@ attention runs causally inside each sample, as `boundaries` planned it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,13 @@ from earl_core.learner import attention_cuda, attention_dense
 from earl_core.learner.boundaries import SampleBoundaries
 from earl_core.learner.context_parallel import attend_to_all_ranks
 
-__all__ = ["ATTENTION_NAME", "SampleBoundaries", "register_attention", "varlen_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "SampleBoundaries",
+    "register_attention",
+    "varlen_attention",
+    "windows_seen",
+]
 
 ATTENTION_NAME = "earl_varlen"
 
@@ -31,6 +39,16 @@ def register_attention() -> str:
     """
     AttentionInterface.register(ATTENTION_NAME, varlen_attention)
     return ATTENTION_NAME
+
+
+_windows: set[int | None] = set()
+
+
+@contextmanager
+def windows_seen() -> Iterator[set[int | None]]:
+    """The sliding windows that layers ask for inside the context; None: of those without one."""
+    _windows.clear()
+    yield _windows
 
 
 def varlen_attention(
@@ -54,6 +72,7 @@ def varlen_attention(
     _check_supported(module, attention_mask, sample_boundaries, unsupported)
     assert sample_boundaries is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    _windows.add(sliding_window)
     if sliding_window is not None and sliding_window >= sample_boundaries.longest:
         sliding_window = None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

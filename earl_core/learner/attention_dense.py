@@ -46,7 +46,8 @@ def attend_bucket(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
     """Causal attention of [count, heads, length, dim] to keys and values [count, kv_heads, keys,
-    dim], whose last `length` belong to the queries and whose others all come before them.
+    dim], whose last `length` belong to the queries and whose others all come before them. Values
+    may have a size of their own.
     """
     rows, columns = query.shape[2], key.shape[2]
     short = _SHORT if rows == columns else _SHORT_AFTER_PREFIX
@@ -76,12 +77,12 @@ def _short_attention(
     with torch.autocast(query.device.type, enabled=False):
         q = query.float().reshape(count * kv_heads, heads // kv_heads * rows, dim)
         k = key.float().reshape(count * kv_heads, columns, dim)
-        v = value.float().reshape(count * kv_heads, columns, dim)
+        v = value.float().reshape(count * kv_heads, columns, value.shape[3])
         mask = _causal_mask(rows, columns, columns - rows, window, q.device)
         mask = mask.repeat(heads // kv_heads, 1)
         scores = torch.baddbmm(mask[None], q, k.transpose(1, 2), alpha=scale)
         attended = torch.bmm(torch.softmax(scores, dim=-1), v)
-    return attended.view(count, heads, rows, dim).to(value.dtype)
+    return attended.view(count, heads, rows, value.shape[3]).to(value.dtype)
 
 
 def _blocked_attention(

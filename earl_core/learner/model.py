@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -17,10 +17,16 @@ from earl_core.config.model import ModelConfig
 from earl_core.huggingface import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GradientCheckpointingLayer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from earl_core.learner.attention import SampleBoundaries, register_attention
+from earl_core.learner.attention import (
+    ATTENTION_NAME,
+    SampleBoundaries,
+    register_attention,
+    windows_seen,
+)
 from earl_core.learner.packing import PackedMicrobatch
 
 if TYPE_CHECKING:
@@ -74,16 +80,23 @@ def load_policy(
             f"There is no model at {path}: set model.path to a directory with config.json, "
             "weights and tokenizer, or set model.builder."
         )
-    model = cast(
-        PreTrainedModel,
-        AutoModelForCausalLM.from_pretrained(
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             attn_implementation=register_attention(),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
-        ),
-    )
+        )
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        # Its layers look their attention up in a table of their own.
+        raise ConfigError(
+            f"The model at {path} cannot be trained on packed samples: it does not call its "
+            "attention through transformers' attention interface. Choose a newer architecture."
+        ) from error
+    model = cast(PreTrainedModel, loaded)
     _own_memory(model)
     prepare_for_packing(model)
     if activation_checkpointing:
@@ -131,14 +144,17 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Choose `earl_varlen`, switch dropout and caches off.
+    """Choose `earl_varlen`, switch dropout, other randomness and caches off.
 
-    Training mode stays on, because transformers checkpoints activations only then.
+    Layers that can be checkpointed stay in training mode, because transformers checkpoints
+    activations only then; what is inside of them does not.
     """
     model.set_attn_implementation(register_attention())
     model.config.use_cache = False
-    model.train()
+    model.eval()
     for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in ("attention_dropout", "dropout", "resid_dropout"):
@@ -149,7 +165,10 @@ def settle(model: PreTrainedModel) -> None:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The part of the model below the head (`model`, `transformer`, ...)."""
     decoder = cast(Any, model).get_decoder()
-    return cast(nn.Module, model.base_model if decoder is model else decoder)
+    if decoder is model:
+        decoder = model.base_model
+    # Some say that their decoder is the whole model.
+    return cast(nn.Module, cast(Any, model).model if decoder is model else decoder)
 
 
 @torch.no_grad()
@@ -171,12 +190,21 @@ def _check_packing(model: PreTrainedModel) -> None:
 
     first, second = [1, 3, 2, 4, 2], [5, 1, 7]
     try:
+        _check_config(model)
         packed = forward(decoder_of(model), first + second, [len(first), len(second)])
-        alone = forward(decoder_of(model), second, [len(second)])
+        with windows_seen() as windows:
+            alone = forward(decoder_of(model), second, [len(second)])
+        _check_windows(model, windows)
+        again = forward(decoder_of(model), second, [len(second)])
         logits = forward(model, second, [len(second)])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} cannot be trained on packed samples: {error}") from error
     scale = float(alone.abs().max())
+    if not torch.allclose(again, alone, atol=1e-3 * scale, rtol=1e-3):
+        raise ConfigError(
+            f"{name} gives other results each time (noise in its layers), so that log-probs would "
+            "not be those of the policy that played: choose a model without it."
+        )
     if not torch.allclose(packed[len(first) :], alone, atol=1e-3 * scale, rtol=1e-3):
         raise ConfigError(
             f"{name} lets packed samples see each other (a recurrent or convolutional layer?): "
@@ -188,6 +216,26 @@ def _check_packing(model: PreTrainedModel) -> None:
             f"{name} changes its logits after the output layer (scaling or soft caps), which "
             "training does not reproduce: choose a model without that."
         )
+
+
+def _check_config(model: PreTrainedModel) -> None:
+    """Raise ValueError for what no tiny sample would show."""
+    config: Any = model.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None):
+        raise ValueError("its logits have soft caps, which training does not reproduce")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError("it attends within chunks, which packed training does not reproduce")
+
+
+def _check_windows(model: PreTrainedModel, seen: Collection[int | None]) -> None:
+    """Raise ValueError for a sliding window that lies in a mask alone, which is not made here."""
+    config: Any = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    active = bool(window) and used and "sliding_attention" in kinds
+    if active and window < config.max_position_embeddings and not any(seen):
+        raise ValueError(f"its layers do not hand on their sliding window of {window} tokens")
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:

@@ -72,6 +72,12 @@ def split_over_ranks(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularySha
 
 def check_degree(model: PreTrainedModel, degree: int) -> None:
     """Raise ConfigError unless the model can be split over so many ranks."""
+    problem = _unsplittable(model)
+    if degree > 1 and problem:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be split over tensor-parallel ranks: {problem}. Use "
+            "shard or context_parallel instead."
+        )
     working = working_degrees(model)
     if degree not in working:
         raise ConfigError(
@@ -83,12 +89,25 @@ def check_degree(model: PreTrainedModel, degree: int) -> None:
 
 def working_degrees(model: PreTrainedModel) -> list[int]:
     """Tensor-parallel degrees that divide what is split; 1 alone without a plan that is known."""
-    plan = _plan(model)
-    embedding = model.get_input_embeddings()
-    known = all(style in _STYLES for style in plan.values())
-    if not plan or not known or type(embedding) is not nn.Embedding:
+    if _unsplittable(model):
         return [1]
     return tensor_degrees(ModelShape.from_config(model.config.to_dict()), engine=False)
+
+
+def _unsplittable(model: PreTrainedModel) -> str:
+    """Why no degree works, whatever its sizes; empty when one may."""
+    plan = _plan(model)
+    if not plan:
+        return "transformers has no plan for it (base_model_tp_plan)"
+    unknown = sorted({style for style in plan.values() if style not in _STYLES})
+    if unknown:
+        return f"its plan asks for {', '.join(unknown)}, which is not supported"
+    embedding = type(model.get_input_embeddings())
+    return (
+        ""
+        if embedding is nn.Embedding
+        else f"its embeddings are of a special kind ({embedding.__name__})"
+    )
 
 
 def _listed(degrees: list[int]) -> str:

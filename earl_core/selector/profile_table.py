@@ -7,9 +7,11 @@ exponentially. Where nothing was measured, what was measured near by corrects th
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
@@ -195,6 +197,31 @@ def fingerprint(*parts: Mapping[str, object]) -> str:
 def table_path(directory: Path, mark: str) -> Path:
     """Where the table of a fingerprint lies."""
     return directory / f"{mark}.parquet"
+
+
+class ProfileBusy(RuntimeError):
+    """Another process writes the table. `holder`: its number, as far as it is known."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(f"process {holder} writes this profile")
+        self.holder = holder
+
+
+@contextmanager
+def only_writer(directory: Path, mark: str) -> Iterator[None]:
+    """Alone in writing the table of a fingerprint, in a directory that is made where it is missing;
+    raises `ProfileBusy`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{mark}.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ProfileBusy(lock.read().strip() or "unknown") from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
 
 
 def read_table(directory: Path, mark: str) -> ProfileTable:

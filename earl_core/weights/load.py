@@ -117,16 +117,24 @@ def model_files(directory: Path) -> list[Path]:
     )
 
 
-def _tied_names(directory: Path, present: frozenset[str]) -> dict[str, str]:
-    """Names that the model has but the files leave out because they share another's memory."""
+def parameters_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The parameters of the model that transformers makes of a directory's configuration, on the
+    meta device: names that are one tensor have one. Nothing of the weights is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _tied_names(directory: Path, present: frozenset[str]) -> dict[str, str]:
+    """Names that the model has but the files leave out because they share another's memory."""
     by_tensor: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    # Kept, for the number of an object that is gone may be another's.
+    parameters = parameters_of(directory)
+    for name, parameter in parameters.items():
         by_tensor.setdefault(id(parameter), []).append(name)
     tied: dict[str, str] = {}
     for names in by_tensor.values():

@@ -14,13 +14,14 @@ def match(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(model tensor, published tensor) for each tensor of the model, each memory once.
 
-    `state` is the model's state dictionary. Names that share memory in the model (tied embeddings)
-    need only one published tensor. Raises `WeightsError` for missing or unknown names, other
-    shapes, and different values published for one shared tensor.
+    `state` has the model's parameters by name. Names that share memory in the model (tied
+    embeddings) need only one published tensor. Raises `WeightsError` for missing or unknown names,
+    other shapes, and different values published for one shared tensor.
     """
     groups: dict[int, list[str]] = {}
     for name, target in state.items():
-        groups.setdefault(target.data_ptr() if target.numel() else id(target), []).append(name)
+        placed = target.numel() and not target.is_meta
+        groups.setdefault(target.data_ptr() if placed else id(target), []).append(name)
     published = [[name for name in names if name in weights] for names in groups.values()]
     covered = {
         name

@@ -32,6 +32,13 @@ def shape(heads: int = 9, pairs: int = 3, width: int = 1536) -> ModelShape:
     )
 
 
+def test_experts_are_refused_where_the_engine_takes_no_new_ones() -> None:
+    experts = shape().model_copy(update={"experts": 8})
+    with pytest.raises(ConfigError, match=r"mixture of 8 experts.*rollout\.engine=torch"):
+        check_layout(config("vllm"), experts, CORES)
+    check_layout(config("torch"), experts, CORES)
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

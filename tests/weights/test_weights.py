@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from earl_core.weights.load import manifest_from_directory, open_weights
+from earl_core.weights.load import manifest_from_directory, open_weights, parameters_of
 from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
+from earl_core.weights.match import match
 from earl_core.weights.publish import digest_of, publish
 from tests.engines.models import make
 
@@ -95,6 +97,23 @@ def test_a_directory_of_several_files_opens_like_one(tmp_path: Path) -> None:
         assert torch.equal(opened[name], tensor)
 
 
+@pytest.mark.parametrize("kind", ["llama_tied", "llama_untied", "gpt2"])
+def test_what_is_published_is_matched_to_the_model_and_not_to_its_files(
+    kind: str, tmp_path: Path
+) -> None:
+    """Files of a tied model may have its head too, and old ones have other names."""
+    model = make(kind, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    parameters = parameters_of(tmp_path / "model")
+    assert all(parameter.is_meta for parameter in parameters.values())
+    once = dict(model.named_parameters())
+    weights = open_weights(publish(once, tmp_path / "w", 1, "float32"))
+    assert len(match(parameters, weights)) == len(once)
+    name = next(name for name in weights if "norm" in name or "ln_" in name)
+    with pytest.raises(WeightsError, match=rf"1 tensors are missing .*{re.escape(name)}"):
+        match(parameters, {key: value for key, value in weights.items() if key != name})
+
+
 def test_a_changed_byte_is_found_by_the_digest(tmp_path: Path) -> None:
     manifest = publish({"a": torch.zeros(64), "b": torch.ones(3)}, tmp_path, 1, "float32")
     with open(manifest.files[0].path, "r+b") as file:
@@ -155,6 +174,7 @@ def test_full_memory_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
 import errno, os, sys
 from pathlib import Path
 import torch
+from earl_core.weights.match import match
 from earl_core.weights.publish import publish
 directory = Path({str(tmp_path)!r})
 try:

@@ -360,7 +360,7 @@ class TorchEngine:
             )
         try:
             weights = open_weights(manifest, verify_digest=True)
-            pairs = match(self._model.state_dict(), weights)
+            pairs = match(dict(self._model.named_parameters(remove_duplicate=False)), weights)
         except WeightsError as error:
             raise WeightSyncError(
                 f"policy version {manifest.policy_version} was not loaded: {error}"

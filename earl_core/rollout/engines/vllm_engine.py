@@ -28,8 +28,8 @@ from earl_core.rollout.engines.base import (
 )
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import Remains, descendants, peak_bytes
-from earl_core.weights.load import manifest_from_directory, open_weights
-from earl_core.weights.manifest import WeightsError, WeightsManifest
+from earl_core.weights.load import open_weights, parameters_of
+from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
 from earl_core.weights.match import match
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class VllmEngine:
         self._sockets: Path | None = None
         self._trust_remote_code = trust_remote_code
         self._engine: Any = None
-        self._initial: Mapping[str, torch.Tensor] = {}
+        self._parameters: Mapping[str, torch.Tensor] = {}
         self._config_digest = ""
         self._vocabulary = 0
         self._lost: str | None = None
@@ -97,8 +97,10 @@ class VllmEngine:
 
         Raises `OutOfMemory` when weights or the cache of one sequence do not fit.
         """
-        initial = manifest_from_directory(self._directory, 0)
-        self._initial, self._config_digest = open_weights(initial), initial.config_digest
+        self._parameters, self._config_digest = (
+            parameters_of(self._directory),
+            config_digest(self._directory),
+        )
         self._sockets = vllm_environment.socket_directory(self._scratch)
         ranks, threads, cores = self._placement
         vllm_environment.prepare(self._sockets, ranks, threads, cores)
@@ -238,7 +240,7 @@ class VllmEngine:
                 await asyncio.gather(engine.output_handler, return_exceptions=True)
             await asyncio.to_thread(engine.shutdown, _STOP_SECONDS)
             await asyncio.to_thread(self._remains.clear_away)
-        self._initial = {}
+        self._parameters = {}
         if self._sockets is not None:
             await asyncio.to_thread(shutil.rmtree, self._sockets, ignore_errors=True)
 
@@ -370,7 +372,7 @@ class VllmEngine:
                 f"configuration than {self._directory / 'config.json'}"
             )
         try:
-            match(self._initial, open_weights(manifest, verify_digest=True))
+            match(self._parameters, open_weights(manifest, verify_digest=True))
         except WeightsError as error:
             raise WeightSyncError(
                 f"policy version {manifest.policy_version} was not loaded: {error}"
