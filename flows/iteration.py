@@ -13,10 +13,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from prefect import Task, flow
+from prefect import State, Task, flow
 from prefect.futures import PrefectFuture
+from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from earl_core.config import ConfigError
 from earl_core.dispatch import Manifest
 from earl_core.selector import NothingFits
 from flows.running import session_of
@@ -42,23 +44,57 @@ Plan = PrefectFuture[StageRef]
     task_runner=ThreadPoolTaskRunner(max_workers=4),
     validate_parameters=True,
 )
-async def iteration(run: str, number: int | None = None) -> dict[str, Any]:
+async def iteration(run: str, number: int | None = None) -> dict[str, Any] | State[dict[str, Any]]:
     """Do one iteration of the run in directory `run`; by default the next unfinished one.
 
     Scheduled by itself it opens the run, ends with a checkpoint and closes the run; it fails at
-    once if the run is in use. An iteration that is finished already is left alone.
+    once if the run is in use. An iteration that is finished already is left alone, and so is a run
+    that has all its `iterations`: the flow run is then Completed under the name Skipped, so that a
+    schedule that outlives the run raises no alarm, and its message says what to change. A `number`
+    that the run does not have is a wrong parameter: the flow run fails with `ConfigError`.
     """
     async with session_of(run) as session:
-        number = session.next_iteration() if number is None else number
-        if number <= session.run.last_stable():
-            return {"iteration": number, "finished": "earlier"}
-        manifests = await run_stages(session, number)
-        await asyncio.to_thread(finish_iteration, session, number, manifests)
-        await asyncio.to_thread(share_profile, session)
-        await publish_artifacts(session, number, manifests)
-        if session.single_iteration and number + 1 >= session.config.iterations:
-            session.run.finish()
-        return {"iteration": number, "return": manifests["reward"].metrics.get("mean")}
+        wanted = session.config.iterations
+        if number is None or 0 <= number < wanted:
+            return await _one_iteration(session, run, number)
+        _leave(session)
+    # Outside of the session: the parameter is wrong, the run has not failed.
+    raise ConfigError(
+        f"{run} has no iteration {number}: its {wanted} iterations are numbered from 0 to "
+        f"{wanted - 1}; give one of them, or raise `iterations` in its config.yaml"
+    )
+
+
+async def _one_iteration(
+    session: Session, run: str, number: int | None
+) -> dict[str, Any] | State[dict[str, Any]]:
+    number = session.next_iteration() if number is None else number
+    last, wanted = session.run.last_stable(), session.config.iterations
+    if number <= last or number >= wanted:
+        _leave(session)
+        return _skipped(run, min(number, last), wanted)
+    manifests = await run_stages(session, number)
+    await asyncio.to_thread(finish_iteration, session, number, manifests)
+    await asyncio.to_thread(share_profile, session)
+    await publish_artifacts(session, number, manifests)
+    _leave(session)
+    return {"iteration": number, "return": manifests["reward"].metrics.get("mean")}
+
+
+def _leave(session: Session) -> None:
+    """Free what a run keeps for its next iteration, if it has none and nobody else ends it."""
+    if session.single_iteration and session.next_iteration() >= session.config.iterations:
+        session.run.finish()
+
+
+def _skipped(run: str, number: int, wanted: int) -> State[dict[str, Any]]:
+    message = (
+        f"iteration {number} of {run} is done already: give no number for the next one"
+        if number + 1 < wanted
+        else f"all {wanted} iterations of {run} are done: to go on, raise `iterations` in its "
+        "config.yaml"
+    )
+    return Completed(name="Skipped", message=message, data={"iteration": number, "skipped": True})
 
 
 async def run_stages(session: Session, k: int) -> dict[str, Manifest]:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.layout import LayoutConfig, RolloutLayout
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
+from earl_core.run.directory import holding_checkpoint
 from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
 from tasks.hardware import read_hardware, read_model_shape
 from tasks.worker_environment import worker_environment
@@ -34,12 +35,14 @@ Progress = Callable[[dict[str, Any]], None]
 @dataclass(frozen=True)
 class Checkpoint:
     """A policy on disk. version: the policy version; label: how to call it to people. engine: how
-    its run lays an engine out; None before its first iteration."""
+    its run lays an engine out; None before its first iteration. marker: its STABLE file, by which
+    the checkpoint is held while it is used; None for a model that no run removes."""
 
     policy: Path
     version: int
     label: str
     engine: StageDeployment | None = None
+    marker: Path | None = None
 
 
 def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkpoint:
@@ -69,9 +72,9 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkp
             f"{listed}): name one of them, or `initial` for the model before training"
         )
     number = found[-1] if which == "last" else int(which)
-    policy = run / "checkpoints" / f"{number:06d}" / "policy"
+    path = run / "checkpoints" / f"{number:06d}"
     label = f"the checkpoint of iteration {number}"
-    return Checkpoint(policy, number + 1, label, newest_engine(run))
+    return Checkpoint(path / "policy", number + 1, label, newest_engine(run), path / "STABLE")
 
 
 def newest_engine(run: Path) -> StageDeployment | None:
@@ -87,6 +90,7 @@ def newest_engine(run: Path) -> StageDeployment | None:
 class PolicyPlayer:
     """A rollout worker group that holds one policy. Use it as a context manager.
 
+    From its construction on the checkpoint cannot be pruned; raises `ConfigError` if it just was.
     on_progress gets the rollout's progress: episodes_done, episodes, tokens_per_second, return.
     Raises what `WorkerGroup` raises; `stop` may be called from any thread and ends what runs.
     """
@@ -99,9 +103,13 @@ class PolicyPlayer:
         self.checkpoint = checkpoint
         self._on_progress = on_progress
         self._stopped = threading.Event()
+        with ExitStack() as held:
+            if checkpoint.marker is not None:
+                held.enter_context(holding_checkpoint(checkpoint.marker))
+            self._shape = read_model_shape(checkpoint.policy)
+            self._deployment = self._choose_deployment()
+            self._held = held.pop_all()
         self._directory = Path(tempfile.mkdtemp(prefix="earl-policy-"))
-        self._shape = read_model_shape(checkpoint.policy)
-        self._deployment = self._choose_deployment()
         self._group = LocalWorkerGroup(
             "rollout",
             "earl_core.rollout.worker:RolloutWorker",
@@ -192,7 +200,10 @@ class PolicyPlayer:
 
     def _close(self, keep_logs: bool) -> None:
         players.discard(self)
-        self._group.stop()
+        try:
+            self._group.stop()
+        finally:
+            self._held.close()
         if not keep_logs:
             shutil.rmtree(self._directory, ignore_errors=True)
 

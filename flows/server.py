@@ -18,6 +18,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
@@ -45,9 +46,13 @@ def configure(runs_directory: str | Path) -> Path:
     What the environment says already is kept: PREFECT_HOME (else `<runs_directory>/prefect`),
     PREFECT_API_URL, logging. Telemetry is off. Prefect's console log is off, for its tracebacks
     repeat what the command reports itself; its interface still shows every log line.
+
+    Raises `ConfigError` when nothing can be written into the runs directory or the Prefect home.
     """
-    home = Path(os.environ.get("PREFECT_HOME") or Path(runs_directory) / "prefect").absolute()
-    home.mkdir(parents=True, exist_ok=True)
+    _make_writable(Path(runs_directory).absolute(), f"runs_directory {str(runs_directory)!r}")
+    asked = os.environ.get("PREFECT_HOME")
+    home = Path(asked or Path(runs_directory) / "prefect").absolute()
+    _make_writable(home, f"PREFECT_HOME {asked!r}" if asked else f"{home} in runs_directory")
     os.environ["PREFECT_HOME"] = str(home)
     for name, value in {
         "DO_NOT_TRACK": "1",
@@ -59,6 +64,22 @@ def configure(runs_directory: str | Path) -> Path:
     }.items():
         os.environ.setdefault(name, value)
     return home
+
+
+def _make_writable(directory: Path, name: str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # Tried, for some file systems allow what permissions say and refuse it all the same.
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        why = error.strerror or str(error)
+    # The temporary server runs this module, too, and has no use for the configuration.
+    from earl_core.config.base import ConfigError
+
+    raise ConfigError(
+        f"{name} cannot be written into ({why}): choose a folder that you can make and write"
+    )
 
 
 def running_server(home: Path) -> str | None:

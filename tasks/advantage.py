@@ -6,9 +6,13 @@ from typing import Any
 
 from prefect import task
 
+from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.results import merge_results
+from earl_core.config import RunConfig
+from earl_core.dispatch import Manifest
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.statistics import merge_statistics
+from earl_core.trajectory.schema import SAMPLE_BITS
 from tasks.select import plan_of
 from tasks.session import get_session
 from tasks.stage import StageRef, resolve, run_stage
@@ -43,7 +47,27 @@ def advantage(
 
     def body() -> dict[str, Any]:
         statistics = merge_statistics(in_every_rank("advantage_statistics"))
-        return merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
+        result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
+        metrics = with_failures(result["metrics"], inputs[0], session.config)
+        return {**result, "metrics": metrics}
 
     digests = [manifest.data_digest() for manifest in inputs]
     return run_stage(session, iteration, "advantage", digests, body)
+
+
+def with_failures(
+    metrics: dict[str, float], rollout: Manifest, config: RunConfig
+) -> dict[str, float]:
+    """The advantage stage's metrics, with the failed episodes, which no rank sees.
+
+    They leave the rollout before its shards are written: `episodes_failed` is the rollout's count,
+    and where groups are compared, groups that failed wholly are added to `groups_dropped`.
+    """
+    counted = {**metrics, "episodes_failed": rollout.metrics.get("episodes_failed", 0.0)}
+    if ADVANTAGE_ESTIMATORS.build(config.algorithm.advantage).needs_groups:
+        size = config.rollout.group_size
+        rows = (sample for entry in rollout.shards for sample in entry.row_ids)
+        groups = {(sample >> SAMPLE_BITS) // size for sample in rows}
+        lost = config.rollout.prompts_per_iteration - len(groups)
+        counted["groups_dropped"] = metrics.get("groups_dropped", 0.0) + lost
+    return counted

@@ -90,6 +90,7 @@ class Session:
         check_layout(self.config, self.model, self.hardware)
         self._check_shared_memory()
         self._check_environment()
+        run.store_config()
         self.tracker = Tracker(run, self.hardware)
 
     def _prepare_model(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from earl_core.config.base import Settings
+from earl_core.config.base import Options, Settings
 
 
 class KLConfig(Settings):
@@ -27,9 +27,9 @@ class ImportanceConfig(Settings):
 class AlgorithmConfig(Settings):
     """Names come from the registries in `earl_core.algorithms`; other keys are parameters."""
 
-    advantage: dict[str, Any] = Field(default_factory=lambda: {"name": "grpo"})
-    policy_loss: dict[str, Any] = Field(default_factory=lambda: {"name": "ppo_clip"})
-    aggregation: dict[str, Any] = Field(default_factory=lambda: {"name": "token_mean"})
+    advantage: Options = Field(default_factory=lambda: {"name": "grpo"})
+    policy_loss: Options = Field(default_factory=lambda: {"name": "ppo_clip"})
+    aggregation: Options = Field(default_factory=lambda: {"name": "token_mean"})
     kl: KLConfig = KLConfig()
     importance_correction: ImportanceConfig | None = None
     entropy_coefficient: float = Field(

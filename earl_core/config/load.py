@@ -83,6 +83,8 @@ def explain(error: ValidationError, source: str) -> str:
             message = "unknown key: remove it or correct its spelling"
         elif problem["type"] == "missing":
             message = "missing: give it a value"
+        elif problem["type"] == "finite_number":
+            message = f"{problem['input']} is not a finite number: give it one"
         lines.append(f"  {key}: {message}")
     return "\n".join(lines)
 

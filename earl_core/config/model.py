@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, field_validator
 
-from earl_core.config.base import Settings
+from earl_core.config.base import Options, Settings
 
 
 class ModelConfig(Settings):
@@ -21,7 +19,7 @@ class ModelConfig(Settings):
         description="`package.module:function` that makes the model when `path` does not exist; "
         "called as function(directory, **builder_options) in a worker process.",
     )
-    builder_options: dict[str, Any] = Field(default_factory=dict)
+    builder_options: Options = Field(default_factory=dict)
     chat_template: str | None = Field(
         default=None, description="A Jinja file that replaces the tokenizer's chat template."
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.config.base import Settings
+from earl_core.config.base import Options, Settings
 
 
 class EnvironmentConfig(Settings):
@@ -16,7 +16,7 @@ class EnvironmentConfig(Settings):
         description="A registered name (tic_tac_toe, connect_four, prompt, textarena) or an "
         "import path `package.module:Class`."
     )
-    options: dict[str, Any] = Field(
+    options: Options = Field(
         default_factory=dict, description="Passed to the environment; checked before work starts."
     )
     hosts: int = Field(

@@ -26,6 +26,9 @@ from earl_core.config.services import (
 )
 from earl_core.config.update import UpdateConfig
 
+_RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
+"""What Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
+
 
 class RunConfig(Settings):
     """One training run: what `earl train FILE` reads.
@@ -58,6 +61,11 @@ class RunConfig(Settings):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
             raise ValueError(
                 f"name {value!r} cannot be a directory: use letters, digits, `.`, `_` and `-`"
+            )
+        if re.fullmatch(_RESERVED, value):
+            raise ValueError(
+                f"name {value!r} is taken: runs_directory holds something else of that name; "
+                "choose another"
             )
         return value
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from earl_core.config.base import Settings
+from earl_core.config.base import Options, Settings
 
 
 class DispatchConfig(Settings):
@@ -73,7 +73,7 @@ class EvaluationConfig(Settings):
     temperature: float | None = Field(
         default=None, ge=0, description="None: as in the rollout; 0: greedy."
     )
-    options: dict[str, Any] = Field(
+    options: Options = Field(
         default_factory=dict, description="Environment options that differ from training."
     )
 

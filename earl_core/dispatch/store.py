@@ -17,9 +17,9 @@ from earl_core.dispatch.shard import ShardWriter
 from earl_core.dispatch.skeleton import make_skeleton
 from earl_core.trajectory.samples import Columns, CopiedRows, RowSource
 
-# Texts of fixed width in the metadata, so that shards of one kind have one layout. The real
-# generation takes its place when the segment is had.
-_NO_GENERATION, _NO_ITERATION = "0" * 20, "#" * 20
+# Texts of fixed width in the metadata, so that shards of one kind have one layout. No number equals
+# them. The real generation takes its place when the segment is had.
+_NO_GENERATION, _NO_ITERATION = "@" * 20, "#" * 20
 
 
 class ShardStore:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 
 
 class Message(TypedDict):
-    """One chat message, as chat templates take it."""
+    """One chat message, as chat templates take it. Both texts must encode to UTF-8."""
 
     role: str
     content: str
@@ -25,10 +25,13 @@ class StepResult:
 
     messages: what the agent sees next. When `done` is true nobody answers them any more: they tell
         people how the episode ended, and need not be tokenized.
-    reward: the reward of this turn, finite.
+    reward: the reward of this turn, a real number between -1e30 and 1e30.
     done: whether the episode is over.
     info: anything JSON can hold. At the end of an episode `info["outcome"]` (str: win, draw, loss,
-        illegal, ...) is counted into the metrics; `info["metrics"]` (dict of floats) is averaged.
+        illegal, ...) is counted into the metrics; `info["metrics"]` (dict of real numbers between
+        -1e30 and 1e30, by name) is averaged.
+
+    A result that is otherwise costs its own episode only: "invalid_result".
     """
 
     messages: list[Message]
@@ -47,7 +50,7 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
-        """Starts the episode and returns its first messages.
+        """Starts the episode and returns its first messages, at least one.
 
         prompt: index >= 0; fixes the starting state (side, opening move, data set row).
         seed: fixes all later randomness (the opponent, dice).

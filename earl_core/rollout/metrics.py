@@ -113,18 +113,27 @@ def evaluation_results(tally: Tally) -> dict[str, dict[str, float]]:
 def check_failures(tally: Tally, max_failed_share: float) -> None:
     """Raise `RolloutFailed` when no episode was played to its end, or too many failed."""
     failed, total = tally.failed, tally.failed + tally.episodes
-    counts = {"failed": failed, "episodes": total}
+    details = {"failed": failed, "episodes": total, "reasons": tally.failures}
     if total and not tally.episodes:
         raise RolloutFailed(
-            "every episode failed, so there is nothing to learn from: repair the environment",
-            counts,
+            "every episode failed, so there is nothing to learn from: repair the environment"
+            + _most_frequent(tally),
+            details,
         )
     if failed > max_failed_share * total:
         raise RolloutFailed(
             f"{failed} of {total} episodes failed, more than the share of {max_failed_share:g} "
-            "that environment.max_failed_share allows: repair the environment, or raise that share",
-            counts,
+            "that environment.max_failed_share allows: repair the environment, or raise that share"
+            + _most_frequent(tally),
+            details,
         )
+
+
+def _most_frequent(tally: Tally) -> str:
+    if not tally.failures:
+        return ""
+    reason, count = max(tally.failures.items(), key=lambda item: item[1])
+    return f". The most frequent failure ({count} of {tally.failed}) is {reason}"
 
 
 def example(episode: Episode) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from earl_core.trajectory.samples import Episode, Sample
 Pairs = dict[str, list[float]]
 """Name to [sum, count]."""
 
+_REASONS_KEPT = 16
+_REASON_CHARACTERS = 400
+
 
 @dataclass
 class Load:
@@ -63,7 +66,8 @@ class Load:
 
 @dataclass
 class Tally:
-    """Of unfailed episodes, except `failed`. Histograms map a value to how often it occurred.
+    """Of unfailed episodes, except `failed` and `failures`, which maps why episodes failed to how
+    often; a rank tells the most frequent only. Histograms map a value to how often it occurred.
 
     contexts and turns: of each episode. context_by_turn: [sum, count] of the tokens that stand
     after each turn. environment: sums of the environment's own metrics.
@@ -71,6 +75,7 @@ class Tally:
 
     episodes: int = 0
     failed: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
     samples: int = 0
     answered_tokens: int = 0
     returns: Moments = field(default_factory=Moments)
@@ -83,12 +88,19 @@ class Tally:
     load: Load = field(default_factory=Load)
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], meter: LoadMeter, peak_memory_bytes: int) -> Tally:
-        """Of one rollout's unfailed episodes; the meter knows of the failed ones."""
+    def of(
+        cls,
+        episodes: Sequence[Episode],
+        meter: LoadMeter,
+        peak_memory_bytes: int,
+        failed: Iterable[Episode] = (),
+    ) -> Tally:
+        """Of one rollout's unfailed episodes, and why others failed; the meter counts both."""
         samples = [sample for episode in episodes for sample in episode.samples]
         return cls(
             episodes=len(episodes),
             failed=meter.episodes_failed,
+            failures=dict(Counter(_reason(e) for e in failed).most_common(_REASONS_KEPT)),
             samples=len(samples),
             answered_tokens=sum(sample.trained_tokens for sample in samples),
             returns=Moments.from_values([episode.total_reward for episode in episodes]),
@@ -138,6 +150,7 @@ def _added(first: Tally, second: Tally) -> Tally:
     return Tally(
         episodes=first.episodes + second.episodes,
         failed=first.failed + second.failed,
+        failures=_counted(first.failures, second.failures),
         samples=first.samples + second.samples,
         answered_tokens=first.answered_tokens + second.answered_tokens,
         returns=first.returns.merge(second.returns),
@@ -151,6 +164,12 @@ def _added(first: Tally, second: Tally) -> Tally:
             for name in {**first.environment, **second.environment}
         },
     )
+
+
+def _reason(episode: Episode) -> str:
+    """The last line of a traceback or of a host's log says what went wrong."""
+    lines = str(episode.info.get("failure", "")).strip().splitlines() or [""]
+    return f"{episode.finish_reason}: {lines[-1].strip()[:_REASON_CHARACTERS]}"
 
 
 def _counted(first: dict[Any, int], second: dict[Any, int]) -> dict[Any, int]:

@@ -314,7 +314,8 @@ class RolloutWorker:
                 await asyncio.wait({task})
         peak = metrics.peak_memory_bytes(self._processes())
         give_back_free_memory()
-        return episodes, Tally.of(_kept(episodes), meter, peak)
+        failed = [episode for episode in episodes if episode.finish_reason in FAILED_REASONS]
+        return episodes, Tally.of(_kept(episodes), meter, peak, failed)
 
     def _settings(
         self,

@@ -14,13 +14,15 @@ runs/<name>/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,9 @@ from earl_core.weights import pages
 
 __all__ = ["RunDirectory", "RunInUse"]
 
-_IDENTITY = ("seed", "model", "environment")
+_IDENTITY = ("seed", "model", "environment.name", "environment.options")
+"""Settings that make a run another one. The rest may change when it is resumed: how many episodes
+may fail, how many hosts there are and how long they may take, among others."""
 
 
 class RunDirectory:
@@ -60,7 +64,8 @@ class RunDirectory:
             )
         self.record: dict[str, Any] = json.loads(record.read_text())
         self.update_record(attempts=self.record["attempts"] + 1, finished=False)
-        write_atomic(self.path / "config.yaml", dump_config(self.config).encode())
+        if not (self.path / "config.yaml").exists():
+            self.store_config()
         self.store: ShardStore = run_store(self.path, self.config)
         claim(self.store, self.path)
         self.store.adopt(self._unreleased_shards())
@@ -72,6 +77,8 @@ class RunDirectory:
     @classmethod
     def open(cls, config: RunConfig) -> RunDirectory:
         """Create the run or go on with it.
+
+        A run that exists keeps its stored configuration until `store_config`.
 
         Raises `RunInUse` when a live process holds it and `ConfigError` when the directory
         belongs to a run of another model, environment or seed.
@@ -98,6 +105,13 @@ class RunDirectory:
         with self._record_lock:
             self.record = {**self.record, **values}
             self._write_record(self.record)
+
+    def store_config(self) -> None:
+        """Make the configuration that the run was opened with the one that a resume reads.
+
+        For whoever has found that the run can work with it: what is refused must not be stored.
+        """
+        write_atomic(self.path / "config.yaml", dump_config(self.config).encode())
 
     def _write_record(self, record: dict[str, Any]) -> None:
         write_atomic(self.path / "run.json", json.dumps(record, indent=1).encode())
@@ -182,15 +196,15 @@ class RunDirectory:
         self.release_through(iteration)
 
     def prune_checkpoints(self, keep: set[int]) -> None:
-        """Remove old checkpoints but the last `keep_last`, those in `keep` and unfinished ones."""
+        """Remove old checkpoints but the last `keep_last`, those in `keep` and unfinished ones.
+
+        One that is held (`holding_checkpoint`) goes at the next pruning.
+        """
         stable = self.stable_iterations()
         kept = set(stable[-self.config.checkpoint.keep_last :]) | keep
         for iteration in stable:
             if iteration not in kept:
-                path = self.checkpoint_path(iteration)
-                # Without its marker a half-removed checkpoint can never be taken for a whole one.
-                (path / "STABLE").unlink()
-                shutil.rmtree(path, ignore_errors=True)
+                _remove_checkpoint(self.checkpoint_path(iteration))
 
     def release_through(self, iteration: int) -> None:
         """Release shards of all iterations up to this one; their checkpoint covers them."""
@@ -298,6 +312,48 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+@contextmanager
+def holding_checkpoint(marker: Path) -> Iterator[None]:
+    """Keep a checkpoint from being pruned, by any process, while it is read.
+
+    marker: its STABLE file. Raises `ConfigError` when it is gone already.
+    """
+    gone = ConfigError(
+        f"the checkpoint {marker.parent} was removed just now, for the run goes on: name a later "
+        "one, or keep more of them with checkpoint.keep_last"
+    )
+    try:
+        descriptor = os.open(marker, os.O_RDONLY)
+    except FileNotFoundError:
+        raise gone from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise gone from None
+        if os.fstat(descriptor).st_nlink == 0:
+            # Removed between the two calls above.
+            raise gone
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint unless somebody holds it."""
+    marker = path / "STABLE"
+    descriptor = os.open(marker, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Without its marker a half-removed checkpoint can never be taken for a whole one.
+        marker.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(descriptor)
+
+
 def _ends_line(path: Path) -> bool:
     with path.open("rb") as stream:
         stream.seek(-1, os.SEEK_END)
@@ -305,13 +361,17 @@ def _ends_line(path: Path) -> bool:
 
 
 def _check_same_run(stored: RunConfig, given: RunConfig, path: Path) -> None:
-    different = [
-        part
-        for part in _IDENTITY
-        if stored.model_dump(mode="json")[part] != given.model_dump(mode="json")[part]
-    ]
+    before, now = stored.model_dump(mode="json"), given.model_dump(mode="json")
+    different = [part for part in _IDENTITY if _look_up(before, part) != _look_up(now, part)]
     if different:
         raise ConfigError(
             f"the run directory {path} belongs to a run with another {' and '.join(different)}: "
             "choose another name (--name), or remove the directory"
         )
+
+
+def _look_up(mapping: dict[str, Any], dotted: str) -> Any:
+    value: Any = mapping
+    for part in dotted.split("."):
+        value = value[part]
+    return value

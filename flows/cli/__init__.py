@@ -8,9 +8,15 @@ import sys
 
 def main() -> None:
     """Entry point of `earl`."""
-    from flows.cli.app import app
+    try:
+        from flows.cli.app import app
 
-    # Environments, builders and reward functions by import path may lie in the working directory.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    app(prog_name="earl")
+        # Environments, builders and reward functions by import path may lie in the working
+        # directory.
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        app(prog_name="earl")
+    except KeyboardInterrupt:
+        # In the middle of the imports; the commands themselves say what they leave behind.
+        print("Stopped.", file=sys.stderr)
+        sys.exit(130)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 HEIGHT = 10
@@ -21,7 +21,7 @@ class Series:
 def draw(
     series: Sequence[Series],
     *,
-    y_format: str = "{:.2f}",
+    y_text: Callable[[float], str] = "{:.2f}".format,
     y_range: tuple[float, float] | None = None,
     x_name: str = "iteration",
     width: int = WIDTH,
@@ -48,7 +48,7 @@ def draw(
             grid[row][column] = one.mark
     labels = {0: high, height // 2: high - (high - low) * (height // 2) / (height - 1)}
     labels[height - 1] = low
-    texts = {row: y_format.format(value) for row, value in labels.items()}
+    texts = {row: y_text(value) for row, value in labels.items()}
     margin = max(map(len, texts.values()))
     lines = [
         f"{texts.get(row, ''):>{margin}} {'┤' if row in texts else '│'}{''.join(cells).rstrip()}"

@@ -22,7 +22,7 @@ from flows.cli.progress import (
     layout_news,
     preparation,
 )
-from flows.cli.tables import activity_numbers, interval, number, screen
+from flows.cli.tables import activity_numbers, interval, number, screen, signed
 
 _PER_SECOND = 4.0
 _OWN_LOGGERS = ("earl", "earl_core", "flows", "tasks")
@@ -197,7 +197,7 @@ class PlainDisplay(_Base):
 
 def iteration_text(row: IterationRow) -> str:
     """An iteration's numbers in one line."""
-    parts = [f"return {number(row.mean_return, '{:+.3f}')}" if row.mean_return is not None else ""]
+    parts = [f"return {signed(row.mean_return, 3)}" if row.mean_return is not None else ""]
     parts += [f"{name} {100 * share:.0f} %" for name, share in row.outcomes.items()]
     if row.context_mean is not None:
         most = number(row.context_max, ", max {:.0f}")
@@ -212,6 +212,6 @@ def iteration_text(row: IterationRow) -> str:
 
 def evaluation_text(row: EvaluationRow) -> str:
     """An evaluation in one line."""
-    parts = [f"return {row.mean_return:+.3f}"] if row.mean_return is not None else []
+    parts = [f"return {signed(row.mean_return, 3)}"] if row.mean_return is not None else []
     parts += [f"{name} {interval(value)} %" for name, value in row.outcomes.items()]
     return f"evaluation after {row.version} iterations: {', '.join(parts)}"

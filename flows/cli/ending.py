@@ -8,16 +8,20 @@ from pathlib import Path
 
 from rich.console import Console
 
+from earl_core.config import RunConfig
 from flows.cli.curve import Series, draw
 from flows.cli.progress import IterationRow, outcome_names
 from flows.cli.runs import evaluations_of, iterations_of, tracking_uri
-from flows.cli.tables import evaluation_table, iteration_table
+from flows.cli.shards import shards_command
+from flows.cli.tables import evaluation_table, iteration_table, signed
 from flows.server import Server
 
 _EDGE_ROWS = 2
 
 
-def print_ending(run: Path, iterations: int, home: Path, used: Server, console: Console) -> None:
+def print_ending(
+    run: Path, settings: RunConfig, home: Path, used: Server, console: Console
+) -> None:
     """The whole ending of a finished run."""
     text = learning_curve(run)
     if text:
@@ -31,7 +35,7 @@ def print_ending(run: Path, iterations: int, home: Path, used: Server, console: 
         console.print(iteration_table(_edges(iterations_of(run))))
     for heading, lines in (
         ("Where to look", places(run, home, used)),
-        ("What to try next", next_commands(run, iterations)),
+        ("What to try next", next_commands(run, settings)),
     ):
         console.print(f"\n[bold]{heading}[/bold]")
         for what, command in lines:
@@ -55,7 +59,7 @@ def learning_curve(run: Path) -> str:
         ]
         wins = tuple((r.iteration + 1.0, r.outcomes["win"]) for r in rows if "win" in r.outcomes)
         series.insert(0, Series("win (training)", "·", wins))
-        charts.append(draw(series, y_format="{:.0%}", y_range=(0.0, 0.0)))
+        charts.append(draw(series, y_text="{:.0%}".format, y_range=(0.0, 0.0)))
     returns = tuple((r.iteration + 1.0, r.mean_return) for r in rows if r.mean_return is not None)
     if len(returns) > 1:
         held_out = tuple(
@@ -63,7 +67,7 @@ def learning_curve(run: Path) -> str:
         )
         series = [Series("return (training)", "·", returns)]
         series.append(Series("return (held-out)", "●", held_out))
-        charts.append(draw(series, y_format="{:+.2f}"))
+        charts.append(draw(series, y_text=lambda value: signed(value, 2)))
     return "\n\n".join(chart for chart in charts if chart)
 
 
@@ -85,15 +89,15 @@ def places(run: Path, home: Path, used: Server) -> list[tuple[str, str]]:
     return found
 
 
-def next_commands(run: Path, iterations: int) -> list[tuple[str, str]]:
+def next_commands(run: Path, settings: RunConfig) -> list[tuple[str, str]]:
     """(what, command) to go on with."""
     name = shell_name(run)
     return [
         ("watch it play", f"earl play {name}"),
         ("play against it", f"earl play {name} --me"),
         ("measure it", f"earl evaluate {name} --episodes 512"),
-        ("train it for longer", f"earl resume {name} --set iterations={2 * iterations}"),
-        ("see what is in shared memory", "earl shards list"),
+        ("train it for longer", f"earl resume {name} --set iterations={2 * settings.iterations}"),
+        ("see what is in shared memory", shards_command("list", Path(settings.dispatch.directory))),
     ]
 
 

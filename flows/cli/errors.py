@@ -56,12 +56,17 @@ def reported(debug: bool) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
         raise typer.Exit(130) from None
     except BrokenPipeError:
         # `earl … | head`: the reader has enough. Python would complain once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(128 + signal.SIGPIPE) from None
     except Exception as error:
+        # Python 3.11 turns one that falls into the making of a class into a RuntimeError.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            print("Stopped.", file=sys.stderr)
+            raise typer.Exit(130) from None
         print_error(error, debug)
         raise typer.Exit(exit_code(error)) from None
 

@@ -13,7 +13,7 @@ from flows import server
 from flows.cli.display import make_display
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
 from flows.cli.runs import find_run, stored_config
-from flows.cli.tables import duration, make_console
+from flows.cli.tables import duration, make_console, signed
 from flows.policy import find_checkpoint, stop_players
 
 
@@ -84,8 +84,9 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"return {metrics['return/mean']:+.3f}, {metrics['turns/mean']:.1f} turns a game, context "
-        f"up to {metrics['context/max']:.0f} tokens, {metrics['tokens_per_second']:,.0f} tokens/s",
+        f"return {signed(metrics['return/mean'], 3)}, {metrics['turns/mean']:.1f} turns a game, "
+        f"context up to {metrics['context/max']:.0f} tokens, "
+        f"{metrics['tokens_per_second']:,.0f} tokens/s",
         highlight=False,
     )
     if result["failed"]:

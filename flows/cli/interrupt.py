@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first ends the work cleanly, the second at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first ends the work cleanly, the second at once."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def run_interruptible(
     """Run `work` in a thread of its own and return or raise what it does.
 
     Must be called in the main thread, which waits for signals; the libraries that `work` uses then
-    install no handlers of their own. At the first SIGINT or SIGTERM `on_signal` and `stop` are
-    called; `stop` again and again, for the work may be in the middle of opening what must be
-    stopped. Raises `Interrupted` once it has ended or `grace_seconds` are over. A second signal
-    ends the process at once. `check` is called all the while and returns at once; what it raises
-    ends the work like a signal, and is raised then.
+    install no handlers of their own. At the first SIGINT, SIGTERM or SIGHUP (unless that is
+    ignored, as under `nohup`) `on_signal` and `stop` are called; `stop` again and again, for the
+    work may be in the middle of opening what must be stopped. Raises `Interrupted` once it has
+    ended or `grace_seconds` are over. A second signal ends the process at once. `check` is called
+    all the while and returns at once; what it raises ends the work like a signal, and is raised
+    then.
     """
     outcome: _Outcome[T] = _Outcome()
 
@@ -61,11 +62,15 @@ def run_interruptible(
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _silence_lost_terminals()
+            if received:
+                return  # the kernel and the shell both tell of a terminal that is closed
         if received:
             os._exit(128 + number)
         received.append(number)
 
-    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in _signals()}
     thread = threading.Thread(target=body, name="earl-command", daemon=True)
     thread.start()
     try:
@@ -88,7 +93,21 @@ def run_interruptible(
     return outcome.value[0]
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+def _signals() -> list[signal.Signals]:
+    found = [signal.SIGINT, signal.SIGTERM]
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return found if ignored else [*found, signal.SIGHUP]
+
+
+def _silence_lost_terminals() -> None:
+    """What is printed to a terminal that was closed goes nowhere, instead of being an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def _stop(thread: threading.Thread, stop: Callable[[], None], grace_seconds: float) -> None:

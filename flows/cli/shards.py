@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from earl_core.config import load_config
+from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
 from earl_core.run.shards import list_stores, run_store, sweep
 from flows.cli.errors import UsageProblem
@@ -18,6 +20,14 @@ from flows.cli.runs import find_run
 from flows.cli.tables import duration, make_console
 
 _VALUES_SHOWN = 256
+
+
+def shards_command(verb: str, directory: Path) -> str:
+    """`earl shards VERB` for runs whose dispatch.directory this is."""
+    command = f"earl shards {verb}"
+    if directory == Path(DispatchConfig().directory):
+        return command
+    return f"{command} --directory {shlex.quote(str(directory))}"
 
 
 def list_shards(directory: Path) -> None:
@@ -43,8 +53,8 @@ def list_shards(directory: Path) -> None:
     console.print(table)
     if any(not store.live for store in stores):
         console.print(
-            "A stopped run adopts its folder on `earl resume`. `earl shards sweep` removes every "
-            "folder without a running owner.",
+            "A stopped run adopts its folder on `earl resume`. "
+            f"`{shards_command('sweep', directory)}` removes every folder without a running owner.",
             style="dim",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from earl_core.config import load_config
@@ -13,6 +14,10 @@ from flows.cli.tables import make_console
 
 def serve_shards(run: str, runs_directory: str, host: str, port: int, token: Path | None) -> None:
     """Serve until interrupted."""
+    # gRPC would print lines of its own before the one sentence that says what to do.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import pyarrow as pa
+
     from earl_core.dispatch.flight import ShardFlightServer
 
     path = find_run(run, runs_directory)
@@ -21,8 +26,11 @@ def serve_shards(run: str, runs_directory: str, host: str, port: int, token: Pat
         server = ShardFlightServer(store.directory, read_token(token), host, port)
     except ValueError as error:
         raise UsageProblem(f"{error}: name a file that holds a token with --token-file") from error
-    except OSError as error:
-        raise UsageProblem(f"{host}:{port} cannot be listened on: {error}") from error
+    except (OSError, pa.ArrowException) as error:
+        raise UsageProblem(
+            f"port {port} of {host} cannot be listened on; another program may use it, or the "
+            "address is not of this machine: choose another --port (0: any free one) or --host"
+        ) from error
     console = make_console()
     console.print(f"Serving the shards of {path} at {server.address}, read-only.")
     console.print(

@@ -22,6 +22,7 @@ from flows.cli.progress import (
 
 _EVALUATIONS_SHOWN = 4
 _PIPE_WIDTH = 140
+_LONG = 1e6
 _COLORS = {"win": "green", "draw": "yellow", "loss": "red", "illegal": "magenta"}
 
 
@@ -84,7 +85,7 @@ def activity_numbers(activity: Activity) -> str:
     if numbers.get("tokens_per_second"):
         parts.append(f"{numbers['tokens_per_second']:,.0f} tokens/s")
     if "return" in numbers:
-        parts.append(f"return {numbers['return']:+.2f}")
+        parts.append(f"return {signed(numbers['return'], 2)}")
     return ", ".join(parts)
 
 
@@ -101,7 +102,7 @@ def iteration_table(rows: Sequence[IterationRow]) -> Table:
     for row in rows:
         table.add_row(
             str(row.iteration),
-            number(row.mean_return, "{:+.2f}"),
+            signed(row.mean_return, 2),
             *[number(row.outcomes.get(name, 0.0) * 100, "{:.0f}") for name in names],
             number(row.context_mean, "{:.0f}"),
             number(row.context_max, "{:.0f}"),
@@ -123,7 +124,7 @@ def evaluation_table(rows: Sequence[EvaluationRow]) -> Table:
         table.add_column(heading, justify="right", style=_COLORS.get(name, ""), no_wrap=True)
     for row in rows:
         cells = [interval(row.outcomes[name]) if name in row.outcomes else "" for name in names]
-        table.add_row(str(row.version), number(row.mean_return, "{:+.2f}"), *cells)
+        table.add_row(str(row.version), signed(row.mean_return, 2), *cells)
     return table
 
 
@@ -136,6 +137,13 @@ def interval(value: tuple[float, float, float]) -> str:
 def number(value: float | None, form: str) -> str:
     """The value in that form, or nothing."""
     return "" if value is None else form.format(value)
+
+
+def signed(value: float | None, places: int) -> str:
+    """The value with its sign, or nothing; long numbers in four digits and an exponent."""
+    if value is None:
+        return ""
+    return f"{value:+.4g}" if abs(value) >= _LONG else f"{value:+.{places}f}"
 
 
 def duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ from earl_core.config.layout import check_devices, check_layout
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import RunInUse, is_locked
 from flows import server
+from flows.cli.checks.model import missing_files
 from flows.cli.display import make_display
 from flows.cli.ending import print_ending, shell_name
 from flows.cli.errors import WRONG_INPUT_CODE, exit_code
@@ -40,10 +41,10 @@ def resume(run: str, overrides: list[str], runs_directory: str, plain: bool) -> 
 def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) -> None:
     run = Path(settings.runs_directory) / settings.name
     preflight(settings, run)
+    home = server.configure(settings.runs_directory)
     console = make_console()
     console.print(resolved_table(settings))
     console.print()
-    home = server.configure(settings.runs_directory)
     display = make_display(settings.iterations, plain, console)
     display.progress.recall(iterations_of(run), evaluations_of(run))
     prefect_server: list[server.Server] = []
@@ -94,7 +95,7 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
             error.add_note(f"All logs of the run are in {run / 'logs'}.")
             error.add_note(f"Once it is repaired, continue with: earl resume {shell_name(run)}")
         raise
-    print_ending(run, settings.iterations, home, prefect_server[0], console)
+    print_ending(run, settings, home, prefect_server[0], console)
 
 
 def interrupt_sessions() -> None:
@@ -122,6 +123,9 @@ def preflight(settings: RunConfig, run: Path) -> None:
     check_devices(settings, hardware)
     if (model / "config.json").is_file():
         check_layout(settings, read_model_shape(model), hardware)
+        missing = missing_files(model, settings.rollout.engine)
+        if missing is not None:
+            raise ConfigError(f"{missing.text}: {missing.advice}")
     template = settings.model.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"model.chat_template {template!r} is not a file: correct the path")

@@ -34,3 +34,10 @@ def test_a_deployment_names_a_flow_and_parameters_that_it_takes(item: dict[str, 
 
 def test_every_flow_for_people_is_deployed() -> None:
     assert {item["name"] for item in DEPLOYMENTS} >= {"train", "iteration", "evaluate"}
+
+
+def test_names_are_unique_and_a_profile_has_its_minutes() -> None:
+    names = [item["name"] for item in DEPLOYMENTS]
+    assert sorted(set(names)) == sorted(names), "of two with one name the second replaces the first"
+    profile = DEPLOYMENTS[names.index("profile")]
+    assert profile["parameters"]["minutes"] == 20

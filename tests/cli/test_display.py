@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.spinner import Spinner
 
+from earl_core.config import RunConfig, load_config
 from flows.cli.board import find_board
 from flows.cli.curve import Series, draw
 from flows.cli.display import PlainDisplay, make_display
+from flows.cli.ending import next_commands
 from flows.cli.progress import IterationRow, Progress
 from flows.cli.tables import duration, screen
+from tests.cli.conftest import CONFIG
 
 Event = tuple[str, int, dict[str, Any]]
 
@@ -159,6 +163,30 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "iteration 1: rollout 40/64 episodes",
         "warning: the tracker is away",
     ]
+
+
+def test_huge_returns_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {**METRICS, "rollout/return/mean": -1.23456e300}
+    progress = Progress(iterations=1)
+    progress.handle("rollout", 0, {"episodes_done": 1, "episodes": 2, "return": 2e6})
+    assert "return +2e+06" in rendered(progress)
+    progress.handle("iteration", 0, {"finished": True, "metrics": metrics})
+    progress.handle("evaluation", 1, {"finished": True, "metrics": {"return/mean": 123456.0}})
+    assert "-1.235e+300" in rendered(progress)
+    assert "+123456.00" in rendered(progress)
+    with PlainDisplay(1) as plain:
+        plain.listen("iteration", 0, {"finished": True, "metrics": metrics})
+    assert "return -1.235e+300," in capsys.readouterr().out
+
+
+def test_what_to_try_next_looks_where_the_shards_are() -> None:
+    assert "earl shards list" in commands(load_config(CONFIG))
+    elsewhere = load_config(CONFIG, ["dispatch.directory=/dev/shm/my shards"])
+    assert "earl shards list --directory '/dev/shm/my shards'" in commands(elsewhere)
+
+
+def commands(config: RunConfig) -> list[str]:
+    return [command for _, command in next_commands(Path("runs/demo"), config)]
 
 
 def test_a_pipe_gets_plain_lines() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from earl_core.config import load_config
 from flows.cli.checks import packages
+from flows.cli.checks.configuration import check_configuration
 from flows.cli.checks.services import check_services
 from flows.cli.checks.shared_memory import check_shared_memory
 from tests.cli.conftest import CONFIG, Earl
@@ -81,7 +82,7 @@ def test_leftovers_of_deleted_runs_are_found(tmp_path: Path) -> None:
     (store / "owner.json").write_text('{"run_directory": "/gone/run", "time": 0}')
     found = [f for f in check_shared_memory(config) if "belong to no run" in f.text]
     assert len(found) == 1
-    assert "earl shards sweep" in found[0].advice
+    assert f"earl shards sweep --directory {tmp_path}" in found[0].advice
 
 
 def test_services_that_do_not_answer() -> None:
@@ -90,3 +91,18 @@ def test_services_that_do_not_answer() -> None:
     mlflow = next(f for text, f in found.items() if "MLFLOW_TRACKING_URI" in text)
     assert mlflow.level == "warning"
     assert any("HF_HUB_OFFLINE=0" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("layout.update.replicate=5000", "5000 devices"),
+        ("layout.rollout.replicas=5000", "5000 engines"),
+    ],
+)
+def test_a_layout_that_this_machine_does_not_allow_blocks(override: str, words: str) -> None:
+    sizes = ["rollout.prompts_per_iteration=5000", "model.path=nowhere"]
+    config = load_config(CONFIG, [*sizes, override])
+    blocking = [f.text for f in check_configuration(config) if f.level == "blocks"]
+    assert len(blocking) == 1
+    assert words in blocking[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from earl_core.config import ConfigError
 from flows import server
 
 
@@ -58,6 +59,19 @@ def test_configure_keeps_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     finally:
         for name in ("HOME", "SERVER_ANALYTICS_ENABLED", "LOGGING_HANDLERS_CONSOLE_LEVEL"):
             os.environ.pop(f"PREFECT_{name}", None)
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"runs_directory '/proc' cannot be written"):
+        server.configure("/proc")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"runs_directory .*file.* cannot be written"):
+        server.configure(tmp_path / "file" / "runs")
+    monkeypatch.setenv("PREFECT_HOME", "/proc/home")
+    with pytest.raises(ConfigError, match="PREFECT_HOME '/proc/home' cannot be written"):
+        server.configure(tmp_path)
 
 
 def test_no_server(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -107,6 +108,14 @@ def test_a_damaged_shard_and_manifest(fresh_earl: Earl, stopped_run: Path) -> No
     shown = fresh_earl.run("shards", "show", "stopped@3/rollout")
     assert shown.returncode == 1
     assert "its stage is repeated on resume" in shown.stderr
+
+
+def test_serving_on_a_port_in_use(fresh_earl: Earl, stopped_run: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        shown = fresh_earl.run("shards", "serve", "stopped", "--port", str(port))
+    assert_refused(shown, f"port {port} of 127.0.0.1")
+    assert len(shown.stderr.splitlines()) == 1, shown.stderr
 
 
 def assert_refused(shown: subprocess.CompletedProcess[str], words: str) -> None:

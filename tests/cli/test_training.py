@@ -126,12 +126,13 @@ def test_a_lost_prefect_server_ends_the_run_with_one_sentence(fresh_earl: Earl) 
     _assert_gone(children)
 
 
-def test_sigterm_before_the_first_worker(fresh_earl: Earl) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_worker(fresh_earl: Earl, number: signal.Signals) -> None:
     process = fresh_earl.start("train", str(CONFIG), *fresh_earl.settings())
     _, children = _read_until(process, "starting Prefect")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 143
+    assert process.returncode == 128 + number
     assert "Stopped before the run began." in rest
     _assert_gone(children)
 

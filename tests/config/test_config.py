@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from earl_core.config import ConfigError, dump_config, load_config, parse_config
 from earl_core.config.table import resolved_rows
@@ -59,6 +63,24 @@ def with_(**changes: object) -> dict[str, object]:
         ),
         (with_(update={"minibatches": 5}), "exceeds rollout.prompts_per_iteration"),
         (with_(model__builder="no_colon"), "package.module:function"),
+        (with_(name="prefect"), "name 'prefect' is taken"),
+        (with_(name="mlflow.db"), "name 'mlflow.db' is taken"),
+        (with_(name="mlflow.db-wal"), "name 'mlflow.db-wal' is taken"),
+        (with_(update={"learning_rate": math.inf}), "update.learning_rate: inf is not a finite"),
+        (
+            with_(environment__step_timeout_seconds=math.inf),
+            "environment.step_timeout_seconds: inf is not a finite",
+        ),
+        (with_(deadlines={"stage": math.nan}), "deadlines.stage: nan is not a finite"),
+        (with_(environment__options={"a": {"b": [1, math.nan]}}), "options: a.b.1 is nan"),
+        (with_(environment__options={"day": date(2026, 1, 2)}), "options: day is of type date"),
+        (with_(environment__options={"a": {1: 2}}), "options: a has the key 1"),
+        (with_(model__builder_options={"chosen": {1, 2}}), "builder_options: chosen is of type"),
+        (with_(evaluation={"options": {"x": math.inf}}), "evaluation.options: x is inf"),
+        (
+            with_(algorithm={"policy_loss": {"name": "ppo_clip", "clip_high": math.inf}}),
+            "algorithm.policy_loss: clip_high is inf",
+        ),
     ],
 )
 def test_bad_configurations_say_what_to_change(raw: dict[str, object], message: str) -> None:
@@ -91,6 +113,29 @@ def test_overrides_files_and_round_trip(tmp_path: Path) -> None:
     assert config.rollout.stop == (".",)
     path.write_text(dump_config(config))
     assert load_config(path) == config
+
+
+OPTION = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="ascii", exclude_categories=["Cc"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(["x", "y", "1", "no"]), OPTION))
+def test_options_come_back_as_they_were(options: dict[str, object]) -> None:
+    config = parse_config(with_(environment__options=options))
+    again = parse_config(yaml.safe_load(dump_config(config)))
+    assert repr(again.environment.options) == repr(options)
+
+
+def test_options_that_contain_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(with_(environment__options={"a": 1})))
+    path.write_text(path.read_text().replace("options:", "options: &o").replace("a: 1", "a: *o"))
+    with pytest.raises(ConfigError, match="a contains itself"):
+        load_config(path)
 
 
 @pytest.mark.parametrize("override", ["a", "a..b=1", "name.x=1", "=1", "a=[1"])

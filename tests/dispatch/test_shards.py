@@ -56,6 +56,24 @@ def test_views_are_filled_in_place_row_by_row(store: ShardStore) -> None:
         assert [row.tolist() for row in batch.list_rows("advantages")] == [[1, 2], [], [7, 8, 9]]
 
 
+def test_the_metadata_tells_iteration_0_from_the_generation(store: ShardStore) -> None:
+    columns: Columns = {
+        "sample_id": np.arange(1),
+        "advantages": ListColumn.from_rows([[1.0]], "float32"),
+    }
+    # A segment that is used again has a new generation.
+    for _ in range(2):
+        entry = store.write(
+            stage="x", iteration=0, rank=0, schema=ADVANTAGE_SCHEMA, columns=columns
+        )
+        with pa.ipc.open_file(store.path(entry)) as reader:
+            metadata = reader.schema.metadata
+        assert int(metadata[b"earl.iteration"]) == 0
+        assert int(metadata[b"earl.generation"]) == entry.generation
+        store.release(entry)
+    assert entry.generation != 0
+
+
 def test_what_does_not_fit_the_schema_is_refused(store: ShardStore) -> None:
     with pytest.raises(ValueError, match="row lengths are given for"):
         store.create(stage="x", iteration=0, rank=0, schema=ADVANTAGE_SCHEMA, rows=1)

@@ -18,6 +18,7 @@ import pytest
 from earl_core.environments.base import EnvironmentConfigError, EnvironmentFailed, StepResult
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.environments.registry import create
+from tests.environments.user_environments import SPEECHLESS
 
 USER = "tests.environments.user_environments"
 COUNTING = f"{USER}:Counting"
@@ -120,6 +121,35 @@ async def test_faults_cost_their_own_episode_only() -> None:
         assert odd[50] == odd[51] == "timeout"
         assert odd[80] == odd[81] == odd[82] == "invalid_result"
         assert odd[90] == expected(90, 7, ["sleep 0", "b"])[:1] + odd[90][1:]
+        assert pool.host_restarts == 0
+
+
+async def test_results_that_cannot_be_used_cost_their_episode_and_say_why() -> None:
+    limits = r"a finite number between -1e\+30 and 1e\+30"
+    reasons = {
+        "infinite": f"The reward must be {limits}, not inf",
+        "huge": r"The reward .*not 1e\+300: scale it",
+        "unending": "The reward .*not a larger integer",
+        "text_reward": "The reward .*not '1'",
+        "surrogate": "content cannot be encoded as UTF-8",
+        "metric_text": rf"info\[\"metrics\"\]\['a'\] must be {limits}, not 'x'",
+        "metric_nan": r"\['a'\] must be .*not nan",
+        "metric_list": "must be a dict of numbers by name",
+    }
+    async with running(COUNTING) as pool:
+        for episode, (command, reason) in enumerate(reasons.items()):
+            await pool.reset(episode, 1, 7)
+            with pytest.raises(EnvironmentFailed, match=f"invalid_result[\\s\\S]*{reason}"):
+                await pool.step(episode, command)
+        with pytest.raises(EnvironmentFailed, match=r"reset\(\) must return at least one message"):
+            await pool.reset(100, SPEECHLESS, 7)
+        await pool.reset(101, 1, 7)
+        result = await pool.step(101, "numbers")
+        assert (result.reward, result.info) == (0.25, {"metrics": {"a": 0.5, "b": 1.0, "c": 3.0}})
+        await pool.reset(102, 1, 7)
+        with pytest.raises(EnvironmentFailed, match=r"told to fail: \\ud800") as raised:
+            await pool.step(102, "raise \ud800")
+        assert str(raised.value).encode()
         assert pool.host_restarts == 0
 
 

@@ -10,7 +10,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from earl_core.environments.base import Message, StepResult
+
+SPEECHLESS = 10**6
+"""The prompt of an episode that begins without a message."""
+
+UNUSABLE: dict[str, Any] = {
+    "infinite": StepResult([], float("inf"), True),
+    "huge": StepResult([], 1e300, True),
+    "unending": StepResult([], 10**10_000, True),
+    "text_reward": StepResult([], "1", True),  # type: ignore[arg-type]
+    "surrogate": StepResult([{"role": "user", "content": "a\ud800"}], 0.0, False),
+    "metric_text": StepResult([], 0.0, True, {"metrics": {"a": "x"}}),
+    "metric_nan": StepResult([], 0.0, True, {"metrics": {"a": float("nan")}}),
+    "metric_list": StepResult([], 0.0, True, {"metrics": [1.0]}),
+}
+"""What `Counting` returns when it is told so."""
 
 
 class Counting:
@@ -23,6 +40,8 @@ class Counting:
         self.random = random.Random()
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
+        if prompt == SPEECHLESS:
+            return []
         self.count = 0
         self.random = random.Random(f"{prompt}/{seed}")
         self._mark("reset")
@@ -70,6 +89,11 @@ class Counting:
             if not path.exists():
                 path.touch()
                 os._exit(7)
+        if command in UNUSABLE:
+            return UNUSABLE[command]
+        if command == "numbers":
+            metrics = {"a": np.float32(0.5), "b": True, "c": 3}
+            return StepResult([], np.float32(0.25), True, {"metrics": metrics})  # type: ignore[arg-type]
         if command == "nan":
             return StepResult([], float("nan"), True)
         if command == "array":

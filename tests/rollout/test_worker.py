@@ -237,8 +237,20 @@ def test_failures_of_a_share_are_judged_against_the_whole(setting: Setting) -> N
     assert [setting.table(share).num_rows for share in shares] == [0, 4, 4]
     tally = merge([[Tally.from_json(share["tally"])] for share in shares])
     check_failures(tally, 0.4)
-    with pytest.raises(RolloutFailed, match="4 of 12 episodes failed, more than"):
+    words = r"4 of 12 episodes failed, more than.*\(4 of 4\) is .*this prompt has no answer"
+    with pytest.raises(RolloutFailed, match=words):
         check_failures(tally, 0.3)
+
+
+def test_a_rollout_that_failed_altogether_says_why(setting: Setting) -> None:
+    setting.config["environment"] |= {
+        "name": "tests.rollout.environments:Unreliable",
+        "options": {"raising": [0, 1], "hanging": []},
+        "max_failed_share": 1.0,
+    }
+    words = r"every episode failed.*\(4 of 4\) is environment_error: .*this prompt has no answer"
+    with pytest.raises(RolloutFailed, match=words):
+        setting.run(lambda worker: worker.rollout(0, 2))
     setting.config["environment"]["max_failed_share"] = 0.1
     with pytest.raises(RolloutFailed, match="of 12 episodes failed"):
         setting.run(lambda worker: worker.rollout(0, 2, of_prompts=6))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from earl_core.config import ConfigError, RunConfig, parse_config
+from earl_core.config import ConfigError, RunConfig, load_config, parse_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory, RunInUse, stage_key
-from earl_core.run.directory import read_lines
+from earl_core.run.directory import holding_checkpoint, read_lines
 from earl_core.run.lock import is_locked
 from earl_core.run.shards import list_stores, sweep, sweep_unneeded
 from earl_core.trajectory.samples import Episode, RolloutRows, Sample
@@ -91,6 +91,30 @@ def test_a_run_directory_belongs_to_one_model_environment_and_seed(tmp_path: Pat
     with pytest.raises(ConfigError, match="another seed"):
         RunDirectory.open(config_in(tmp_path, seed=1))
     RunDirectory.open(config_in(tmp_path, iterations=9)).close()
+    for other in ({"name": "connect_four"}, {"name": "tic_tac_toe", "options": {"size": 4}}):
+        with pytest.raises(ConfigError, match=r"another environment\."):
+            RunDirectory.open(config_in(tmp_path, environment=other))
+
+
+def test_what_the_advice_of_a_failure_names_can_be_changed(tmp_path: Path) -> None:
+    RunDirectory.open(config_in(tmp_path)).close()
+    patient = {"max_failed_share": 0.9, "hosts": 3, "step_timeout_seconds": 60}
+    run = RunDirectory.open(config_in(tmp_path, environment={"name": "tic_tac_toe", **patient}))
+    run.close()
+    assert run.config.environment.max_failed_share == 0.9
+
+
+def test_a_configuration_is_stored_when_it_was_found_to_work(tmp_path: Path) -> None:
+    def stored() -> int:
+        return load_config(tmp_path / "runs" / "a" / "config.yaml").iterations
+
+    RunDirectory.open(config_in(tmp_path)).close()
+    assert stored() == 2
+    run = RunDirectory.open(config_in(tmp_path, iterations=9))
+    assert stored() == 2
+    run.store_config()
+    run.close()
+    assert stored() == 9
 
 
 def test_a_stage_is_finished_while_key_and_shards_hold(tmp_path: Path) -> None:
@@ -141,6 +165,25 @@ def test_stable_checkpoint_releases_shards_and_pruning_keeps_the_last(tmp_path: 
     assert run.stable_iterations() == [1]
     run.finish()
     assert not run.store.directory.exists()
+    run.close()
+
+
+def test_a_checkpoint_that_is_read_stays_until_the_next_pruning(tmp_path: Path) -> None:
+    run = RunDirectory.open(config_in(tmp_path, checkpoint={"keep_last": 1}))
+    for iteration in range(3):
+        run.checkpoint_path(iteration).mkdir(parents=True)
+        run.mark_stable(iteration)
+    marker = run.checkpoint_path(1) / "STABLE"
+    with holding_checkpoint(marker), holding_checkpoint(marker):
+        run.prune_checkpoints(keep=set())
+        assert run.stable_iterations() == [1, 2]
+    run.prune_checkpoints(keep=set())
+    assert run.stable_iterations() == [2]
+    with (
+        pytest.raises(ConfigError, match=r"removed just now.*keep_last"),
+        holding_checkpoint(marker),
+    ):
+        pytest.fail("it is gone")
     run.close()
 
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.layout import check_devices, check_layout
 from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import is_locked
 from flows.cli.checks.finding import Finding
-from tasks.hardware import read_model_shape
+from flows.cli.checks.model import missing_files
+from tasks.hardware import read_hardware, read_model_shape
 
 TOPIC = "Run file"
 
@@ -19,6 +21,7 @@ def check_configuration(config: RunConfig) -> Iterator[Finding]:
     """Everything that the run would refuse at its start, and the shape of the model."""
     yield Finding("good", TOPIC, f"{config.name}: {config.iterations} iterations")
     yield from _model(config)
+    yield from _layout(config)
     environment = config.environment
     try:
         check_environment(environment.name, environment.options)
@@ -47,16 +50,27 @@ def _model(config: RunConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("blocks", TOPIC, str(error), "repair the model directory")
         return
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    if size == 0:
-        advice = "copy model.safetensors into it; other formats are not read"
-        yield Finding("blocks", TOPIC, f"{path} has no safetensors weights", advice)
-    elif not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        advice = "copy the tokenizer's files into it"
-        yield Finding("blocks", TOPIC, f"{path} has no tokenizer", advice)
+    missing = missing_files(path, config.rollout.engine)
+    if missing is not None:
+        yield Finding("blocks", TOPIC, missing.text, missing.advice)
     else:
+        weights = [*path.glob("*.safetensors")] or path.glob("pytorch_model*.bin")
+        size = sum(file.stat().st_size for file in weights)
         text = (
             f"model {path}: {shape.model_type}, {shape.layers} layers, {size / 2**20:.0f} MiB, "
             f"up to {shape.max_positions} positions"
         )
         yield Finding("good", TOPIC, text)
+
+
+def _layout(config: RunConfig) -> Iterator[Finding]:
+    hardware = read_hardware()
+    try:
+        check_devices(config, hardware)
+        try:
+            shape = read_model_shape(Path(config.model.path))
+        except ConfigError:
+            return  # said of the model already
+        check_layout(config, shape, hardware)
+    except ConfigError as error:
+        yield Finding("blocks", TOPIC, str(error), "correct the layout section")

@@ -11,6 +11,7 @@ from earl_core.config.services import DispatchConfig
 from earl_core.run.shards import list_stores
 from flows.cli.checks.finding import Finding
 from flows.cli.checks.machine import existing
+from flows.cli.shards import shards_command
 
 TOPIC = "Shared memory"
 
@@ -28,6 +29,7 @@ def check_shared_memory(config: RunConfig | None) -> Iterator[Finding]:
     dispatch = config.dispatch if config is not None else DispatchConfig()
     directory = Path(dispatch.directory).absolute()
     place = existing(directory)
+    sweep = shards_command("sweep", directory)
     status = os.statvfs(place)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     text = f"{free / _GIB:.1f} of {size / _GIB:.1f} GiB are free in {place}"
@@ -35,9 +37,9 @@ def check_shared_memory(config: RunConfig | None) -> Iterator[Finding]:
         advice = "set dispatch.directory to a folder you can write, best on tmpfs"
         yield Finding("blocks", TOPIC, f"{place} is not writable", advice)
     elif free < _BLOCKING:
-        yield Finding("blocks", TOPIC, text, f"`earl shards sweep`, or {_ENLARGE}")
+        yield Finding("blocks", TOPIC, text, f"`{sweep}`, or {_ENLARGE}")
     elif free < _SMALL:
-        yield Finding("warning", TOPIC, text, f"`earl shards sweep`, or {_ENLARGE}")
+        yield Finding("warning", TOPIC, text, f"`{sweep}`, or {_ENLARGE}")
     else:
         yield Finding("good", TOPIC, text)
     if _file_system(place) not in ("tmpfs", "ramfs", ""):
@@ -57,9 +59,8 @@ def _leftovers(directory: Path) -> Iterator[Finding]:
             yield Finding("note", TOPIC, f"{size} of the running run {store.run_directory}")
         elif store.finished:
             text = f"{size} in {store.directory} belong to no run any more"
-            yield Finding(
-                "warning", TOPIC, text, "the next run removes them, or: earl shards sweep"
-            )
+            advice = f"the next run removes them, or: {shards_command('sweep', directory)}"
+            yield Finding("warning", TOPIC, text, advice)
         else:
             text = f"{size} of the stopped run {store.run_directory}"
             yield Finding("note", TOPIC, text, f"earl resume {store.run_directory}")

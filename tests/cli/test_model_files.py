@@ -1,0 +1,71 @@
+"""Model directories that lack something: refused before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from earl_core.config import ConfigError, RunConfig, load_config
+from flows.cli.checks.configuration import check_configuration
+from flows.cli.training import preflight
+from tests.cli.conftest import CONFIG
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+INDEX = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+
+
+def configured(model: Path, files: tuple[str, ...], engine: str = "torch") -> RunConfig:
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    for name in files:
+        (model / name).write_text(json.dumps(INDEX) if name.endswith("index.json") else "x")
+    overrides = [f"model.path={model}", f"rollout.engine={engine}"]
+    return load_config(CONFIG, [*overrides, f"runs_directory={model.parent}"])
+
+
+@pytest.mark.parametrize(
+    ("files", "engine", "words"),
+    [
+        (("tokenizer.json",), "torch", "has no weights"),
+        (("model.safetensors", "chat_template.jinja"), "torch", "has no tokenizer"),
+        (("pytorch_model.bin", "tokenizer.json"), "vllm", "rollout.engine=torch"),
+        (
+            ("one.safetensors", "model.safetensors.index.json", "tokenizer.json"),
+            "torch",
+            "such as two.safetensors",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_by_train_and_doctor(
+    tmp_path: Path, files: tuple[str, ...], engine: str, words: str
+) -> None:
+    config = configured(tmp_path / "model", files, engine)
+    with pytest.raises(ConfigError, match=words):
+        preflight(config, tmp_path / "run")
+    blocking = [f for f in check_configuration(config) if f.level == "blocks"]
+    assert len(blocking) == 1
+    assert words in f"{blocking[0].text}: {blocking[0].advice}"
+
+
+@pytest.mark.parametrize(
+    ("files", "engine"),
+    [
+        (("model.safetensors", "tokenizer.json"), "vllm"),
+        (("model-00001-of-00002.safetensors", "tokenizer.model"), "torch"),
+        (("pytorch_model-00001-of-00002.bin", "vocab.json", "merges.txt"), "torch"),
+    ],
+)
+def test_what_is_there_is_enough(tmp_path: Path, files: tuple[str, ...], engine: str) -> None:
+    config = configured(tmp_path / "model", files, engine)
+    preflight(config, tmp_path / "run")
+    assert [f for f in check_configuration(config) if f.level == "blocks"] == []

@@ -1,0 +1,87 @@
+"""What a session, or one iteration by itself, refuses or leaves alone: the run stays as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import State
+
+from earl_core.config import ConfigError, RunConfig, load_config, parse_config
+from earl_core.run import RunDirectory
+from flows.iteration import iteration
+from tasks.session import close_session, open_session
+
+
+def config_in(directory: Path, model: Path, **changes: Any) -> RunConfig:
+    return parse_config(
+        {
+            "name": "run",
+            "runs_directory": str(directory / "runs"),
+            "iterations": 2,
+            "model": {"path": str(model)},
+            "environment": {"name": "tic_tac_toe", "options": {"style": "compact"}},
+            "rollout": {
+                "engine": "torch",
+                "prompts_per_iteration": 2,
+                "group_size": 2,
+                "max_turns": 5,
+                "max_tokens_per_turn": 2,
+                "dtype": "float32",
+            },
+            "dispatch": {"directory": str(directory / "shm")},
+            "tracking": {"enabled": False},
+            **changes,
+        }
+    )
+
+
+def with_checkpoints(config: RunConfig, iterations: int) -> Path:
+    run = RunDirectory.open(config)
+    for number in range(iterations):
+        run.checkpoint_path(number).mkdir(parents=True)
+        run.mark_stable(number)
+    run.close()
+    return run.path
+
+
+def test_settings_that_are_refused_are_not_kept(tmp_path: Path, tiny_model: Path) -> None:
+    config = config_in(tmp_path, tiny_model)
+    path = with_checkpoints(config, 1)
+    small = {"directory": str(tmp_path / "shm"), "max_bytes": 1000}
+    with pytest.raises(ConfigError, match="two versions of the model's weights must fit"):
+        open_session(config_in(tmp_path, tiny_model, dispatch=small, iterations=5))
+    assert load_config(path / "config.yaml") == config
+    close_session(open_session(config_in(tmp_path, tiny_model, iterations=5)))
+    assert load_config(path / "config.yaml").iterations == 5
+
+
+def test_a_run_that_has_all_its_iterations_is_left_alone(tmp_path: Path, tiny_model: Path) -> None:
+    path = with_checkpoints(config_in(tmp_path, tiny_model), 2)
+    for number, words in (
+        (None, r"all 2 iterations of .* are done: to go on, raise `iterations`"),
+        (0, "iteration 0 of .* is done already"),
+    ):
+        state = asyncio.run(iteration.fn(str(path), number))
+        assert isinstance(state, State)
+        assert state.is_completed()
+        assert state.name == "Skipped"
+        assert re.search(words, str(state.message))
+    with pytest.raises(ConfigError, match=r"has no iteration 2: its 2 iterations .* from 0 to 1"):
+        asyncio.run(iteration.fn(str(path), 2))
+    # Nothing was done, and nothing waits in shared memory for an iteration that will not come.
+    run = RunDirectory.open(load_config(path / "config.yaml"))
+    assert [line["stage"] for line in run.ledger()] == ["checkpoint"] * 2
+    assert run.stable_iterations() == [0, 1]
+    run.close()
+
+
+def test_a_finished_run_stays_finished(tmp_path: Path, tiny_model: Path) -> None:
+    path = with_checkpoints(config_in(tmp_path, tiny_model), 2)
+    asyncio.run(iteration.fn(str(path)))
+    assert json.loads((path / "run.json").read_text())["finished"]
+    assert not [file for file in (tmp_path / "shm").rglob("*") if file.is_file()]
