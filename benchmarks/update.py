@@ -70,8 +70,8 @@ class Case:
 
 _THREE = (EARL, PLAIN, TRL)
 CASES = (
-    Case("short", "bf16", None, 24, 4, 3, 2, (*_THREE, POSITIONS, COMPILED), (8, 24)),
-    Case("short", "fp32", None, 24, 4, 2, 1, _THREE, (8,)),
+    Case("short", "bf16", None, 24, 4, 2, 2, (*_THREE, POSITIONS, COMPILED), (8, 24)),
+    Case("short", "fp32", None, 24, 4, 1, 1, _THREE, (8,)),
     Case("4k", "bf16", 4096, 2, 2, 2, 1, _THREE, (1,)),
     Case("4k", "fp32", 4096, 2, 2, 1, 1, _THREE, (1,)),
     Case("16k", "bf16", 16384, 2, 2, 1, 1, _THREE, (1,)),
