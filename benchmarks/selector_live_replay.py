@@ -395,6 +395,6 @@ def selection(
         selector=settings,
         profile=profile,
         calibration=calibration_of(seen),
-        forbidden=forbidden_of(seen),
+        forbidden=forbidden_of(seen, iteration),
         iterations_left=len(run.contexts) - iteration,
     )

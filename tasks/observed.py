@@ -22,6 +22,7 @@ class Observed:
         self._run = run
         self._lock = threading.Lock()
         self._seen = [Observation.model_validate(line) for line in run.observations()]
+        self._inherited = len(self._seen)
 
     def add(self, seen: Observation) -> None:
         """On disk when this returns."""
@@ -33,6 +34,12 @@ class Observed:
         """Those up to and with this iteration, oldest first."""
         with self._lock:
             return [seen for seen in self._seen if seen.iteration <= iteration]
+
+    def since_start(self, iteration: int) -> list[Observation]:
+        """Of `through`, those that this process added."""
+        with self._lock:
+            fresh = self._seen[self._inherited :]
+        return [seen for seen in fresh if seen.iteration <= iteration]
 
     def all(self) -> list[Observation]:
         """Every one, oldest first."""

@@ -10,7 +10,13 @@ from typing import Any
 from prefect import task
 
 from earl_core.files import canonical_json, write_atomic
-from earl_core.selector import DeploymentPlan, ProfileTable, SelectionInput, Statistics
+from earl_core.selector import (
+    DeploymentPlan,
+    NothingFits,
+    ProfileTable,
+    SelectionInput,
+    Statistics,
+)
 from earl_core.selector import select as choose
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.observations import (
@@ -44,13 +50,32 @@ def select(run: str, iteration: int) -> StageRef:
     session = get_session(run)
 
     def body() -> dict[str, Any]:
-        given = _selection_input(session, iteration)
-        plan = choose(given)
+        given, plan = _chosen(session, iteration)
         _write_beside(session, given)
         announce_plan(session, given.current, plan)
         return {"outputs": {"plan": plan.model_dump(mode="json")}}
 
     return run_stage(session, iteration, "select", select_inputs(session, iteration), body)
+
+
+def _chosen(session: Session, iteration: int) -> tuple[SelectionInput, DeploymentPlan]:
+    """The choice and what it was made from.
+
+    Raises `NothingFits` when no layout is left, but not for what failed before a resume: the memory
+    that was short may have been another program's, and may be free now.
+    """
+    observed = session.observed.through(iteration)
+    try:
+        given = _selection_input(session, iteration, observed)
+        return given, choose(given)
+    except NothingFits:
+        fresh = session.observed.since_start(iteration)
+        forgiven = [o for o in observed if o.kind != "out_of_memory" or o in fresh]
+        if len(forgiven) == len(observed):
+            raise
+        logger.info("nothing fits beside what failed before the resume: that is tried again")
+        given = _selection_input(session, iteration, forgiven)
+        return given, choose(given)
 
 
 def select_inputs(session: Session, iteration: int) -> list[str]:
@@ -83,9 +108,11 @@ def _write_beside(session: Session, given: SelectionInput) -> None:
     write_atomic(path, canonical_json(given.model_dump(mode="json")))
 
 
-def _selection_input(session: Session, iteration: int) -> SelectionInput:
-    config, observed = session.config, session.observed.through(iteration)
-    attempt = attempts_of(observed, iteration)
+def _selection_input(
+    session: Session, iteration: int, observed: Sequence[Observation]
+) -> SelectionInput:
+    config = session.config
+    attempt = attempts_of(session.observed.through(iteration), iteration)
     return SelectionInput(
         iteration=iteration,
         attempt=attempt,
@@ -102,7 +129,7 @@ def _selection_input(session: Session, iteration: int) -> SelectionInput:
         current=_current(session, iteration, attempt),
         profile=_profile(session),
         calibration=calibration_of(observed),
-        forbidden=forbidden_of(observed),
+        forbidden=forbidden_of(observed, iteration),
         reserved_bytes=_reserved(session, observed),
         outgrown=outgrown_tokens(observed),
     )

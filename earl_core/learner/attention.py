@@ -41,14 +41,20 @@ def register_attention() -> str:
     return ATTENTION_NAME
 
 
-_windows: set[int | None] = set()
-
-
 @contextmanager
 def windows_seen() -> Iterator[set[int | None]]:
     """The sliding windows that layers ask for inside the context; None: of those without one."""
-    _windows.clear()
-    yield _windows
+    seen: set[int | None] = set()
+
+    def noting(*tensors: Any, sliding_window: int | None = None, **options: Any) -> Any:
+        seen.add(sliding_window)
+        return varlen_attention(*tensors, sliding_window=sliding_window, **options)
+
+    AttentionInterface.register(ATTENTION_NAME, noting)
+    try:
+        yield seen
+    finally:
+        register_attention()
 
 
 def varlen_attention(
@@ -72,7 +78,6 @@ def varlen_attention(
     _check_supported(module, attention_mask, sample_boundaries, unsupported)
     assert sample_boundaries is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    _windows.add(sliding_window)
     if sliding_window is not None and sliding_window >= sample_boundaries.longest:
         sliding_window = None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -131,7 +131,10 @@ class RolloutWorker:
         """`ensure` with the weights of a Hugging Face model directory, such as a checkpoint's."""
         from earl_core.weights.load import manifest_from_directory
 
-        manifest = await asyncio.to_thread(manifest_from_directory, Path(path), policy_version)
+        trusted = self._config.model.trust_remote_code
+        manifest = await asyncio.to_thread(
+            manifest_from_directory, Path(path), policy_version, trusted
+        )
         return await self.ensure(manifest.model_dump(mode="json"))
 
     async def rollout(

@@ -1,7 +1,7 @@
 """Parallelism Selector: picks each stage's deployment before it runs. Pure, imports no torch."""
 
 from earl_core.config.selector import SelectorConfig
-from earl_core.selector.deployment import Basis, DeploymentPlan, StageDeployment
+from earl_core.selector.deployment import Basis, DeploymentPlan, Forbidden, StageDeployment
 from earl_core.selector.memory_model import Calibration, Peak
 from earl_core.selector.policy import select
 from earl_core.selector.predict import NothingFits, Predictor
@@ -14,6 +14,7 @@ __all__ = [
     "Basis",
     "Calibration",
     "DeploymentPlan",
+    "Forbidden",
     "Hardware",
     "ModelShape",
     "NothingFits",

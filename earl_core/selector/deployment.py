@@ -39,6 +39,14 @@ class StageDeployment(Settings):
         return self.replicas * self.tensor_parallel * self.context_parallel * self.shard
 
 
+class Forbidden(Settings):
+    """A layout that ran out of memory. beyond_bytes: from what size of the uncalibrated memory
+    formula on it is ruled out; 0: under any load."""
+
+    deployment: StageDeployment
+    beyond_bytes: float = Field(default=0.0, ge=0)
+
+
 class Basis(Settings):
     """The load that a plan was chosen for; statistics that stay near it are no cause to move."""
 

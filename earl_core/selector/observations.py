@@ -15,7 +15,7 @@ from pydantic import Field
 
 from earl_core.config.base import Settings
 from earl_core.selector.candidates import Candidate
-from earl_core.selector.deployment import StageDeployment
+from earl_core.selector.deployment import Forbidden, StageDeployment
 from earl_core.selector.memory_model import Calibration, Peak
 from earl_core.selector.profile_table import ProfilePoint, ProfileTable
 from earl_core.selector.roofline import Load, Roofline
@@ -29,6 +29,9 @@ _PEAKS = 32
 """Measured peaks of a stage that calibrate its memory formula: the newest."""
 
 _FAILED_PEAKS = 16
+
+_AS_MUCH = 0.8
+"""Of the bytes that the formula said when a layout failed: what is less is another load."""
 
 _LEAST_DECODING = 0.25
 """Share of a rollout's seconds that count as decoding at the least: what the roofline guesses for
@@ -103,13 +106,31 @@ def _peak(seen: Observation) -> Peak:
 
 
 def _refutes(later: Observation, failed: Observation) -> bool:
+    if later.stage != failed.stage or failed.formula_bytes <= 0:
+        return False
     return later.kind == "measured" and later.formula_bytes >= failed.formula_bytes
 
 
-def forbidden_of(observations: Iterable[Observation]) -> tuple[StageDeployment, ...]:
-    """Layouts that ran out of memory, each once, in the order in which they did."""
-    failed = (seen.deployment for seen in observations if seen.kind == "out_of_memory")
-    return tuple(dict.fromkeys(failed))
+def forbidden_of(observations: Sequence[Observation], iteration: int) -> tuple[Forbidden, ...]:
+    """Layouts that ran out of memory, each once, as they are to be seen in `iteration`.
+
+    In the iteration in which it failed a layout is forbidden whatever its load. Later it is
+    forbidden while the formula says about as much as it said then, and no more at all once a layout
+    for which it says as much has worked.
+    """
+    found: dict[StageDeployment, Forbidden] = {}
+    for place, seen in enumerate(observations):
+        if seen.kind != "out_of_memory":
+            continue
+        beyond = 0.0
+        if seen.iteration < iteration:
+            if any(_refutes(later, seen) for later in observations[place + 1 :]):
+                continue
+            beyond = _AS_MUCH * seen.formula_bytes
+        known = found.get(seen.deployment)
+        if known is None or beyond < known.beyond_bytes:
+            found[seen.deployment] = Forbidden(deployment=seen.deployment, beyond_bytes=beyond)
+    return tuple(found.values())
 
 
 def seconds_of(observations: Iterable[Observation], kind: Kind) -> dict[str, float]:

@@ -284,10 +284,9 @@ def average_context(given: SelectionInput) -> DeploymentPlan:
     mean = max(1.0, mean or predictor.now.context)
     context = _range(given, mean)
     requests = float(given.selector.profiled_requests or _usual_requests(given))
-    failed = {predictor.candidate_of(layout) for layout in given.forbidden}
     running = given.rollout.max_running_requests
     best = max(
-        (c for c in candidates if c.running == running and c not in failed),
+        (c for c in candidates if c.running == running and c not in predictor.forbidden),
         key=lambda c: (predictor.rate(c, context, requests)[0] / (c.tensor * c.threads), c),
         default=None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from earl_core.selector.candidates import Candidate, RuledOut
@@ -20,7 +21,7 @@ from earl_core.selector.memory_model import (
     training_memory,
 )
 from earl_core.selector.offers import offers
-from earl_core.selector.profile_table import Common, Correction, ProfilePoint
+from earl_core.selector.profile_table import Common, Correction, Guess, ProfilePoint
 from earl_core.selector.roofline import Load, Roofline
 from earl_core.selector.selection import SelectionInput, model_length
 
@@ -74,7 +75,8 @@ class Predictor:
     """Everything about one `SelectionInput` that its candidates share.
 
     now, ahead: the load of the next iteration, and that at the end of the forecast, which every
-    candidate must fit. roofline: another one than the default, for comparisons.
+    candidate must fit. forbidden: what ran out of memory in this run under no more than that.
+    roofline: another one than the default, for comparisons.
     """
 
     def __init__(self, given: SelectionInput, roofline: Roofline | None = None) -> None:
@@ -96,11 +98,11 @@ class Predictor:
         self._corrections: dict[str, Correction] = {}
         self._commons: dict[str, Common] = {}
         self._correctors = {stage: given.calibration.corrector(stage) for stage in STAGES}
-        self._forbidden = {self.candidate_of(item) for item in given.forbidden}
         self._starving: dict[str, float] = {}
         self._budgets = {stage: self._budget(stage) for stage in STAGES}
         self._peaks: dict[Candidate, float] = {}
         self._engines: dict[tuple[int, float, Load], Memory] = {}
+        self.forbidden = frozenset(self._forbidden())
 
     def candidate_of(self, deployment: StageDeployment) -> Candidate:
         """The candidate behind a part of a plan; on GPUs threads are no part of the choice."""
@@ -192,15 +194,24 @@ class Predictor:
             return False
         return not self._starved(candidate)
 
+    def _forbidden(self) -> Iterator[Candidate]:
+        """What ran out of memory in this run, where the load ahead is not a smaller one."""
+        for failed in self.given.forbidden:
+            candidate = self.candidate_of(failed.deployment)
+            if not self._grows(candidate) or (
+                self.formula_peak(candidate, self.ahead) >= failed.beyond_bytes
+            ):
+                yield candidate
+
     def _starved(self, candidate: Candidate) -> bool:
         """Whether it ran out of memory in this run, or another did whose formula says no more."""
-        if not self._forbidden:
+        if not self.forbidden:
             return False
-        if candidate in self._forbidden:
+        if candidate in self.forbidden:
             return True
         stage = candidate.stage
         if stage not in self._starving:
-            failed = [c for c in self._forbidden if c.stage == stage and self._grows(c)]
+            failed = [c for c in self.forbidden if c.stage == stage and self._grows(c)]
             sizes = (self._formula(each) for each in failed)
             self._starving[stage] = min(sizes, default=math.inf)
         least = self._starving[stage]
@@ -238,7 +249,7 @@ class Predictor:
         seconds = self.roofline.training_seconds(
             candidate, load, 1 if only else epochs, epochs * steps, only
         )
-        factor, measured = self._correction(candidate)(load.context, float(load.episodes))
+        factor, measured = self.correction(candidate)(load.context, float(load.episodes))
         problem = self._refused(candidate, load.context, float(load.episodes))
         if not problem and peak > budget:
             filled = self._filled(candidate, self.ahead).microbatch
@@ -292,16 +303,21 @@ class Predictor:
     def rate(self, candidate: Candidate, context: float, offered: float) -> tuple[float, float]:
         """Tokens/s of one engine that is offered so many sequences at once, and how much
         measurement stands behind it (0 to 1)."""
-        guess = _Guess(self, candidate)(context, offered)
-        factor, measured = self._correction(candidate)(context, offered)
+        guess = self.guess(candidate)(context, offered)
+        factor, measured = self.correction(candidate)(context, offered)
         return guess * factor, measured
 
-    def _correction(self, candidate: Candidate) -> Correction:
+    def guess(self, candidate: Candidate) -> Guess:
+        """The roofline's tokens/s of the candidate, by load: what `rate` corrects."""
+        return _Guess(self, candidate)
+
+    def correction(self, candidate: Candidate) -> Correction:
+        """Measured over guessed rate of the candidate, by load."""
         if candidate.stage not in self._measured_stages:
             return _UNMEASURED
         key = candidate.key
         if key not in self._corrections:
-            points, guess = self._points.get(key, []), _Guess(self, candidate)
+            points, guess = self._points.get(key, []), self.guess(candidate)
             self._corrections[key] = Correction(points, guess, self._common(candidate.stage))
         return self._corrections[key]
 
@@ -309,7 +325,7 @@ class Predictor:
         if stage not in self._commons:
             self._commons[stage] = Common(
                 [
-                    (points, _Guess(self, Candidate.of_key(key, self.hardware)))
+                    (points, self.guess(Candidate.of_key(key, self.hardware)))
                     for key, points in self._points.items()
                     if key.split()[0] == stage
                 ]
@@ -319,7 +335,7 @@ class Predictor:
     def _refused(self, candidate: Candidate, context: float, requests: float) -> str:
         if self._starved(candidate):
             peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
-            what = "it" if candidate in self._forbidden else "a layout that needs no more"
+            what = "it" if candidate in self.forbidden else "a layout that needs no more"
             return (
                 f"{what} ran out of memory in this run, where {gib(budget)} may be used and "
                 f"{gib(peak)} are predicted"

@@ -10,7 +10,7 @@ from earl_core.config.layout import LayoutConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.selector.deployment import DeploymentPlan, StageDeployment
+from earl_core.selector.deployment import DeploymentPlan, Forbidden, StageDeployment
 from earl_core.selector.memory_model import Calibration
 from earl_core.selector.profile_table import ProfileTable
 from earl_core.selector.shapes import Hardware, ModelShape
@@ -21,8 +21,8 @@ class SelectionInput(Settings):
     """Everything that a choice depends on; sealed beside the plan, so that it can be replayed.
 
     attempt: how often the iteration's choice was made before, because a stage did not fit.
-    current: the plan that the running worker groups follow. forbidden: layouts that ran out of
-    memory in this run. reserved_bytes: by stage, bytes of the host that others hold while it runs
+    current: the plan that the running worker groups follow. forbidden: what ran out of memory in
+    this run. reserved_bytes: by stage, bytes of the host that others hold while it runs
     (on CPU hosts, where nothing is given back between stages). outgrown: the most tokens that an
     engine of this run was built too small for. trained_share: part of the parameters that has
     gradients (1 without adapters).
@@ -42,7 +42,7 @@ class SelectionInput(Settings):
     selector: SelectorConfig = SelectorConfig()
     profile: ProfileTable = ProfileTable()
     calibration: Calibration = Calibration()
-    forbidden: tuple[StageDeployment, ...] = ()
+    forbidden: tuple[Forbidden, ...] = ()
     reserved_bytes: dict[str, float] = Field(default_factory=dict)
     outgrown: float = Field(default=0.0, ge=0)
     iterations_left: int | None = Field(default=None, ge=1)

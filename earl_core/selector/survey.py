@@ -18,13 +18,7 @@ from pydantic import Field
 from earl_core.config.base import Settings
 from earl_core.selector.candidates import Candidate, powers
 from earl_core.selector.predict import STAGES, Predictor
-from earl_core.selector.profile_table import (
-    Correction,
-    ProfilePoint,
-    ProfileTable,
-    log_ratio_of,
-)
-from earl_core.selector.roofline import Load
+from earl_core.selector.profile_table import ProfilePoint, ProfileTable, log_ratio_of
 from earl_core.selector.selection import SelectionInput
 from earl_core.selector.statistics import Statistics
 
@@ -211,15 +205,10 @@ class _Survey:
     ) -> None:
         self._given, self._grid, self._table = given, grid, table
         self._done = skipped | {point.bucket for point in table.points}
-        self._bare = Predictor(at_context(given, grid.contexts[0], ProfileTable()))
+        self._predictor = Predictor(at_context(given, grid.contexts[0], table))
         self._offers = {context: self._offered(context) for context in grid.contexts}
         layouts = {c.key: c for found in self._offers.values() for c in found}
-        self._base, self._spread = self._stage_ratios(layouts)
-        points = table.by_key()
-        self._corrections = {
-            key: Correction(points.get(key, []), _Guess(self._bare, c), self._base[c.stage])
-            for key, c in layouts.items()
-        }
+        self._spread = self._spreads(layouts)
 
     def points(self) -> Iterator[Point]:
         """Each place that is worth its time, once."""
@@ -301,29 +290,25 @@ class _Survey:
         return _Option(layout, requests, math.log(max(rate, 1e-9)), spread, known)
 
     def _rate(self, layout: Candidate, context: int, requests: int) -> tuple[float, float]:
-        factor, known = self._corrections[layout.key](context, requests)
-        return factor * _Guess(self._bare, layout)(context, requests), known
+        return self._predictor.rate(layout, context, requests)
 
-    def _stage_ratios(
-        self, layouts: dict[str, Candidate]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """log(measured / guessed) that the layouts of each stage have in common, and how far each
-        may be from it."""
+    def _spreads(self, layouts: dict[str, Candidate]) -> dict[str, float]:
+        """How far log(measured / guessed) of a layout may be from that of its stage's others."""
         found: dict[str, list[float]] = {stage: [] for stage in STAGES}
         for key, points in self._table.by_key().items():
             layout = layouts.get(key)
             if layout is not None:
-                guess = _Guess(self._bare, layout)
+                guess = self._predictor.guess(layout)
                 ratios = [r for p in points if (r := log_ratio_of(p, guess)) is not None]
                 found[layout.stage] += [fmean(ratios)] if ratios else []
-        bases, spreads = {}, {}
+        spreads = {}
         for stage, ratios in found.items():
-            bases[stage] = fmean(ratios) if ratios else 0.0
-            squares = sum((ratio - bases[stage]) ** 2 for ratio in ratios)
+            mean = fmean(ratios) if ratios else 0.0
+            squares = sum((ratio - mean) ** 2 for ratio in ratios)
             prior = _GUESS_WEIGHT * _GUESS_SPREAD**2
             spread = math.sqrt((prior + squares) / (_GUESS_WEIGHT + max(0, len(ratios) - 1)))
             spreads[stage] = max(2 * _NOISE_SPREAD, spread)
-        return bases, spreads
+        return spreads
 
     def _seconds(self, point: Point) -> float:
         """What measuring will take once the workers run."""
@@ -331,9 +316,9 @@ class _Survey:
         rate = max(self._rate(layout, context, point.requests)[0], 1e-9)
         if layout.stage == "rollout":
             one_pass = generated_tokens(context) * point.requests / rate
-            factor = self._corrections[layout.key](context, point.requests)[0]
+            factor = self._predictor.correction(layout)(context, point.requests)[0]
             prompt = float(point.requests * context)
-            reading = self._bare.roofline.prefill_seconds(
+            reading = self._predictor.roofline.prefill_seconds(
                 layout.tensor, layout.threads, prompt, context
             )
             return _OVERHEAD_SECONDS + reading / factor + 2 * one_pass + WINDOW_SECONDS
@@ -345,20 +330,6 @@ class _Survey:
 def generated_tokens(context: int) -> int:
     """Tokens that each sequence decodes in a timed pass at this context."""
     return max(1, min(GENERATED_TOKENS, context // 4))
-
-
-class _Guess:
-    """The roofline's tokens/s of one layout at (context, requests), without any measurement."""
-
-    def __init__(self, bare: Predictor, layout: Candidate) -> None:
-        self._bare, self._layout = bare, layout
-
-    def __call__(self, context: float, requests: float) -> float:
-        if self._layout.stage == "rollout":
-            return self._bare.rate(self._layout, context, requests)[0]
-        samples = max(1, round(requests))
-        load = Load(samples, context, context, context)
-        return samples * context / self._bare.predict(self._layout, load).seconds
 
 
 def _values(options: list[_Option]) -> list[float]:

@@ -45,10 +45,13 @@ def open_weights(
     return MappingProxyType(tensors)
 
 
-def manifest_from_directory(directory: Path, policy_version: int) -> WeightsManifest:
+def manifest_from_directory(
+    directory: Path, policy_version: int, trust_remote_code: bool = False
+) -> WeightsManifest:
     """Describe a Hugging Face model directory, so that it loads by the path of `publish`.
 
-    Reads `model.safetensors` or the files of `model.safetensors.index.json`.
+    Reads `model.safetensors` or the files of `model.safetensors.index.json`. trust_remote_code:
+    whether code that lies in the directory may define the model.
     """
     files = model_files(directory)
     entries: dict[str, TensorEntry] = {}
@@ -62,11 +65,12 @@ def manifest_from_directory(directory: Path, policy_version: int) -> WeightsMani
             code = DTYPE_CODES[place.dtype]
             entries[name] = TensorEntry(dtype=code, shape=place.shape, file=index)
             tensors[name] = view(mapping, place)
+    parameters = parameters_of(directory, trust_remote_code)
     return WeightsManifest(
         policy_version=policy_version,
         files=tuple(described),
         tensors=entries,
-        tied=_tied_names(directory, frozenset(entries)),
+        tied=_tied_names(parameters, frozenset(entries)),
         digest=digest_of(tensors),
         config_digest=config_digest(directory),
     )
@@ -117,23 +121,23 @@ def model_files(directory: Path) -> list[Path]:
     )
 
 
-def parameters_of(directory: Path) -> dict[str, torch.Tensor]:
+def parameters_of(directory: Path, trust_remote_code: bool = False) -> dict[str, torch.Tensor]:
     """The parameters of the model that transformers makes of a directory's configuration, on the
     meta device: names that are one tensor have one. Nothing of the weights is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _tied_names(directory: Path, present: frozenset[str]) -> dict[str, str]:
+def _tied_names(
+    parameters: Mapping[str, torch.Tensor], present: frozenset[str]
+) -> dict[str, str]:
     """Names that the model has but the files leave out because they share another's memory."""
     by_tensor: dict[int, list[str]] = {}
-    # Kept, for the number of an object that is gone may be another's.
-    parameters = parameters_of(directory)
     for name, parameter in parameters.items():
         by_tensor.setdefault(id(parameter), []).append(name)
     tied: dict[str, str] = {}

@@ -128,6 +128,20 @@ def test_a_layout_that_stays_ends_the_run_with_the_error_itself(live: Runs) -> N
     assert live.executed("sealed").count((0, "select")) == 1
 
 
+def test_a_resume_tries_again_what_another_program_left_no_memory_for(
+    runs: Runs, undisturbed: Undisturbed
+) -> None:
+    """Until no layout is left; the memory may be free when the run goes on."""
+    settings = (selector(runs), *LEARNING)
+    output = runs.train(*settings, fault="update.microbatch1@1=memory", expect=1)
+    assert "no layout of the update fits the memory" in output
+    failed = observations(runs, "out_of_memory")
+    assert len({seen.deployment for seen in failed}) == len(failed) > 1
+    runs.train(*settings)
+    assert runs.executed("sealed").count((1, "rollout")) == 1
+    assert_learnt_alike(runs, undisturbed(*LEARNING))
+
+
 @pytest.fixture
 def capped(live: Runs) -> Iterator[Path]:
     with memory_cgroup(6 * 2**30) as group:

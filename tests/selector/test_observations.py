@@ -43,7 +43,7 @@ def taught(base: SelectionInput, observations: list[Observation]) -> SelectionIn
         update={
             "profile": profile,
             "calibration": calibration_of(observations),
-            "forbidden": forbidden_of(observations),
+            "forbidden": forbidden_of(observations, base.iteration),
             "outgrown": outgrown_tokens(observations),
         }
     )
@@ -100,7 +100,8 @@ def test_a_layout_that_ran_out_of_memory_is_not_taken_again() -> None:
     )
     after = select(taught(base, [lesson]))
     assert after["update"] != plan["update"]
-    assert forbidden_of([lesson, lesson]) == (plan["update"],)
+    (forbidden,) = forbidden_of([lesson, lesson], lesson.iteration)
+    assert forbidden.deployment == plan["update"]
     # Nor anything for which the formula says as much.
     (peak,) = calibration_of([lesson]).peaks
     assert calibration_of([lesson]).correct("update", peak.predicted) > row.budget
@@ -114,6 +115,36 @@ def test_a_failure_is_forgotten_once_as_much_has_worked() -> None:
     assert [p.out_of_memory for p in calibration_of([worked, failed]).peaks] == [False, True]
     smaller = seen("measured", peak_bytes=7.0, formula_bytes=9.0)
     assert [p.out_of_memory for p in calibration_of([failed, smaller]).peaks] == [False, True]
+
+
+def test_what_failed_is_forbidden_for_loads_that_are_no_smaller() -> None:
+    """In its own iteration whatever the load: what that is was only forecast."""
+    failed = seen("out_of_memory", iteration=3, peak_bytes=8.0, formula_bytes=10.0)
+    assert [item.beyond_bytes for item in forbidden_of([failed], 3)] == [0.0]
+    (later,) = forbidden_of([failed], 4)
+    assert 0 < later.beyond_bytes < 10.0
+    worked = seen("measured", iteration=4, peak_bytes=7.0, formula_bytes=10.0)
+    assert forbidden_of([failed, worked], 5) == ()
+    assert len(forbidden_of([worked, failed], 5)) == 1
+    elsewhere = worked.model_copy(update={"stage": "rollout"})
+    assert len(forbidden_of([failed, elsewhere], 5)) == 1
+
+
+def test_a_layout_comes_back_once_contexts_are_short_again() -> None:
+    short, long = given(2048.0), given(16384.0)
+    layout = select(short)["update"]
+    predictor = Predictor(long)
+    candidate = predictor.candidate_of(layout)
+    lesson = seen(
+        "out_of_memory",
+        layout,
+        iteration=0,
+        peak_bytes=predictor.budget("update"),
+        formula_bytes=predictor.formula_peak(candidate, predictor.now),
+    )
+    assert candidate in Predictor(taught(long, [lesson])).forbidden
+    assert candidate not in Predictor(taught(short, [lesson])).forbidden
+    assert select(taught(short, [lesson]))["update"] == layout
 
 
 def test_what_is_last_counts() -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.manifest import write_manifest
-from earl_core.selector import DeploymentPlan, SelectionInput, select
+from earl_core.selector import DeploymentPlan, Forbidden, SelectionInput, select
 from earl_core.selector.observations import Observation
 from flows.cli.app import app
 from flows.cli.errors import UsageProblem
@@ -123,7 +123,8 @@ def test_a_choice_that_came_out_otherwise_is_shown(tmp_path: Path) -> None:
 def test_all_attempts_of_an_iteration_and_what_they_taught(tmp_path: Path) -> None:
     first = given(8192.0)
     planned = select(first)["update"]
-    path = sealed_run(tmp_path, first.model_copy(update={"forbidden": (planned,)}))
+    forbidden = (Forbidden(deployment=planned),)
+    path = sealed_run(tmp_path, first.model_copy(update={"forbidden": forbidden}))
     folder = path / "iterations/000012"
     (folder / "selection.0.input").write_text(first.model_dump_json())
     failed = Observation(

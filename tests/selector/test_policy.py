@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from earl_core.config.layout import LayoutConfig
 from earl_core.selector import (
     DeploymentPlan,
+    Forbidden,
     Hardware,
     NothingFits,
     Predictor,
@@ -94,13 +95,13 @@ def test_a_forbidden_candidate_is_never_picked(
             plan = select(item)
         except NothingFits:
             return
-        forbidden.append(plan[stage])
+        forbidden.append(Forbidden(deployment=plan[stage]))
         item = item.model_copy(update={"forbidden": tuple(forbidden), "current": plan})
         try:
             chosen = layouts(select(item))
         except NothingFits:
             return
-        assert not set(chosen.values()) & {Candidate.of(one) for one in forbidden}
+        assert not set(chosen.values()) & {Candidate.of(one.deployment) for one in forbidden}
 
 
 @quick

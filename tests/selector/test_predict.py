@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from earl_core.selector import (
     Calibration,
+    Forbidden,
     Hardware,
     NothingFits,
     Peak,
@@ -198,7 +199,7 @@ def test_a_key_names_its_layout(layout: Candidate, hardware: Hardware) -> None:
 def test_what_ran_out_of_memory_is_named_with_its_bytes() -> None:
     item = host(24.0, selector={"stages": ("update",)})
     first = select(item)["update"]
-    learnt = item.model_copy(update={"forbidden": (first,)})
+    learnt = item.model_copy(update={"forbidden": (Forbidden(deployment=first),)})
     assert select(learnt)["update"] != first
     predictor = Predictor(learnt)
     failed = Candidate.of(first)
@@ -291,4 +292,5 @@ def test_on_a_cpu_the_same_input_gives_the_same_plan_and_forbidden_ones_stay_awa
         layouts = {Candidate.of(stage) for stage in plan.stages.values()}
         assert not layouts & {Candidate.of(one) for one in gone}
         gone.append(plan[data.draw(st.sampled_from(["rollout", "reference", "update"]))])
-        item = item.model_copy(update={"forbidden": tuple(gone), "current": plan})
+        forbidden = tuple(Forbidden(deployment=one) for one in gone)
+        item = item.model_copy(update={"forbidden": forbidden, "current": plan})

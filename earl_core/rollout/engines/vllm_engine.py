@@ -98,7 +98,7 @@ class VllmEngine:
         Raises `OutOfMemory` when weights or the cache of one sequence do not fit.
         """
         self._parameters, self._config_digest = (
-            parameters_of(self._directory),
+            parameters_of(self._directory, self._trust_remote_code),
             config_digest(self._directory),
         )
         self._sockets = vllm_environment.socket_directory(self._scratch)
