@@ -229,7 +229,7 @@ def percent(value: float) -> str:
 def options() -> argparse.Namespace:
     """Command line."""
     made = parser((__doc__ or "").partition("\n")[0])
-    made.add_argument("--keep", type=Path, metavar="FILE", help="write all measurements as JSON")
+    made.add_argument("--keep", type=Path, metavar="FILE", help="write measurements, for --replay")
     made.add_argument(
         "--replay", type=Path, metavar="FILE", help="measurements that --keep wrote, not new ones"
     )
@@ -246,7 +246,10 @@ def measured(given: argparse.Namespace) -> LiveTable:
     with tempfile.TemporaryDirectory(prefix="earl-live-") as directory:
         sizes = QUICK if given.quick else FULL
         return measure(
-            Path(directory), sizes, lambda line: print(line, file=sys.stderr, flush=True)
+            Path(directory),
+            sizes,
+            lambda line: print(line, file=sys.stderr, flush=True),
+            given.keep,
         )
 
 

@@ -46,9 +46,9 @@ def windows_seen() -> Iterator[set[int | None]]:
     """The sliding windows that layers ask for inside the context; None: of those without one."""
     seen: set[int | None] = set()
 
-    def noting(*tensors: Any, sliding_window: int | None = None, **options: Any) -> Any:
-        seen.add(sliding_window)
-        return varlen_attention(*tensors, sliding_window=sliding_window, **options)
+    def noting(*given: Any, **options: Any) -> Any:
+        seen.add(options.get("sliding_window"))
+        return varlen_attention(*given, **options)
 
     AttentionInterface.register(ATTENTION_NAME, noting)
     try:

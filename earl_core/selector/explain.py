@@ -192,10 +192,14 @@ def _row(row: Prediction, base: float, taken: bool) -> Row:
         "seconds": "" if fails else _seconds(row.seconds),
         "against the chosen": f"{100 * (row.seconds / base - 1):+.1f} %" if compared else "",
         "memory": f"{gib(row.peak)} of {gib(row.budget)}",
-        "KV cache filled": f"{100 * row.filled:,.0f} %" if 0 < row.filled < 1e6 else "",
+        "KV cache filled": _filled(row),
         "known from": "roofline" if row.guess else "measurements",
         "verdict": verdict,
     }
+
+
+def _filled(row: Prediction) -> str:
+    return f"{100 * row.filled:,.0f} %" if 0 < row.filled < 1e6 else ""
 
 
 def refused_rows(choice: Considered) -> list[Row]:
@@ -211,7 +215,7 @@ def summary(given: SelectionInput) -> Row:
     for stage, row in taken.items():
         line[stage] = row.candidate.label
         line[f"{stage}, seconds"] = _seconds(row.seconds)
-    line["KV cache filled"] = f"{100 * taken['rollout'].filled:,.0f} %"
+    line["KV cache filled"] = _filled(taken["rollout"])
     return line
 
 

@@ -33,9 +33,9 @@ class Prediction(NamedTuple):
     """One candidate under one load.
 
     seconds: of the stage, infinite when it cannot run. peak, budget: bytes on one device. filled:
-    for rollouts, the share of the KV cache that the sequences offered would take (above 1 they
-    queue). measured: how much measurement stands behind the seconds, 0 (a guess) to 1. problem:
-    why the candidate is ruled out; empty when it is not.
+    for engines with a KV cache of fixed size, the share of it that the sequences offered would take
+    (above 1 they queue). measured: how much measurement stands behind the seconds, 0 (a guess) to
+    1. problem: why the candidate is ruled out; empty when it is not.
     """
 
     candidate: Candidate
@@ -148,12 +148,11 @@ class Predictor:
         return engine_memory(self.shape, self.device, candidate, share, self._value)
 
     def capacity(self, candidate: Candidate) -> float:
-        """Tokens that one engine's cache holds; of the torch engine, what memory leaves it."""
-        engine = self._engine(candidate, self.ahead)
+        """Tokens that one engine's cache holds. The torch engine's has no size of its own: what it
+        grows to is part of the engine's peak."""
         if self._torch_engine:
-            engines = candidate.replicas if self.device.kind == "cpu" else 1
-            left = self._budgets["rollout"] / engines - (engine.total - engine.kv_cache)
-            engine = engine._replace(kv_cache=max(0.0, left))
+            return _ENDLESS
+        engine = self._engine(candidate, self.ahead)
         return kv_capacity_tokens(self.shape, engine, candidate.tensor, self._value)
 
     def formula_peak(self, candidate: Candidate, load: Load) -> float:
@@ -277,9 +276,7 @@ class Predictor:
         rate, measured = self.rate(candidate, load.context, offered)
         peak, budget = self.stage_peak(candidate), self._engine_budget(engine)
         problem = self._refused(candidate, load.context, offered)
-        needed = self.ahead.longest
-        if not self._torch_engine:
-            needed = max(needed, float(self.max_model_len))
+        needed = max(self.ahead.longest, float(self.max_model_len))
         if not problem and peak > budget:
             engines = f"{candidate.replicas} engines" if candidate.replicas > 1 else "one engine"
             problem = f"running {engines} {self._short_of('rollout', peak, budget)}"
@@ -292,6 +289,8 @@ class Predictor:
             )
         seconds = self.roofline.rollout_seconds(candidate, load, rate)
         filled = offered * load.context / capacity if capacity > 0 else math.inf
+        if self._torch_engine:
+            filled = 0.0
         return Prediction(candidate, seconds, peak, budget, filled, measured, problem)
 
     def _engine_budget(self, engine: Memory) -> float:
@@ -358,10 +357,8 @@ class _Guess:
     def __call__(self, context: float, requests: float) -> float:
         predictor, layout = self._predictor, self._candidate
         if layout.stage == "rollout":
-            # The torch engine has no cache that could fill; its memory is judged apart.
-            capacity = _ENDLESS if predictor._torch_engine else predictor.capacity(layout)
             return predictor.roofline.decode_rate(
-                layout.tensor, layout.threads, requests, context, capacity
+                layout.tensor, layout.threads, requests, context, predictor.capacity(layout)
             )
         written = context * predictor.now.generated / predictor.now.context
         load = Load(max(1, round(requests)), context, context, written)

@@ -57,20 +57,18 @@ def _percent(old: Prediction, new: Prediction) -> str:
 
 def _situation(predictor: Predictor, row: Prediction) -> str:
     layout, load = row.candidate, predictor.now
+    used = f"{100 * row.peak / row.budget:.0f} % of memory"
     if layout.stage != "rollout":
-        share = 100 * row.peak / row.budget
-        return f"the longest sample, {tokens(load.longest)} tokens, fills {share:.0f} % of memory"
+        return f"the longest sample, {tokens(load.longest)} tokens, fills {used}"
     share = load.episodes / layout.replicas
     offered = max(1.0, min(share, layout.running or share))
+    sequences = f"{offered:.0f} sequences x {tokens(load.context)} tokens"
+    if not row.filled:
+        return f"{sequences} fill {used}"
     place = f"the KV cache at TP {layout.tensor}"
     if row.filled > 9.99:
-        return (
-            f"{offered:.0f} sequences x {tokens(load.context)} tokens are far too many for {place}"
-        )
-    return (
-        f"{offered:.0f} sequences x {tokens(load.context)} tokens fill {100 * row.filled:.0f} % of "
-        f"{place}"
-    )
+        return f"{sequences} are far too many for {place}"
+    return f"{sequences} fill {100 * row.filled:.0f} % of {place}"
 
 
 def _move(old: Candidate, new: Candidate) -> str:

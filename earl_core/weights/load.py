@@ -133,9 +133,7 @@ def parameters_of(directory: Path, trust_remote_code: bool = False) -> dict[str,
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _tied_names(
-    parameters: Mapping[str, torch.Tensor], present: frozenset[str]
-) -> dict[str, str]:
+def _tied_names(parameters: Mapping[str, torch.Tensor], present: frozenset[str]) -> dict[str, str]:
     """Names that the model has but the files leave out because they share another's memory."""
     by_tensor: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
