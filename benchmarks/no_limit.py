@@ -275,6 +275,8 @@ def _options() -> argparse.Namespace:
     if given.quick:
         given.seeds, given.iterations, given.held_out = 1, 6, 0
         given.cuts, given.arms = (24,), ("fixed", "truncated", "earl")
+        # Six iterations do not grow beyond the full run's cap.
+        given.cap_gib = min(given.cap_gib, 1.5)
     return given
 
 
