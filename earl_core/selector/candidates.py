@@ -39,6 +39,12 @@ class Candidate(NamedTuple):
         return self.replicas * self.shard
 
     @property
+    def parts(self) -> int:
+        """Ranks that share the parameters of one copy, tensor parallelism aside: the learner's
+        context ranks hold parts of them as shard ranks do."""
+        return self.shard * self.context
+
+    @property
     def key(self) -> str:
         """The layout's name in the profile table.
 

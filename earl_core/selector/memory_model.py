@@ -118,10 +118,10 @@ def training_memory(
 ) -> Memory:
     """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.
 
-    float32 weights, gradients and two Adam moments, divided by tensor parallelism and sharding;
+    float32 weights, gradients and two Adam moments, divided by tensor, shard and context ranks;
     working copies of the weights in bf16, or gathered layer by layer when sharded.
     """
-    own = shape.parameters / (layout.tensor * layout.shard)
+    own = shape.parameters / (layout.tensor * layout.parts)
     value = 2 if needs.mixed else 4
     tokens = max(float(layout.microbatch), longest) / layout.context
     if needs.cpu:
@@ -161,7 +161,7 @@ def scoring_memory(
     that keeps no activations."""
     value = 2 if needs.mixed else 4
     tokens = max(float(layout.microbatch), longest) / layout.context
-    own = 4 * shape.parameters / (layout.tensor * layout.shard)
+    own = 4 * shape.parameters / (layout.tensor * layout.parts)
     per_layer: float
     if needs.cpu:
         # Sums, norms and what the matrices read; queries and keys before and after they are
@@ -179,7 +179,7 @@ def scoring_memory(
 
 
 def _working_bytes(shape: ModelShape | Sizes, layout: Candidate, value: int, mixed: bool) -> float:
-    if layout.shard > 1:
+    if layout.parts > 1:
         # One layer in use and the next one on its way; the largest table is gathered alone.
         largest = max(2 * shape.layer_parameters, shape.embedding_parameters)
         return value * largest / layout.tensor

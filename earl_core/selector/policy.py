@@ -179,7 +179,7 @@ def _classes(
         if row.allowed:
             layout = row.candidate
             move = move_between(running.candidate, layout) if running else "rebuild"
-            best.setdefault((layout.tensor, layout.shard == 1, move), row)
+            best.setdefault((layout.tensor, layout.parts == 1, move), row)
     found = list(best.values())
     return [*found, kept] if kept is not None else found
 

@@ -262,7 +262,7 @@ class Predictor:
     def _host_problem(self, candidate: Candidate) -> str:
         """Why the host cannot hold the optimizer state of its ranks; empty when it can."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        own = self.shape.parameters / (candidate.tensor * candidate.shard)
+        own = self.shape.parameters / (candidate.tensor * candidate.parts)
         needed = 8.0 * own * self.needs.trained * ranks
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
         if needed <= budget:

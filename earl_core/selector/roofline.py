@@ -173,7 +173,7 @@ class Roofline:
         at_a_time = layout.logits_chunk or max(1, LOGITS_AT_A_TIME // shape.vocabulary)
         chunks = max(0, math.ceil(answered / at_a_time) - microbatches)
         head = shape.vocabulary * shape.hidden_size / layout.tensor
-        added = microbatches * self._parameters / (layout.tensor * layout.shard) + chunks * head
+        added = microbatches * self._parameters / (layout.tensor * layout.parts) + chunks * head
         # New and old are read, the sum is written.
         return 12.0 * added / (self.device.memory_bandwidth * layout.threads)
 
@@ -194,14 +194,14 @@ class Roofline:
         return passes * moved * share / self.group_bandwidth(layout.tensor * layout.context)
 
     def _gather_seconds(self, layout: Candidate, microbatches: int, forward_only: bool) -> float:
-        if layout.shard == 1:
+        if layout.parts == 1:
             return 0.0
-        moved = 2.0 * self._parameters / layout.tensor * (layout.shard - 1) / layout.shard
-        group = layout.tensor * layout.context * layout.shard
+        moved = 2.0 * self._parameters / layout.tensor * (layout.parts - 1) / layout.parts
+        group = layout.tensor * layout.parts
         return microbatches * (1 if forward_only else 3) * moved / self.group_bandwidth(group)
 
     def _optimizer_seconds(self, layout: Candidate) -> float:
-        own = self._parameters / (layout.tensor * layout.shard)
+        own = self._parameters / (layout.tensor * layout.parts)
         # Gradient, weight and two moments are read, all but the gradient written, in float32.
         seconds = 28.0 * own / (self.device.memory_bandwidth * layout.threads)
         if layout.offload:
@@ -217,7 +217,7 @@ class Roofline:
         Ranks that hold the slices which the engines want hand them over; otherwise each engine
         gathers a whole copy.
         """
-        same = update.tensor == rollout.tensor and update.shard == 1
+        same = update.tensor == rollout.tensor and update.parts == 1
         if same:
             return 0.0
         moved = 2.0 * self._parameters / rollout.tensor

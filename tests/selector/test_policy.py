@@ -196,6 +196,13 @@ def test_a_switch_comes_before_memory_runs_out() -> None:
     assert "needs" in changed.reasons["update"]
 
 
+@pytest.mark.parametrize("model", ["qwen2.5-72b", "llama-3.1-70b", "llama-3.1-8b"])
+@pytest.mark.parametrize("episodes", [128, 512])
+def test_short_contexts_have_no_context_parallelism(model: str, episodes: int) -> None:
+    item = given(512.0, model=model, hosts=16, episodes=episodes, selector={"stages": ("update",)})
+    assert select(item)["update"].context_parallel == 1
+
+
 def test_ladder_ends_in_an_error_that_names_the_bytes() -> None:
     with pytest.raises(
         NothingFits, match=r"of the update fits .* needs [\d.]+ GiB on a device where"

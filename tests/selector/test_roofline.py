@@ -91,6 +91,17 @@ def test_training_counts_the_work_and_what_is_sent() -> None:
     assert scoring == pytest.approx(scored, rel=1e-6)
 
 
+def test_context_ranks_gather_parameters_as_shard_ranks_do() -> None:
+    """What the learner does (`parallelize`): context ranks save no gathering, they only add the
+    exchange of keys and values."""
+    line, load = roofline(), Load(episodes=16, context=1024, longest=1024, generated=512)
+    shards = Candidate("update", 1, 8, 1, 16, microbatch=32768)
+    mixed = shards._replace(context=8, shard=2)
+    assert mixed.parts == shards.parts == 16
+    assert line.training_seconds(mixed, load, 1, 1) > line.training_seconds(shards, load, 1, 1)
+    assert line.republish_seconds(mixed, Candidate("rollout", 16, 8)) > 0.0
+
+
 def test_tool_waits_and_prompts_lengthen_a_rollout() -> None:
     layout = Candidate("rollout", 16, 8, running=64)
     line, load = roofline(), Load(1024, 8192, 8192, 4096, turns=4)
