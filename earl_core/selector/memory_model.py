@@ -83,27 +83,29 @@ def standard_activation_bytes(shape: ModelShape | Sizes, tokens: int, sequences:
 def layer_activation_bytes(shape: ModelShape | Sizes, tensor: int = 1, mixed: bool = True) -> float:
     """What one token leaves in one layer for the backward pass, bytes on one device.
 
-    Two norms (input in float32, output), two residual sums; query, key, value, attention output
-    and its log-sum; four feed-forward products (two without a gate). Tensor parallel ranks share
-    the last two groups.
+    Two norms; query, key, value, attention output and its log-sum; four feed-forward products (two
+    without a gate). Tensor parallel ranks share the last two groups.
     """
     value = 2 if mixed else 4
-    shared = shape.hidden_size * (2 * (4 + value) + 2 * value)
+    shared = _norm_bytes(shape, mixed)
     attention = 2 * (shape.query_size + shape.key_value_size) * value + 4 * shape.attention_heads
     products = (4 if shape.gated_mlp else 2) * shape.feed_forward * value
     return shared + (attention + products) / tensor
 
 
+def _norm_bytes(shape: ModelShape | Sizes, mixed: bool) -> int:
+    """What the two norms of a layer keep of a token, whose residual sums are float32 also under
+    autocast: input and normalised input, and what the matrices read. Under bf16 autocast each of
+    five matrices keeps a copy of its own; otherwise they share the norm's output."""
+    return shape.hidden_size * (2 * (4 + 4) + (5 * 2 if mixed else 2 * 4))
+
+
 def cpu_layer_activation_bytes(
     shape: ModelShape | Sizes, longest: float, mixed: bool = True
 ) -> float:
-    """The same on a CPU, tensor by tensor as autograd keeps them. longest: of a sample, tokens.
-
-    Residual sums and norms are float32. Under bf16 autocast each of five matrices that read a norm
-    keeps a bf16 copy of its own; otherwise they share the norm's output.
-    """
+    """The same on a CPU, with what its attention kernels keep. longest: of a sample, tokens."""
     value = 2 if mixed else 4
-    norms = shape.hidden_size * (26 if mixed else 24)
+    norms = _norm_bytes(shape, mixed)
     wide = shape.query_size + shape.key_value_size
     if longest <= SHORT_TOKENS:
         attention = 4 * (wide + shape.key_value_size) + 4 * shape.attention_heads * longest
@@ -119,11 +121,11 @@ def training_memory(
     """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.
 
     float32 weights, gradients and two Adam moments, divided by tensor, shard and context ranks;
-    working copies of the weights in bf16, or gathered layer by layer when sharded.
+    copies of the weights in bf16, and those gathered layer by layer when sharded.
     """
     own = shape.parameters / (layout.tensor * layout.parts)
-    value = 2 if needs.mixed else 4
     tokens = max(float(layout.microbatch), longest) / layout.context
+    copies = _copied_bytes(shape, layout, needs.mixed)
     if needs.cpu:
         per_layer = cpu_layer_activation_bytes(shape, longest, needs.mixed)
         kept = _cpu_kept(shape, layout, per_layer, needs.mixed)
@@ -131,9 +133,12 @@ def training_memory(
         per_layer = layer_activation_bytes(shape, layout.tensor, needs.mixed)
         kept = shape.layers * per_layer
         if layout.checkpointing:
-            kept = shape.layers * shape.hidden_size * value + per_layer
+            # Residual sums between layers are float32; a layer is computed again once autocast has
+            # dropped its copies.
+            kept = 4 * shape.layers * shape.hidden_size + per_layer
+            copies = max(0.0, copies - tokens * per_layer)
     return Memory(
-        weights=4 * own + _working_bytes(shape, layout, value, needs.mixed),
+        weights=4 * own + copies + _gathered_bytes(shape, layout),
         gradients=4 * own * needs.trained,
         optimizer=0.0 if layout.offload else 8 * own * needs.trained,
         activations=tokens * kept,
@@ -171,19 +176,26 @@ def scoring_memory(
     else:
         per_layer = layer_activation_bytes(shape, layout.tensor, needs.mixed)
     return Memory(
-        weights=own + _working_bytes(shape, layout, value, needs.mixed),
+        weights=own + _copied_bytes(shape, layout, needs.mixed) + _gathered_bytes(shape, layout),
         activations=tokens * per_layer,
         logits=_logit_bytes(shape, layout, tokens * needs.answered, needs.cpu, backward=False),
         runtime=CPU_RUNTIME_BYTES if needs.cpu else RUNTIME_BYTES,
     )
 
 
-def _working_bytes(shape: ModelShape | Sizes, layout: Candidate, value: int, mixed: bool) -> float:
-    if layout.parts > 1:
-        # One layer in use and the next one on its way; the largest table is gathered alone.
-        largest = max(2 * shape.layer_parameters, shape.embedding_parameters)
-        return value * largest / layout.tensor
-    return value * shape.parameters / layout.tensor if mixed else 0.0
+def _copied_bytes(shape: ModelShape | Sizes, layout: Candidate, mixed: bool) -> float:
+    """The bf16 copies that autocast makes of all weights that a rank computes with, its own or
+    gathered: they live until the forward pass ends, where autograd needs them until it is back."""
+    return 2 * shape.parameters / layout.tensor if mixed else 0.0
+
+
+def _gathered_bytes(shape: ModelShape | Sizes, layout: Candidate) -> float:
+    """Parameters of other ranks, gathered in float32 as they are stored."""
+    if layout.parts == 1:
+        return 0.0
+    # One layer in use and the next one on its way; the largest table is gathered alone.
+    largest = max(2 * shape.layer_parameters, shape.embedding_parameters)
+    return 4 * largest / layout.tensor
 
 
 def _logit_bytes(

@@ -196,7 +196,8 @@ class Roofline:
     def _gather_seconds(self, layout: Candidate, microbatches: int, forward_only: bool) -> float:
         if layout.parts == 1:
             return 0.0
-        moved = 2.0 * self._parameters / layout.tensor * (layout.parts - 1) / layout.parts
+        # Weights and gradients travel in float32, as they are stored.
+        moved = 4.0 * self._parameters / layout.tensor * (layout.parts - 1) / layout.parts
         group = layout.tensor * layout.parts
         return microbatches * (1 if forward_only else 3) * moved / self.group_bandwidth(group)
 

@@ -197,7 +197,7 @@ def test_a_switch_comes_before_memory_runs_out() -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-72b", "llama-3.1-70b", "llama-3.1-8b"])
-@pytest.mark.parametrize("episodes", [128, 512])
+@pytest.mark.parametrize("episodes", [128, 512, 2048])
 def test_short_contexts_have_no_context_parallelism(model: str, episodes: int) -> None:
     item = given(512.0, model=model, hosts=16, episodes=episodes, selector={"stages": ("update",)})
     assert select(item)["update"].context_parallel == 1
