@@ -90,7 +90,7 @@ def choose(given: SelectionInput, predictor: Predictor | None = None) -> Choice:
     for stage, rows in found.items():
         if not rows or rows[0].problem or not math.isfinite(rows[0].seconds):
             nearest = min(rows, key=lambda row: (row.peak / row.budget, row.filled), default=None)
-            raise NothingFits(stage, nearest)
+            raise NothingFits(stage, nearest, [each for each in out if each.stage == stage])
     current = _current(given, predictor, found)
     chosen = _joint(given, predictor, found, current)
     reasons = {stage: reason_of(given, predictor, found, current, row) for stage, row in chosen}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from earl_core.selector.candidates import Candidate, RuledOut
@@ -59,16 +60,24 @@ class Prediction(NamedTuple):
 
 class NothingFits(RuntimeError):
     """No layout of a stage fits the memory. `nearest` is the candidate that came closest; its
-    `peak` and `budget` are bytes on one device."""
+    `peak` and `budget` are bytes on one device. None when the stage has no layout at all, for the
+    reasons in `out`, of which one of each kind is told."""
 
-    def __init__(self, stage: str, nearest: Prediction | None) -> None:
-        why = f": {nearest.candidate.label}: {nearest.problem}" if nearest else ""
+    def __init__(
+        self, stage: str, nearest: Prediction | None, out: Sequence[RuledOut] = ()
+    ) -> None:
+        self.stage, self.nearest = stage, nearest
+        if nearest is None:
+            kinds = {re.sub(r"\d+", "", each.reason): each for each in out}
+            why = "; ".join(f"{each.label}: {each.reason}" for each in kinds.values())
+            super().__init__(f"no layout of the {stage} is on offer: {why}")
+            return
+        why = f": {nearest.candidate.label}: {nearest.problem}"
         super().__init__(
             f"no layout of the {stage} fits the memory{why}. Add devices or memory, lower "
             "rollout.max_model_len if it is larger than needed, or free what selector.fixed_fields "
             "and selector.tensor_parallel hold"
         )
-        self.stage, self.nearest = stage, nearest
 
 
 class Predictor:

@@ -30,20 +30,27 @@ class ModelShape(Settings):
     def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
         """From the mapping in a Hugging Face `config.json`.
 
-        Raises `ValueError` when a number is missing.
+        Raises `ValueError` when a number is missing or no model has it.
         """
+        if not isinstance(raw, Mapping):
+            raise ValueError("the model's config.json has no keys")
         nested = raw.get("text_config")
         text: Mapping[str, Any] = nested if isinstance(nested, dict) else raw
 
-        def number(*names: str, default: int | None = None) -> int:
+        def number(*names: str, default: int | None = None, least: int = 1) -> int:
             for name in names:
-                if isinstance(text.get(name), int):
-                    return int(text[name])
+                value = text.get(name)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    if value < least:
+                        raise ValueError(f"{name} is {value}, and must be at least {least}")
+                    return value
             if default is None:
                 raise ValueError(f"the model's config.json has none of {', '.join(names)}")
             return default
 
         heads, hidden = number("num_attention_heads", "n_head"), number("hidden_size", "n_embd")
+        if hidden < heads:
+            raise ValueError(f"{heads} attention heads share a hidden size of only {hidden}")
         gated = "intermediate_size" in text and raw.get("model_type") not in ("gpt_neox", "opt")
         return cls(
             model_type=str(raw.get("model_type", "unknown")),
@@ -53,11 +60,13 @@ class ModelShape(Settings):
             key_value_heads=number("num_key_value_heads", default=heads),
             vocabulary=number("vocab_size"),
             max_positions=number("max_position_embeddings", "n_positions", default=2**20),
-            intermediate_size=number("intermediate_size", "n_inner", default=4 * hidden),
-            head_dim=number("head_dim", default=hidden // heads),
+            intermediate_size=number("intermediate_size", "n_inner", default=4 * hidden, least=0),
+            head_dim=number("head_dim", default=hidden // heads, least=0),
             tied_embeddings=bool(text.get("tie_word_embeddings", raw.get("model_type") == "gpt2")),
             gated_mlp=gated,
-            experts=number("num_local_experts", "num_experts", "n_routed_experts", default=0),
+            experts=number(
+                "num_local_experts", "num_experts", "n_routed_experts", default=0, least=0
+            ),
         )
 
     @property

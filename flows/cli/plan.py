@@ -308,7 +308,8 @@ def find_hardware(name: str) -> Hardware:
     device = None
     if found:
         device = next((key for key in DEVICES if found[3] in (key, key.split("-")[0])), None)
-    if found is None or device is None or "0" in (found[1], found[2]):
+    counts = [int(count) for count in found.groups()[:2] if count] if found else []
+    if found is None or device is None or 0 in counts:
         raise UsageProblem(
             f"--hardware {name!r} is not known: say `here`, one of {', '.join(DEVICES)}, or hosts "
             "x devices x name, such as 16x8xh100-80gb"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.manifest import write_manifest
-from earl_core.selector import DeploymentPlan, Forbidden, SelectionInput, select
+from earl_core.selector import DeploymentPlan, Forbidden, NothingFits, SelectionInput, select
 from earl_core.selector.observations import Observation
 from flows.cli.app import app
 from flows.cli.errors import UsageProblem
@@ -70,14 +70,41 @@ def test_a_directory_with_a_config_is_a_model(tmp_path: Path) -> None:
 def test_wrong_questions_say_what_to_change() -> None:
     with pytest.raises(UsageProblem, match=r"qwen2\.5-7b"):
         find_model("gpt-9")
-    with pytest.raises(UsageProblem, match="16x8xh100-80gb"):
-        find_hardware("2x0xh100")
+    for none in ("2x0xh100", "2x00xh100", "00x8xh100"):
+        with pytest.raises(UsageProblem, match="16x8xh100-80gb"):
+            find_hardware(none)
     with pytest.raises(UsageProblem, match="1K,8K,128K"):
         parse_contexts("many")
     assert parse_contexts("1K, 2048,128k") == [1024, 2048, 131072]
     assert find_hardware("2x4xh200").gpus == 8
     code, _ = run("--model", "qwen2.5-72b", "--hardware", "1x1xh100", "--context", "8K")
     assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+        ({"hidden_size": 2}, "share a hidden size of only 2"),
+        ({"hidden_size": True}, "none of hidden_size"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        (None, "no keys"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(
+    tmp_path: Path, change: dict[str, object] | None, message: str
+) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 9}
+    text = json.dumps([] if change is None else {**shape, **change})
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageProblem, match=message):
+        find_model(str(tmp_path))
+
+
+def test_too_few_episodes_for_any_mesh_are_not_called_a_lack_of_memory() -> None:
+    with pytest.raises(NothingFits, match=r"is on offer.* for 1 episodes: some would stand idle"):
+        select(given(8192.0, model="llama-3.1-8b", hosts=16, episodes=1))
 
 
 def sealed_run(directory: Path, item: SelectionInput) -> Path:
