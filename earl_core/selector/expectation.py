@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from earl_core.selector.roofline import Load
 from earl_core.selector.selection import SelectionInput
-from earl_core.selector.statistics import forecast
+from earl_core.selector.statistics import WINDOW, forecast
 
 _GENERATED_SHARE = 0.5
 _UNKNOWN_TURN = 512
 
 
 def loads(given: SelectionInput) -> tuple[Load, Load]:
-    """The load expected of the next iteration, and that at the end of the forecast."""
+    """The load expected of the next iteration, and that at the end of the forecast, when samples
+    may be as long again as any of the last iterations."""
     seen, settings = given.statistics, given.selector
     limit = float(given.model.max_positions)
     if seen.context_mean:
@@ -34,4 +35,5 @@ def loads(given: SelectionInput) -> tuple[Load, Load]:
             tool_wait=seen.tool_wait_seconds[-1] if seen.tool_wait_seconds else 0.0,
         )
 
-    return at(1), at(1 + settings.forecast)
+    ahead = at(1 + settings.forecast)
+    return at(1), ahead._replace(longest=max(ahead.longest, min(limit, max(longest[-WINDOW:]))))

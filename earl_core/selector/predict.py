@@ -59,9 +59,8 @@ class Prediction(NamedTuple):
 
 
 class NothingFits(RuntimeError):
-    """No layout of a stage fits the memory. `nearest` is the candidate that came closest; its
-    `peak` and `budget` are bytes on one device. None when the stage has no layout at all, for the
-    reasons in `out`, of which one of each kind is told."""
+    """No layout of a stage fits the memory. `nearest`: the candidate that came closest (its `peak`
+    and `budget` are bytes on one device), None when no layout is on offer, for reasons in `out`."""
 
     def __init__(
         self, stage: str, nearest: Prediction | None, out: Sequence[RuledOut] = ()
@@ -69,7 +68,7 @@ class NothingFits(RuntimeError):
         self.stage, self.nearest = stage, nearest
         if nearest is None:
             kinds = {re.sub(r"\d+", "", each.reason): each for each in out}
-            why = "; ".join(f"{each.label}: {each.reason}" for each in kinds.values())
+            why = "; ".join(f"{last.label}: {last.reason}" for last in kinds.values())
             super().__init__(f"no layout of the {stage} is on offer: {why}")
             return
         why = f": {nearest.candidate.label}: {nearest.problem}"

@@ -203,6 +203,21 @@ def test_short_contexts_have_no_context_parallelism(model: str, episodes: int) -
     assert select(item)["update"].context_parallel == 1
 
 
+def test_loads_that_come_and_go_find_a_layout_that_fits_both() -> None:
+    """A layout chosen after a short iteration would run out of memory in every long one."""
+    plan, small, large = None, 2282.0, 9731.0
+    for iteration in range(2, 14):
+        means = tuple(large if step % 2 else small for step in range(iteration))[-8:]
+        item = given(means, episodes=256, rollout={"max_model_len": 65536}, current=plan)
+        after, predictor = select(item), Predictor(item)
+        load = predictor.now._replace(context=large, longest=2 * large)
+        update = predictor.candidate_of(after["update"])
+        assert predictor.formula_peak(update, load) <= predictor.budget("update")
+        # Two values are growth, eight are not.
+        assert iteration < 9 or plan is None or layouts(after) == layouts(plan)
+        plan = after
+
+
 def test_ladder_ends_in_an_error_that_names_the_bytes() -> None:
     with pytest.raises(
         NothingFits, match=r"of the update fits .* needs [\d.]+ GiB on a device where"
