@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,15 @@ from earl_core.run import RunDirectory
 from earl_core.selector import ProfileTable, StageDeployment
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.observations import Observation, refined
-from earl_core.selector.profile_table import ProfileBusy, only_writer, read_table, write_table
+from earl_core.selector.profile_table import (
+    ProfileBusy,
+    ProfileError,
+    only_writer,
+    read_table,
+    write_table,
+)
+
+logger = logging.getLogger(__name__)
 
 CandidateOf = Callable[[StageDeployment], Candidate]
 
@@ -60,6 +69,7 @@ class LearntProfile:
         self._run, self._directory, self._mark = run, directory, mark
         self._half_life = half_life
         self._table, self._counted = table, self._shared
+        self._warned = False
 
     @property
     def _shared(self) -> int:
@@ -78,7 +88,9 @@ class LearntProfile:
     def share(self, observations: list[Observation], candidate_of: CandidateOf) -> None:
         """Write what the run measured into the shared table, for the runs to come.
 
-        Never that it ran out of memory: that may have been another program's doing.
+        Never that it ran out of memory: that may have been another program's doing. A table that
+        cannot be written, in a directory that is read-only or full, or that was damaged meanwhile,
+        is left alone with a warning: the run goes on by what it measured itself.
         """
         fresh = observations[self._shared :]
         if not any(seen.kind == "measured" for seen in fresh):
@@ -91,6 +103,15 @@ class LearntProfile:
         except ProfileBusy:
             # `earl profile` writes it for long: the next iteration will do.
             return
+        except (OSError, ProfileError) as error:
+            self._warn(error)
+            return
         known = self._run.record.get("profiled", {})
         self._run.update_record(profiled={**known, self._mark: len(observations)})
         self._table, self._counted = table, len(observations)
+
+    def _warn(self, error: Exception) -> None:
+        """Once: what stands in the way now will most likely do so in each iteration."""
+        if not self._warned:
+            logger.warning("what this run measures is not shared with others: %s", error)
+        self._warned = True

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 import xxhash
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from earl_core.config.base import Settings
 from earl_core.files import canonical_json
@@ -244,10 +244,20 @@ def read_table(directory: Path, mark: str) -> ProfileTable:
             )
         points = tuple(ProfilePoint(**row) for row in table.to_pylist())
         return ProfileTable(points=points, seconds=float(metadata.get(b"seconds", b"0")))
-    except (pa.ArrowException, OSError, TypeError) as error:
+    except ProfileError:
+        raise
+    # A ValueError: a whole file whose lines are none that we write.
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:
         raise ProfileError(
-            f"the profile {path} cannot be read ({error}): remove it to measure anew"
+            f"the profile {path} cannot be read ({_sentence(error)}): remove it to measure anew"
         ) from error
+
+
+def _sentence(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def write_table(directory: Path, mark: str, table: ProfileTable) -> Path:
@@ -265,6 +275,9 @@ def write_table(directory: Path, mark: str, table: ProfileTable) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = table_path(directory, mark)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    pq.write_table(pa.table(columns, schema=schema), unfinished)
-    unfinished.replace(path)
+    try:
+        pq.write_table(pa.table(columns, schema=schema), unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path

@@ -23,6 +23,7 @@ EXPECTED = WRONG_INPUT | {
     "NonFiniteGradientError",
     "NothingFits",
     "PoolFull",
+    "ProfileError",
     "ReplicasLost",
     "RolloutFailed",
     "RunInUse",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given as examples
@@ -62,6 +63,23 @@ def test_file_round_trip_and_refusals(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(ProfileError, match="remove it"):
         read_table(path.parent, mark)
+
+
+def test_a_whole_file_with_lines_that_make_no_sense_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path, "mark", ProfileTable().observe(point(), 4))
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("tokens_per_second")
+    column = pa.array([float("nan")], pa.float64())
+    pq.write_table(table.set_column(place, table.schema.field(place), column), path)
+    with pytest.raises(ProfileError, match=r"tokens_per_second: .* remove it"):
+        read_table(tmp_path, "mark")
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path) -> None:
+    table_path(tmp_path, "mark").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_table(tmp_path, "mark", ProfileTable())
+    assert [file.name for file in tmp_path.iterdir()] == ["mark.parquet"]
 
 
 def test_a_correction_is_exact_near_its_points_and_fades_away_from_them() -> None:

@@ -1,0 +1,87 @@
+"""What a run shares of its measurements, and what becomes of the run where it cannot."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from earl_core.selector import ProfileTable, StageDeployment
+from earl_core.selector.candidates import Candidate
+from earl_core.selector.observations import Observation
+from earl_core.selector.profile_table import only_writer, read_table, table_path
+from tasks.observed import LearntProfile
+
+MARK = "0123456789abcdef"
+
+
+class Run(SimpleNamespace):
+    """The record of a run directory."""
+
+    def __init__(self) -> None:
+        super().__init__(record={})
+
+    def update_record(self, **known: Any) -> None:
+        self.record.update(known)
+
+
+def seen(iteration: int) -> Observation:
+    return Observation(
+        iteration=iteration,
+        stage="update",
+        kind="measured",
+        deployment=StageDeployment(stage="update", max_tokens_per_microbatch=1024),
+        context=512.0,
+        requests=8.0,
+        tokens_per_second=100.0,
+        peak_bytes=1e9,
+    )
+
+
+def learnt(run: Any, directory: Path) -> LearntProfile:
+    return LearntProfile(run, directory, MARK, ProfileTable(), 16.0)
+
+
+def test_a_measurement_is_shared_once(tmp_path: Path) -> None:
+    run, observed = Run(), [seen(0)]
+    learnt(run, tmp_path).share(observed, Candidate.of)
+    learnt(run, tmp_path).share(observed, Candidate.of)
+    (point,) = read_table(tmp_path, MARK).points
+    assert point.weight == 1.0
+    with only_writer(tmp_path, MARK):
+        learnt(run, tmp_path).share([*observed, seen(1)], Candidate.of)
+    assert read_table(tmp_path, MARK).points == (point,)
+
+
+def test_a_run_outlives_a_profile_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file in the directory's place: permissions do not stop root, who may run the tests."""
+    run, directory = Run(), tmp_path / "profiles"
+    directory.write_bytes(b"")
+    profile = learnt(run, directory)
+    with caplog.at_level(logging.WARNING, "tasks.observed"):
+        for iteration in range(3):
+            profile.share([seen(number) for number in range(iteration + 1)], Candidate.of)
+    (warning,) = caplog.messages
+    assert str(directory) in warning
+    directory.unlink()
+    # What could not be shared is when it can.
+    profile.share([seen(number) for number in range(4)], Candidate.of)
+    (point,) = read_table(directory, MARK).points
+    assert point.iteration == 3
+    assert point.weight > 3
+
+
+def test_a_run_outlives_a_profile_that_is_damaged_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table_path(tmp_path, MARK).write_bytes(b"PAR1 nonsense")
+    profile = learnt(Run(), tmp_path)
+    with caplog.at_level(logging.WARNING, "tasks.observed"):
+        profile.share([seen(0)], Candidate.of)
+    assert "remove it to measure anew" in caplog.text
+    assert table_path(tmp_path, MARK).read_bytes() == b"PAR1 nonsense"
