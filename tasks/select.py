@@ -17,7 +17,6 @@ from earl_core.selector import (
     SelectionInput,
     Statistics,
 )
-from earl_core.selector import select as choose
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.observations import (
     Observation,
@@ -28,6 +27,7 @@ from earl_core.selector.observations import (
     peak_bytes_of,
     seconds_of,
 )
+from earl_core.selector.policy import choose_as_far_as_it_fits
 from earl_core.selector.profile_table import ProfileError
 from tasks.announce import announce_plan
 from tasks.observe import reserved_bytes
@@ -66,16 +66,26 @@ def _chosen(session: Session, iteration: int) -> tuple[SelectionInput, Deploymen
     """
     observed = session.observed.through(iteration)
     try:
-        given = _selection_input(session, iteration, observed)
-        return given, choose(given)
+        return _as_far_as_it_fits(_selection_input(session, iteration, observed))
     except NothingFits:
         fresh = session.observed.since_start(iteration)
         forgiven = [o for o in observed if o.kind != "out_of_memory" or o in fresh]
         if len(forgiven) == len(observed):
             raise
         logger.info("nothing fits beside what failed before the resume: that is tried again")
-        given = _selection_input(session, iteration, forgiven)
-        return given, choose(given)
+        return _as_far_as_it_fits(_selection_input(session, iteration, forgiven))
+
+
+def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, DeploymentPlan]:
+    chosen_from, plan = choose_as_far_as_it_fits(given)
+    asked, looked = given.selector.forecast, chosen_from.selector.forecast
+    if looked < asked:
+        logger.warning(
+            "iteration %d: if contexts go on growing so, some stage will have no layout that fits "
+            "the memory within %d iterations; laid out for %d ahead",
+            given.iteration, asked, looked,
+        )  # fmt: skip
+    return chosen_from, plan
 
 
 def select_inputs(session: Session, iteration: int) -> list[str]:

@@ -46,6 +46,24 @@ def select(given: SelectionInput) -> DeploymentPlan:
     return POLICIES[given.selector.policy](given)
 
 
+def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, DeploymentPlan]:
+    """`select` by as much of the forecast as some layout fits, and the input with that much.
+
+    The growth may end before, and so may the run: as long as the next iteration fits, it goes on.
+    Raises `NothingFits` when that does not.
+    """
+    ahead = given.selector.forecast
+    while True:
+        selector = given.selector.model_copy(update={"forecast": ahead})
+        shorter = given.model_copy(update={"selector": selector})
+        try:
+            return shorter, select(shorter)
+        except NothingFits:
+            if not ahead:
+                raise
+            ahead //= 2
+
+
 def fixed(given: SelectionInput) -> DeploymentPlan:
     """Every stage as configured, with what is predicted of it."""
     plan = fixed_plan(given)

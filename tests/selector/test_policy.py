@@ -26,7 +26,7 @@ from earl_core.selector import (
 )
 from earl_core.selector.candidates import Candidate, rollout_candidates, update_candidates
 from earl_core.selector.catalogue import MODELS, cluster
-from earl_core.selector.policy import POLICIES, choose
+from earl_core.selector.policy import POLICIES, choose, choose_as_far_as_it_fits
 from earl_core.selector.predict import gib
 from earl_core.selector.statistics import forecast
 from tests.selector.examples import given
@@ -216,6 +216,25 @@ def test_loads_that_come_and_go_find_a_layout_that_fits_both() -> None:
         # Two values are growth, eight are not.
         assert iteration < 9 or plan is None or layouts(after) == layouts(plan)
         plan = after
+
+
+def test_growth_that_would_fit_nowhere_ends_no_run_before_it_is_there() -> None:
+    growing = tuple(250.0 * step for step in range(1, 9))
+    host = Hardware(cpu_cores=2, memory_bytes=19 * 2**28)
+    item = given(
+        growing, model="smollm2-135m", episodes=8, hardware=host,
+        rollout={"max_model_len": None, "engine": "torch"},
+    )  # fmt: skip
+    with pytest.raises(NothingFits):
+        select(item)
+    shorter, plan = choose_as_far_as_it_fits(item)
+    assert shorter.selector.forecast == 1
+    assert select(shorter) == plan
+    roomy = item.model_copy(update={"hardware": host.model_copy(update={"memory_bytes": 2**34})})
+    assert choose_as_far_as_it_fits(roomy) == (roomy, select(roomy))
+    tight = item.model_copy(update={"hardware": host.model_copy(update={"memory_bytes": 2**30})})
+    with pytest.raises(NothingFits, match=r"[GM]iB may be used"):
+        choose_as_far_as_it_fits(tight)
 
 
 def test_ladder_ends_in_an_error_that_names_the_bytes() -> None:
