@@ -84,11 +84,13 @@ class Roofline:
             seconds += LAUNCH_SECONDS + hops
         return seconds
 
-    def group_bandwidth(self, ranks: int) -> float:
-        """bytes/s of each rank to the others: the host's links, or its share of the network."""
+    def group_bandwidth(self, ranks: int, stride: int = 0) -> float:
+        """bytes/s of each of so many neighbouring ranks to the others: the host's links, or its
+        share of the network. stride: of a ring that passes through every stride-th of the ranks;
+        a host has as many rings, and each enters and leaves it once. 0: all ranks send."""
         if ranks <= self._per_host:
             return self._link
-        return self._network / self._per_host
+        return min(self._link, self._network / min(stride or self._per_host, self._per_host))
 
     def decode_step(self, tensor: int, threads: int, running: float, context: float) -> float:
         """Seconds of one step in which each of `running` sequences of `context` tokens gets one."""
@@ -191,15 +193,16 @@ class Roofline:
             return 0.0
         moved = 4.0 * self.shape.layers * self.shape.key_value_size * tokens / layout.tensor
         share = (layout.context - 1) / layout.context
-        return passes * moved * share / self.group_bandwidth(layout.tensor * layout.context)
+        bandwidth = self.group_bandwidth(layout.tensor * layout.context, layout.tensor)
+        return passes * moved * share / bandwidth
 
     def _gather_seconds(self, layout: Candidate, microbatches: int, forward_only: bool) -> float:
         if layout.parts == 1:
             return 0.0
         # Weights and gradients travel in float32, as they are stored.
         moved = 4.0 * self._parameters / layout.tensor * (layout.parts - 1) / layout.parts
-        group = layout.tensor * layout.parts
-        return microbatches * (1 if forward_only else 3) * moved / self.group_bandwidth(group)
+        bandwidth = self.group_bandwidth(layout.tensor * layout.parts, layout.tensor)
+        return microbatches * (1 if forward_only else 3) * moved / bandwidth
 
     def _optimizer_seconds(self, layout: Candidate) -> float:
         own = self._parameters / (layout.tensor * layout.parts)
@@ -209,7 +212,7 @@ class Roofline:
             seconds += 16.0 * own / self.device.host_bandwidth
         if layout.replicas > 1:
             moved = 8.0 * own * (layout.replicas - 1) / layout.replicas
-            seconds += moved / self.group_bandwidth(layout.ranks)
+            seconds += moved / self.group_bandwidth(layout.ranks, layout.tensor * layout.parts)
         return seconds
 
     def republish_seconds(self, update: Candidate, rollout: Candidate) -> float:

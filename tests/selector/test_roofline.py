@@ -91,6 +91,17 @@ def test_training_counts_the_work_and_what_is_sent() -> None:
     assert scoring == pytest.approx(scored, rel=1e-6)
 
 
+def test_rings_share_a_hosts_network_by_their_number() -> None:
+    """Of ranks with tensor parallelism 8 each has a ring of its own, and a host eight of them; all
+    sixteen ranks of two hosts in one ring use the network for it alone."""
+    line = roofline()
+    assert line.group_bandwidth(8) == line.group_bandwidth(8, 4) == 450e9
+    assert line.group_bandwidth(16, 1) == 25e9
+    assert line.group_bandwidth(16, 2) == 12.5e9
+    assert line.group_bandwidth(128, 8) == line.group_bandwidth(128, 64) == 25e9 / 8
+    assert line.group_bandwidth(16) == 25e9 / 8
+
+
 def test_context_ranks_gather_parameters_as_shard_ranks_do() -> None:
     """What the learner does (`parallelize`): context ranks save no gathering, they only add the
     exchange of keys and values."""
