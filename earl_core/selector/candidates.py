@@ -156,6 +156,11 @@ def logits_chunk(vocabulary: int) -> int:
     return int(2 ** max(0, (LOGITS_CHUNK // vocabulary).bit_length() - 1))
 
 
+def divisors(number: int) -> list[int]:
+    """Of a number of devices, which need be no power of two: 24 are three hosts of eight."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
 def powers(limit: int) -> list[int]:
     """1, 2, 4, … up to the limit."""
     return [2**power for power in range(max(1, limit).bit_length()) if 2**power <= limit]
@@ -280,8 +285,7 @@ def update_candidates(
             else:
                 made += [
                     Candidate(stage, parallel // shard, tensor, context, shard, microbatch=size)
-                    for shard in powers(parallel)
-                    if parallel % shard == 0
+                    for shard in divisors(parallel)
                     for size in microbatches
                 ]
     return made, out

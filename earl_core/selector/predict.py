@@ -67,9 +67,8 @@ class NothingFits(RuntimeError):
     ) -> None:
         self.stage, self.nearest = stage, nearest
         if nearest is None:
-            kinds = {re.sub(r"\d+", "", each.reason): each for each in out}
-            why = "; ".join(f"{last.label}: {last.reason}" for last in kinds.values())
-            super().__init__(f"no layout of the {stage} is on offer: {why}")
+            kinds = {re.sub(r"\d+", "", o.reason): f"{o.label}: {o.reason}" for o in out}
+            super().__init__(f"no layout of the {stage} is on offer: {'; '.join(kinds.values())}")
             return
         why = f": {nearest.candidate.label}: {nearest.problem}"
         super().__init__(

@@ -358,6 +358,15 @@ def test_candidates_use_every_device(model: str, machine: tuple[int, int], episo
     assert all(item.reason and item.label for item in out)
 
 
+@pytest.mark.parametrize("hosts", [3, 6])
+def test_all_of_three_hosts_share_a_model(hosts: int) -> None:
+    """Powers of two alone would leave copies of parts that three hosts could share."""
+    given_hosts = given(1024.0, model="qwen2.5-72b", hosts=hosts, selector={"stages": ("update",)})
+    update = select(given_hosts)["update"]
+    assert update.shard % 3 == 0
+    assert update.world_size == 8 * hosts
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
