@@ -8,6 +8,7 @@ from earl_core.selector.candidates import Candidate
 from earl_core.selector.deployment import DeploymentPlan, StageDeployment
 from earl_core.selector.observations import Observation
 from earl_core.selector.predict import gib
+from earl_core.selector.selection import CONTEXT_RAISED
 
 _NUMBERS = {
     "context_parallel": "CP",
@@ -21,7 +22,6 @@ _MEANS = {
     "activation_checkpointing": "checkpointing",
     "offload_optimizer": "optimizer offloaded",
 }
-_RAISED = "context raised from "
 
 
 class LayoutChange(NamedTuple):
@@ -113,5 +113,5 @@ def _sentence(reason: str) -> str:
 
 def _raise_reason(reason: str) -> str:
     """The clause about the context length alone."""
-    clause = reason.partition(_RAISED)[2]
+    clause = reason.partition(CONTEXT_RAISED)[2]
     return clause.partition(": ")[2]

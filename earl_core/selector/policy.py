@@ -19,7 +19,12 @@ from earl_core.selector.deployment import Basis, DeploymentPlan
 from earl_core.selector.planned import predictions_of
 from earl_core.selector.predict import STAGES, NothingFits, Prediction, Predictor
 from earl_core.selector.reason import reason_of, tokens
-from earl_core.selector.selection import SelectionInput, fixed_plan
+from earl_core.selector.selection import (
+    CONTEXT_RAISED,
+    SelectionInput,
+    fixed_plan,
+    model_length,
+)
 from earl_core.selector.switching import Move, move_between, switch_seconds
 
 Policy = Callable[[SelectionInput], DeploymentPlan]
@@ -271,6 +276,8 @@ def _plan(
             share = given.hardware.cpu_cores // given.hardware.devices_per_host
             candidate = candidate._replace(threads=max(1, share))
         stages[stage] = candidate.deployment(length)
+    if "rollout" in reasons and predictor.length_reason.startswith(CONTEXT_RAISED):
+        reasons = {**reasons, "rollout": f"{reasons['rollout']}; {predictor.length_reason}"}
     reasons = {**resting.reasons, **reasons}
     now = predictor.now
     basis = Basis(context=now.context, longest=now.longest, requests=float(now.episodes))
@@ -313,7 +320,7 @@ def average_context(given: SelectionInput) -> DeploymentPlan:
         return plan.model_copy(update={"policy": "average_context", "predictions": predictions})
     reason = (
         f"{best.label}: fastest per device at {tokens(context)} tokens and {requests:.0f} "
-        f"sequences, the range of the mean context of {mean:.0f}; {predictor.length_reason}"
+        f"sequences, the range of the mean context of {mean:.0f}; {model_length(given)[1]}"
     )
     deployment = best.deployment(plan["rollout"].max_model_len)
     plan = plan.model_copy(

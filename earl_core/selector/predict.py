@@ -95,8 +95,9 @@ class Predictor:
         self.now, self.ahead = loads(given)
         mixed = given.update.precision == "bf16"
         self.needs = _answering(TrainingNeeds(mixed, given.trained_share, cpu), self.ahead)
-        seen = max(self.ahead.longest, max(given.statistics.context_max, default=0.0))
-        self.max_model_len, self.length_reason = model_length(given, seen)
+        # Before anything was played the load is a guess from what engines are first built for.
+        expected = self.ahead.longest if given.statistics.context_max else 0.0
+        self.max_model_len, self.length_reason = model_length(given, expected)
         self._value = 4 if given.rollout.dtype == "float32" else 2
         self._torch_engine = given.rollout.engine == "torch"
         self._points = given.profile.by_key()

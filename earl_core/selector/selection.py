@@ -53,7 +53,7 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
     """Every stage as configured, with the iteration's entry of `layout.changes`."""
     layout = given.layout
     engines, mesh = layout.at(given.iteration)
-    length, length_reason = model_length(given, max(given.statistics.context_max, default=0.0))
+    length, length_reason = model_length(given)
     cores = given.hardware.cpu_cores
     engine_threads, rank_threads = layout.threads(
         given.rollout, given.update, cores, given.iteration
@@ -123,21 +123,26 @@ def experience_reason(config: ExperienceConfig) -> str:
     return f"{config.ranks} processes, each for the groups it holds: as configured"
 
 
-def model_length(given: SelectionInput, seen: float) -> tuple[int, str]:
-    """The context that engines are built for, and why. seen: tokens of the longest episode that was
-    played; one that an engine had no room for counts as well."""
-    seen = max(seen, given.outgrown)
+def model_length(given: SelectionInput, expected: float = 0.0) -> tuple[int, str]:
+    """The context that engines are built for, and why. expected: tokens of the longest episode that
+    the forecast sees; the longest that was played or that an engine had no room for counts too."""
+    seen = max(*given.statistics.context_max, given.outgrown, 0.0)
+    longest = max(seen, expected)
     limit = given.model.max_positions
     asked = min(given.rollout.max_model_len or limit, limit)
     if given.current is not None:
         asked = max(asked, given.current["rollout"].max_model_len or 0)
     length = asked
     # Doubling keeps rebuilds rare while contexts grow; 80 % leaves room for one iteration more.
-    while seen > 0.8 * length and length < limit:
+    while longest > 0.8 * length and length < limit:
         length = min(2 * length, limit)
     if length > asked:
-        return (
-            length,
-            f"context raised from {asked} to {length}: episodes reached {seen:.0f} tokens",
-        )
+        text = f"{CONTEXT_RAISED}{asked} to {length}: episodes reached {seen:.0f} tokens"
+        if longest > seen:
+            text += f" and are expected to reach {longest:.0f}"
+        return length, text
     return length, f"context {length}: the longest episode had {seen:.0f} tokens"
+
+
+CONTEXT_RAISED = "context raised from "
+"""What the clause of a reason begins with that says why the engines' context became longer."""

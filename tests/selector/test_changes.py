@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from earl_core.selector import DeploymentPlan, StageDeployment
+from earl_core.selector import (
+    DeploymentPlan,
+    SelectorConfig,
+    StageDeployment,
+    Statistics,
+    select,
+)
 from earl_core.selector.changes import layout_changes, misfit_text
 from earl_core.selector.observations import Observation
+from tests.selector.examples import given
 
 UPDATE = StageDeployment(stage="update", threads=2, max_tokens_per_microbatch=8192)
 ROLLOUT = StageDeployment(stage="rollout", max_model_len=4096, max_running_requests=64)
@@ -91,3 +98,26 @@ def test_a_stage_that_did_not_fit_says_why() -> None:
     assert "an episode reached 4,096 tokens" in misfit_text(outgrown)
     unanswered = memory.model_copy(update={"answered": False})
     assert "repeated" not in misfit_text(unanswered)
+
+
+def test_a_longer_context_has_a_reason_that_is_true() -> None:
+    growing = given((1000.0, 1500.0, 2000.0, 2500.0), rollout={"max_model_len": 5120})
+    resting = growing.model_copy(update={"selector": SelectorConfig(policy="average_context")})
+    for item, length, why in (
+        (growing, 20480, "episodes reached 5000 tokens and are expected to reach 9000"),
+        (resting, 10240, "episodes reached 5000 tokens"),
+    ):
+        chosen = select(item)
+        assert chosen["rollout"].max_model_len == length
+        assert chosen.reasons["rollout"].endswith(f"context raised from 5120 to {length}: {why}")
+        before = chosen["rollout"].model_copy(update={"max_model_len": 5120})
+        earlier = chosen.model_copy(update={"stages": {**chosen.stages, "rollout": before}})
+        (change,) = layout_changes(earlier, chosen)
+        assert change.text.endswith(f"context 5120 -> {length}: {why}")
+
+
+def test_engines_are_first_built_for_the_context_that_is_configured() -> None:
+    item = given(rollout={"max_model_len": 1024}).model_copy(update={"statistics": Statistics()})
+    chosen = select(item)
+    assert chosen["rollout"].max_model_len == 1024
+    assert "raised" not in chosen.reasons["rollout"]
