@@ -46,9 +46,10 @@ def offers(predictor: Predictor, stage: str) -> tuple[list[Candidate], list[Rule
     made, out = _rollout(predictor) if stage == "rollout" else _training(predictor, stage)
     given = predictor.given
     kept = [c for c in made if _as_fixed(c, given)] if given.selector.fixed_fields else made
-    if len(kept) < len(made):
+    if len(kept) < len(made) or (given.selector.fixed_fields and not kept):
         reason = "selector.fixed_fields holds a field that these layouts would move"
-        out.append(RuledOut(stage, f"{len(made) - len(kept)} layouts", reason))
+        label = f"{len(made) - len(kept)} layouts" if kept else "all layouts"
+        out.append(RuledOut(stage, label, reason))
     return list(dict.fromkeys(kept)), out
 
 

@@ -10,6 +10,7 @@ from hypothesis import given as examples
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from earl_core.config.layout import LayoutConfig
 from earl_core.selector import (
     Calibration,
     Forbidden,
@@ -222,6 +223,37 @@ def test_measured_peaks_move_the_choice() -> None:
     ]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
+
+
+def test_where_nothing_is_on_offer_memory_is_not_blamed() -> None:
+    engines = {"engine": "vllm", "max_model_len": 1024}
+    with pytest.raises(NothingFits, match=r"on offer: .*TP 2: 2 does not divide the 9") as error:
+        select(host(24.0, selector={"tensor_parallel": (2,)}, rollout=engines))
+    assert "memory" not in str(error.value)
+    copies = LayoutConfig.model_validate({"update": {"replicate": 2}})
+    with pytest.raises(NothingFits, match=r"on offer: .*selector\.fixed_fields holds a field"):
+        select(host(24.0, layout=copies, selector={"fixed_fields": ("update.replicas",)}))
+
+
+def test_an_engine_that_was_measured_to_fit_has_room_for_its_cache() -> None:
+    """The formula alone, here half as much again as was measured, would leave it none."""
+    item = host(8.0, 50.0, episodes=4, selector={"stages": ("rollout",)})
+    predictor = Predictor(item)
+    engine = Candidate("rollout", 1, threads=4, running=256)
+    formula = predictor.formula_peak(engine, predictor.now)
+    small = item.model_copy(
+        update={
+            "hardware": Hardware(cpu_cores=4, memory_bytes=int(0.75 * formula / 0.9)),
+            "calibration": Calibration(
+                peaks=(Peak(stage="rollout", predicted=formula, measured=formula / 1.5),)
+            ),
+        }
+    )
+    assert chosen(small, "rollout").running == 256
+    (row,) = (r for r in choose(small).predictions["rollout"] if r.candidate == engine)
+    assert row.allowed
+    with pytest.raises(NothingFits):
+        select(small.model_copy(update={"calibration": Calibration()}))
 
 
 def seconds_of(item: SelectionInput) -> float:
