@@ -61,19 +61,24 @@ def select(run: str, iteration: int) -> StageRef:
 def _chosen(session: Session, iteration: int) -> tuple[SelectionInput, DeploymentPlan]:
     """The choice and what it was made from.
 
-    Raises `NothingFits` when no layout is left, but not for what failed before a resume: the memory
-    that was short may have been another program's, and may be free now.
+    Raises `NothingFits` when no layout is left, but not by what was seen before a resume: memory
+    that was short, or that others held, may have been another program's, and may be free now.
     """
     observed = session.observed.through(iteration)
     try:
         return _as_far_as_it_fits(_selection_input(session, iteration, observed))
     except NothingFits:
         fresh = session.observed.since_start(iteration)
-        forgiven = [o for o in observed if o.kind != "out_of_memory" or o in fresh]
-        if len(forgiven) == len(observed):
+        if len(fresh) == len(observed):
             raise
-        logger.info("nothing fits beside what failed before the resume: that is tried again")
-        return _as_far_as_it_fits(_selection_input(session, iteration, forgiven))
+        logger.info("nothing fits by what was seen before the resume: that is tried again")
+        old = observed[: len(observed) - len(fresh)]
+        forgiven = [
+            seen.model_copy(update={"reserved_bytes": 0.0})
+            for seen in old
+            if seen.kind != "out_of_memory"
+        ]
+        return _as_far_as_it_fits(_selection_input(session, iteration, [*forgiven, *fresh]))
 
 
 def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, DeploymentPlan]:

@@ -142,6 +142,19 @@ def test_a_resume_tries_again_what_another_program_left_no_memory_for(
     assert_learnt_alike(runs, undisturbed(*LEARNING))
 
 
+def test_a_resume_forgets_what_others_held_before_when_nothing_fits_beside_it(
+    runs: Runs, undisturbed: Undisturbed
+) -> None:
+    settings = (selector(runs), *LEARNING)
+    runs.train(*settings, "iterations=1")
+    path = runs.run() / "selector.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    crowded = [{**line, "reserved_bytes": 2.0**50} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in crowded))
+    runs.train(*settings)
+    assert_learnt_alike(runs, undisturbed(*LEARNING))
+
+
 @pytest.fixture
 def capped(live: Runs) -> Iterator[Path]:
     with memory_cgroup(6 * 2**30) as group:
