@@ -41,7 +41,7 @@ test-slow: install
 	$(BIN)/python -m pytest -m slow
 
 demo: install
-	$(BIN)/earl train configs/demo.yaml
+	$(BIN)/earl train demo
 
 BENCHMARKS := overhead rollout iteration update reshard publish dispatch_local dispatch_hosts dispatch_scale selector_paper selector_live
 

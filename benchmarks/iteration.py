@@ -176,7 +176,7 @@ def _words(candidate: Settings) -> str:
 
 def _options() -> argparse.Namespace:
     made = parser("Seconds per iteration and peak memory on EARL and on TRL.")
-    made.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    made.add_argument("--config", type=Path, default=Path("earl_core/recipes/demo.yaml"))
     made.add_argument("--games", type=int, help="games per iteration; default 64, quick 8")
     made.add_argument("--group-size", type=int, default=8)
     made.add_argument("--iterations", type=int, help="per round; default 4, quick 2")

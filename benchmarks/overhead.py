@@ -140,7 +140,7 @@ def _row(what: str, seconds: list[float], shares: list[float]) -> Row:
 
 def _options() -> argparse.Namespace:
     made = parser("The part of an iteration that is not spent in its stages.")
-    made.add_argument("--config", type=Path, help="default: configs/demo.yaml, unchanged")
+    made.add_argument("--config", type=Path, help="default: the recipe demo, unchanged")
     made.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="change a setting"
     )
@@ -148,7 +148,7 @@ def _options() -> argparse.Namespace:
     options = made.parse_args()
     if options.config is None:
         file = "tictactoe_tiny" if options.quick else "demo"
-        options.config = Path("configs") / f"{file}.yaml"
+        options.config = Path("earl_core/recipes") / f"{file}.yaml"
         if options.quick:
             options.set = [*_QUICK, *options.set]
     return options

@@ -80,7 +80,7 @@ def _read(spill: Path, stage: str) -> pa.Table:
 
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    made.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    made.add_argument("--config", type=Path, default=Path("earl_core/recipes/demo.yaml"))
     made.add_argument("--model", type=Path, help="play with this model instead of model.path")
     made.add_argument("--out", type=Path, default=EPISODES)
     made.add_argument("--set", action="append", default=[], metavar="A.B=C")

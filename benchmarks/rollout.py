@@ -189,7 +189,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     made = parser("The agent loop's tokens/s against raw vLLM and the torch engine.")
-    made.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    made.add_argument("--config", type=Path, default=Path("earl_core/recipes/demo.yaml"))
     made.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="change a setting"
     )

@@ -323,7 +323,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     made = parser("Tokens/s and peak memory of the update on EARL, in plain torch and on TRL.")
-    made.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    made.add_argument("--config", type=Path, default=Path("earl_core/recipes/demo.yaml"))
     made.add_argument(
         "--cases",
         nargs="+",

@@ -39,7 +39,7 @@ def _say(text: str) -> None:
     task_runner=ThreadPoolTaskRunner(max_workers=1),
 )
 async def profile(
-    config: Annotated[str, Field(description="A run file, for example configs/demo.yaml")],
+    config: Annotated[str, Field(description="A recipe, for example demo, or a run file")],
     minutes: Annotated[
         float, Field(gt=0, description="In all; starts of the same profile share them")
     ] = 20.0,

@@ -23,7 +23,7 @@ from tasks.session import Session, StateLost
     task_runner=ThreadPoolTaskRunner(max_workers=2),
 )
 async def train(
-    config: Annotated[str, Field(description="A run file, for example configs/demo.yaml")],
+    config: Annotated[str, Field(description="A recipe, for example demo, or a run file")],
     name: Annotated[str | None, Field(description="Name of the run; empty: the file's")] = None,
     iterations: Annotated[int | None, Field(ge=1)] = None,
     seed: int | None = None,

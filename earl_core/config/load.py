@@ -13,18 +13,26 @@ from pydantic import ValidationError
 from earl_core.config.base import ConfigError
 from earl_core.config.run import RunConfig
 
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+"""The run files that come with the package."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML run file and apply `a.b=c` overrides (the value is parsed as YAML).
 
+    path: a file, or the name of a recipe, such as `demo`.
+
     Raises `ConfigError` with every problem in one readable block: a missing or malformed file,
     unknown keys, wrong values, combinations that cannot work.
     """
-    file = Path(path)
+    file = _run_file(path)
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the configuration {file} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"the configuration {file} cannot be read: {error.strerror}. Give a file, or one of "
+            f"the recipes {', '.join(sorted(recipe.stem for recipe in RECIPES.glob('*.yaml')))}"
+        ) from error
     try:
         raw = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -32,6 +40,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(raw, dict):
         raise ConfigError(f"the configuration {file} must be a mapping of settings")
     return parse_config(apply_overrides(raw, overrides), source=str(file))
+
+
+def _run_file(path: str | Path) -> Path:
+    """A bare name is a recipe's; whatever lies in the working directory cannot take its place."""
+    recipe = RECIPES / f"{path}.yaml"
+    return recipe if Path(path).name == str(path) and recipe.is_file() else Path(path)
 
 
 def parse_config(raw: Mapping[str, Any], source: str = "the configuration") -> RunConfig:

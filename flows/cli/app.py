@@ -11,7 +11,7 @@ from flows.cli.errors import reported
 
 app = typer.Typer(
     help="Train language models by reinforcement learning in games and tools.",
-    epilog="Start with: earl doctor, then earl train configs/tictactoe_tiny.yaml",
+    epilog="Start with: earl doctor, then earl train tictactoe_tiny",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -51,7 +51,7 @@ Temperature = Annotated[
 
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(help="A run file, such as configs/tictactoe_tiny.yaml.")],
+    config: Annotated[str, typer.Argument(help="A recipe, such as tictactoe_tiny, or a run file.")],
     name: Annotated[str | None, typer.Option(help="Name of the run; else the file's.")] = None,
     overrides: Overrides = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
@@ -138,7 +138,7 @@ def doctor(
 
 @app.command()
 def profile(
-    config: Annotated[str, typer.Argument(help="A run file, such as configs/tictactoe_tiny.yaml.")],
+    config: Annotated[str, typer.Argument(help="A recipe, such as tictactoe_tiny, or a run file.")],
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Time for all starts of this profile together.")
     ] = 20.0,

@@ -15,7 +15,7 @@ import pytest
 from flows import server
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "configs" / "tictactoe_tiny.yaml"
+CONFIG = ROOT / "earl_core" / "recipes" / "tictactoe_tiny.yaml"
 
 TINY = {
     "model.path": "model",

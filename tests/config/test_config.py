@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from earl_core.config import ConfigError, dump_config, load_config, parse_config
+from earl_core.config.load import RECIPES
 from earl_core.config.table import resolved_rows
 
 MINIMAL = {
@@ -163,11 +164,17 @@ def test_resolved_table_multiplies_the_sizes() -> None:
     assert rows["episodes in all"] == "16"
 
 
-def test_shipped_configurations_are_valid() -> None:
-    configs = sorted(Path("configs").glob("*.yaml"))
-    assert configs
-    for path in configs:
-        load_config(path)
+def test_recipes_are_valid_and_loaded_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    (tmp_path / "demo").write_text("not a recipe")
+    monkeypatch.chdir(tmp_path)
+    assert names
+    for name in names:
+        assert load_config(name).name == name
+    with pytest.raises(ConfigError, match="cannot be read: .* the recipes .*demo, tictactoe_"):
+        load_config("dema")
 
 
 @pytest.mark.parametrize(

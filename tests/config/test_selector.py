@@ -12,7 +12,7 @@ from earl_core.config.table import resolved_rows
 from earl_core.run.keys import stage_key
 from tests.config.test_config import with_
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[2] / "earl_core" / "recipes"
 
 
 def config(layout: dict[str, Any] | None = None, **selector: Any) -> RunConfig:
