@@ -173,7 +173,7 @@ def test_recipes_are_valid_and_loaded_by_name(
     assert names
     for name in names:
         assert load_config(name).name == name
-    with pytest.raises(ConfigError, match="cannot be read: .* the recipes .*demo, tictactoe_"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .* the recipes .*demo, tictactoe_"):
         load_config("dema")
 
 
