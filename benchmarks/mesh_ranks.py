@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from earl_core.cluster.rendezvous import rank_variables, shared_variables
 from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh
 
 MEBIBYTE = 2**20
@@ -102,13 +103,7 @@ def _run(
     arguments: tuple[Any, ...],
     answers: Queue[tuple[int, Any, str]],
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update({**shared_variables(ranks, port), **rank_variables(rank)})
     try:
         answers.put((rank, function(*arguments), ""))
     except BaseException:

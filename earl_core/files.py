@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` so that `path` never holds half of it, also after a power cut."""
+def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write `data` so that `path` never holds half of it, also after a power cut.
+
+    mode: who may read the file; by default its owner alone, for it may hold what others must not
+    see.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with aside.open("wb") as stream:
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as stream:
+            os.fchmod(stream.fileno(), mode)
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())

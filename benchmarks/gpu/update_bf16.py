@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.report import Row, parser, publish
 from benchmarks.gpu.shapes import Shape, random_sample, save_random_model
+from earl_core.cluster.rendezvous import rank_variables, shared_variables
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -294,14 +295,7 @@ def train(directory: Path, shape: MeshShape | None, *, smoke: bool) -> dict[str,
 
 def train_rank(rank: int, ranks: int, port: int, directory: str, smoke: bool) -> None:
     """One of `ranks` processes: every mesh after the other."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= {**shared_variables(ranks, port), **rank_variables(rank)}
     for name, shape in mesh_shapes(ranks).items():
         found = train(Path(directory), shape, smoke=smoke)
         Path(directory, f"{name}.{rank}.json").write_text(json.dumps(found))

@@ -7,6 +7,7 @@ import atexit
 import itertools
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -22,12 +23,7 @@ from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.processes import ENDING_GRACE_SECONDS
 from earl_core.cluster.rank import RankHandle
-from earl_core.cluster.rendezvous import (
-    ATTEMPTS,
-    port_was_taken,
-    rank_variables,
-    shared_variables,
-)
+from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
 from earl_core.cluster.threads import T, in_thread
 from earl_core.cluster.wire import encode
 
@@ -132,14 +128,8 @@ class LocalWorkerGroup:
             self._stop(grace_seconds=10.0)
             self._starting = abort
             try:
-                for attempt in range(1, ATTEMPTS + 1):
-                    request = self._start_request(deployment, arguments, world_size, abort)
-                    try:
-                        self._start_once(request, world_size)
-                        break
-                    except WorkerError as error:
-                        if attempt == ATTEMPTS or not port_was_taken(error):
-                            raise
+                request = self._start_request(deployment, arguments, world_size, abort)
+                self._start_once(request, world_size)
                 self._deployment = deployment
             finally:
                 self._starting = None
@@ -179,21 +169,29 @@ class LocalWorkerGroup:
 
     def _spawn(self, world_size: int) -> None:
         self._log_directory.mkdir(parents=True, exist_ok=True)
-        shared = shared_variables(world_size, {**os.environ, **self._environment})
         ranks: list[RankHandle] = []
-        try:
-            for rank in range(world_size):
-                path = self._log_path(rank)
-                log = LogFile(path, path.stat().st_size if path.exists() else 0)
-                environment = {**shared, **rank_variables(rank)}
-                ranks.append(RankHandle(rank, log, environment, self._heartbeat_timeout))
-        except BaseException:
-            for handle in ranks:
-                handle.close()
-            raise
+        with bind_listener() as listener:
+            given = {**os.environ, **self._environment}
+            shared = shared_variables(world_size, listener.getsockname()[1], given)
+            try:
+                for rank in range(world_size):
+                    ranks.append(self._spawn_rank(rank, shared, listener if rank == 0 else None))
+            except BaseException:
+                for handle in ranks:
+                    handle.close()
+                raise
         self._monitor = Monitor(ranks, self._condition, self._heartbeat_timeout)
         self._monitor.start()
         _running.add(self)
+
+    def _spawn_rank(
+        self, rank: int, shared: Mapping[str, str], listener: socket.socket | None
+    ) -> RankHandle:
+        path = self._log_path(rank)
+        log = LogFile(path, path.stat().st_size if path.exists() else 0)
+        inherited = None if listener is None else listener.fileno()
+        environment = {**shared, **rank_variables(rank, inherited)}
+        return RankHandle(rank, log, environment, self._heartbeat_timeout, inherited)
 
     def _log_path(self, rank: int) -> Path:
         return self._log_directory / f"{self.role}-{rank}.log"

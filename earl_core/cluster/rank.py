@@ -35,7 +35,9 @@ class RankHandle:
         log: LogFile,
         environment: Mapping[str, str],
         send_timeout_seconds: float,
+        inherited: int | None = None,
     ) -> None:
+        """inherited: a descriptor that the rank gets under the same number."""
         self.rank = rank
         self.log = log
         self.mark = uuid.uuid4().hex
@@ -53,7 +55,9 @@ class RankHandle:
         self.channel, channel_child = socket.socketpair()
         _set_send_timeout(self.channel, send_timeout_seconds)
         try:
-            self.supervisor = self._spawn(control_child, channel_child, environment)
+            fds = (control_child.fileno(), channel_child.fileno())
+            more = () if inherited is None else (inherited,)
+            self.supervisor = self._spawn((*fds, *more), environment)
         except BaseException:
             self.close()
             raise
@@ -62,13 +66,12 @@ class RankHandle:
             channel_child.close()
 
     def _spawn(
-        self, control: socket.socket, channel: socket.socket, environment: Mapping[str, str]
+        self, fds: tuple[int, ...], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         # -P keeps the working directory from shadowing modules; -m needs this package on the path.
         root = str(Path(__file__).resolve().parents[2])
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         path = os.pathsep.join([root, *(entry for entry in paths if entry not in ("", root))])
-        fds = (control.fileno(), channel.fileno())
         command = [sys.executable, "-P", "-m", "earl_core.cluster.supervisor"]
         with self.log.path.open("ab") as log:
             return subprocess.Popen(

@@ -1,40 +1,59 @@
-"""How the ranks of a local group find each other: the variables that torch.distributed reads."""
+"""How the ranks of a local group find each other, at a port that no other process can take.
+
+The controller binds a socket to loopback before it starts the ranks, and rank 0 inherits it. Left
+to itself torch.distributed listens on every interface, at a port that was free some time before;
+its store knows no password.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 
-from earl_core.cluster.errors import WorkerCallFailed, WorkerError
+LISTENER = "EARL_RENDEZVOUS_FD"
+"""Environment variable of rank 0: the number of the bound socket that it inherited."""
 
-ATTEMPTS = 3
-"""How often a group is started when another process takes its port before rank 0 does."""
+_LOOPBACK = "127.0.0.1"
 
 
-def shared_variables(world_size: int, given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, and what all ranks of one start have in common: how many, and a port now free."""
-    # The host's own name may resolve to an address that nothing can be reached at.
+def bind_listener() -> socket.socket:
+    """A socket bound to a free port of this host; nobody can connect until rank 0 listens."""
+    listener = socket.socket()
+    listener.bind((_LOOPBACK, 0))
+    return listener
+
+
+def shared_variables(
+    world_size: int, port: int, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """`given`, and what all ranks of one start have in common: how many, and where they meet."""
     return {
+        **{name: value for name, value in (given or {}).items() if name != LISTENER},
+        # Connections of gloo and NCCL ask for no password, and the host's own name may resolve to
+        # an address that nothing can be reached at.
         "GLOO_SOCKET_IFNAME": "lo",
-        **given,
+        "NCCL_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(port),
     }
 
 
-def rank_variables(rank: int) -> dict[str, str]:
-    """What one rank has for itself."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+def rank_variables(rank: int, listener: int | None = None) -> dict[str, str]:
+    """What one rank has for itself; listener: the descriptor that it inherits."""
+    inherited = {} if listener is None else {LISTENER: str(listener)}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), **inherited}
 
 
-def port_was_taken(error: WorkerError) -> bool:
-    """Whether a start failed because the port was free when chosen and then was not."""
-    return isinstance(error, WorkerCallFailed) and "EADDRINUSE" in error.message
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def take_listener() -> int:
+    """The descriptor of the socket that rank 0 listens with: inherited, else bound to the
+    address and port of the environment. Whoever gets it closes it. Raises `OSError`."""
+    # It is used once: a process that this rank starts has another descriptor of that number.
+    inherited = os.environ.pop(LISTENER, None)
+    if inherited is not None:
+        return int(inherited)
+    with socket.socket() as made:
+        made.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        return made.detach()

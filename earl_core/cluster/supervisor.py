@@ -34,6 +34,7 @@ from earl_core.cluster.processes import (
     out_of_memory_counters,
     out_of_memory_kills_since,
 )
+from earl_core.cluster.rendezvous import LISTENER
 
 _POLL_SECONDS = 0.5
 _DUMP_SECONDS = 0.3
@@ -51,17 +52,18 @@ class Supervisor:
         self._memory_kills = out_of_memory_counters()
         self._wake = _wake_on_signals()
         lifeline_read, self._lifeline = os.pipe()
+        inherited = [int(os.environ[LISTENER])] if LISTENER in os.environ else []
         # The rank gets a session of its own: what it sends to its process group stays there.
         command = [sys.executable, "-P", "-m", "earl_core.cluster.worker"]
         self._rank = subprocess.Popen(
             [*command, str(channel_fd), str(lifeline_read), mark],
-            pass_fds=(channel_fd, lifeline_read),
+            pass_fds=(channel_fd, lifeline_read, *inherited),
             stdin=subprocess.DEVNULL,
             env={**os.environ, MARK: mark},
             start_new_session=True,
         )
-        os.close(channel_fd)
-        os.close(lifeline_read)
+        for passed_on in (channel_fd, lifeline_read, *inherited):
+            os.close(passed_on)
         self._send({"event": "started", "pid": self._rank.pid})
 
     def run(self) -> None:

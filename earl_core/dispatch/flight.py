@@ -5,8 +5,10 @@ It runs in a process of its own (`earl shards serve`), because gRPC does not sur
 Checksums are not looked at, for they need a manifest.
 
     client = pyarrow.flight.connect("grpc://127.0.0.1:8815")
-    for info in client.list_flights():
-        table = client.do_get(info.endpoints[0].ticket).read_all()
+    header = (b"authorization", b"Bearer " + open("TOKEN FILE", "rb").read())
+    options = pyarrow.flight.FlightCallOptions(headers=[header])
+    for info in client.list_flights(options=options):
+        table = client.do_get(info.endpoints[0].ticket, options).read_all()
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pyarrow import flight
 
 from earl_core.dispatch.leases import ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.transports.base import FILE_NAME
-from earl_core.dispatch.transports.range_server import check_listening
+from earl_core.dispatch.transports.range_server import check_token
 
 _MESSAGE_BYTES = 16 * 2**20
 _HEADER = "authorization"
@@ -30,21 +32,18 @@ _HEADER = "authorization"
 class ShardFlightServer(flight.FlightServerBase):  # type: ignore[misc]
     """Serves the sealed shards in `directory`; a flight is one shard, named by its file.
 
-    Listens from its creation on; a context manager. With a token every call needs the header
+    Listens from its creation on; a context manager. Every call needs the header
     `authorization: Bearer <token>`, which travels unencrypted: beyond this machine use a private
-    network or a tunnel. Raises `ValueError` when it should listen beyond this machine without a
-    token, `OSError` (`pyarrow.ArrowException`) when it cannot listen.
+    network or a tunnel. Raises `ValueError` for an empty token, `OSError`
+    (`pyarrow.ArrowException`) when it cannot listen.
     """
 
-    def __init__(
-        self, directory: Path, token: str | None = None, host: str = "127.0.0.1", port: int = 0
-    ) -> None:
-        check_listening(host, token, "the Flight server")
+    def __init__(self, directory: Path, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
+        check_token(token, "the Flight server")
         self.directory = Path(directory)
         self.host = host
-        middleware = {"token": _TokenCheck(token)} if token else {}
         shown = f"[{host}]" if ":" in host else host
-        super().__init__(f"grpc://{shown}:{port}", middleware=middleware)
+        super().__init__(f"grpc://{shown}:{port}", middleware={"token": _TokenCheck(token)})
 
     @property
     def address(self) -> str:

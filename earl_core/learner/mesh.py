@@ -193,8 +193,8 @@ _CONNECTED: dict[MeshShape, UpdateMesh] = {}
 def create_mesh(shape: MeshShape | None = None, *, timeout_seconds: float = 1800.0) -> UpdateMesh:
     """Connect this process, as launched, with the other ranks of the mesh.
 
-    Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT through accelerate; gloo on the
-    CPU, NCCL on CUDA (with gloo for what lies in the host's memory). All ranks call it alike; a
+    Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; gloo on the CPU, NCCL on CUDA
+    (with gloo for what lies in the host's memory). All ranks call it alike; a
     connected process may call it again for another mesh of the same size. A mesh of one rank
     connects to nobody, whatever the variables say. timeout_seconds: after that long a collective
     that others have left waiting fails.
@@ -237,22 +237,23 @@ def _process_state(ranks: int, timeout_seconds: float) -> tuple[torch.device, in
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
 
+    from earl_core.learner.world import join_world
+
     cuda = torch.cuda.is_available()
     if ranks == 1:
         # From these accelerate would conclude that there are other ranks to wait for.
         with _without("LOCAL_RANK", *_WORLD_SIZES):
             return torch.device(PartialState(cpu=not cuda).device), 0
+    backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
     if not dist.is_initialized():
         # A mesh of one rank may have been made before, and accelerate keeps what it found then.
         AcceleratorState._reset_state(reset_partial_state=True)
+        # accelerate takes a world that is there already; one of its own listens everywhere.
+        join_world(backend, timedelta(seconds=timeout_seconds))
     with warnings.catch_warnings():
         # The learner sets its threads itself.
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
-        state = PartialState(
-            cpu=not cuda,
-            backend="cuda:nccl,cpu:gloo" if cuda else "gloo",
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        state = PartialState(cpu=not cuda, backend=backend)
     return torch.device(state.device), dist.get_rank()
 
 

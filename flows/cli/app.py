@@ -254,20 +254,17 @@ def shards_sweep(directory: Directory = _DEFAULT_DIRECTORY, debug: Debug = False
 def shards_serve(
     run: Run,
     host: Annotated[
-        str, typer.Option(help="The address to listen on; beyond 127.0.0.1 needs a token.")
+        str, typer.Option(help="The address to listen on. The token travels unencrypted.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8815,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file", help="A file with the token that clients must send as Bearer."
-        ),
-    ] = None,
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
 ) -> None:
-    """Serve a run's shards, read-only, to any Arrow Flight client."""
+    """Serve a run's shards, read-only, to any Arrow Flight client that knows the token.
+
+    The token is taken from EARL_SHARDS_TOKEN, or made and written to a file that it names.
+    """
     with reported(debug):
         from flows.cli.shards_serve import serve_shards
 
-        serve_shards(run, runs_directory, host, port, token_file)
+        serve_shards(run, runs_directory, host, port)

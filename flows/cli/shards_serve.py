@@ -1,18 +1,25 @@
-"""`earl shards serve`: a run's shards for any Arrow Flight client."""
+"""`earl shards serve`: a run's shards for any Arrow Flight client that knows the token."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from earl_core.config import load_config
+from earl_core.files import write_atomic
 from earl_core.run.shards import run_store
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
 from flows.cli.tables import make_console
 
+TOKEN = "EARL_SHARDS_TOKEN"
+"""Environment variable: the token to use. A command line would show it to everyone."""
 
-def serve_shards(run: str, runs_directory: str, host: str, port: int, token: Path | None) -> None:
+_FILE = "shards.token"
+
+
+def serve_shards(run: str, runs_directory: str, host: str, port: int) -> None:
     """Serve until interrupted."""
     # gRPC would print lines of its own before the one sentence that says what to do.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -22,10 +29,11 @@ def serve_shards(run: str, runs_directory: str, host: str, port: int, token: Pat
 
     path = find_run(run, runs_directory)
     store = run_store(path, load_config(path / "config.yaml"))
+    token, place = choose_token(path)
     try:
-        server = ShardFlightServer(store.directory, read_token(token), host, port)
+        server = ShardFlightServer(store.directory, token, host, port)
     except ValueError as error:
-        raise UsageProblem(f"{error}: name a file that holds a token with --token-file") from error
+        raise UsageProblem(f"{error}, in {TOKEN}, or unset it to have one made") from error
     except (OSError, pa.ArrowException) as error:
         raise UsageProblem(
             f"port {port} of {host} cannot be listened on; another program may use it, or the "
@@ -34,21 +42,23 @@ def serve_shards(run: str, runs_directory: str, host: str, port: int, token: Pat
     console = make_console()
     console.print(f"Serving the shards of {path} at {server.address}, read-only.")
     console.print(
-        f'pyarrow.flight.connect("{server.address}").list_flights() lists them; Ctrl-C ends.',
+        f"Each call needs the header `authorization: Bearer TOKEN`; the token is in {place}.",
+        markup=False,
+    )
+    console.print(
+        f'pyarrow.flight.connect("{server.address}").list_flights(options=...) lists them; '
+        "Ctrl-C ends.",
         style="dim",
     )
     with server:
         server.serve()
 
 
-def read_token(path: Path | None) -> str | None:
-    """The token in a file, without surrounding space. Raises `UsageProblem`."""
-    if path is None:
-        return None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageProblem(f"the token file {path} cannot be read: {error}") from error
-    if not token:
-        raise UsageProblem(f"the token file {path} is empty: write a long random word into it")
-    return token
+def choose_token(run: Path) -> tuple[str, str]:
+    """The token of the environment, else a new one in a file of the run; and where it stands."""
+    given = os.environ.get(TOKEN)
+    if given is not None:
+        return given.strip(), TOKEN
+    token = secrets.token_urlsafe(32)
+    write_atomic(run / _FILE, token.encode())
+    return token, str(run / _FILE)

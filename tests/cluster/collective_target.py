@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from earl_core.cluster import WorkerContext
+from earl_core.learner.world import join_world
 
 
 class Collective:
@@ -22,7 +23,7 @@ class Collective:
         self._context = context
         self._closed = closed
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+        join_world("gloo", timedelta(minutes=30))
 
     def total(self, value: int) -> list[int]:
         """The sum of value + rank over all ranks, and the port that they met at."""

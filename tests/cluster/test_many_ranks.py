@@ -57,9 +57,8 @@ def fresh(group: Any) -> Iterator[Fresh]:
 
     yield start
     for port in ports:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("127.0.0.1", port))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,6 +20,8 @@ from pyarrow import flight
 from earl_core.dispatch import Batch, ShardEntry, ShardStore
 from earl_core.dispatch.flight import ShardFlightServer
 from tests.dispatch.hosts import make_shard, manifest
+
+TOKEN = "a long random word"
 
 
 @pytest.fixture
@@ -28,6 +32,10 @@ def store(tmp_path: Path) -> Iterator[ShardStore]:
     made.remove()
 
 
+def serve(store: ShardStore) -> ShardFlightServer:
+    return ShardFlightServer(store.directory, TOKEN)
+
+
 def connect(server: ShardFlightServer) -> flight.FlightClient:
     return flight.connect(server.address)
 
@@ -36,21 +44,24 @@ def bearer(token: str) -> flight.FlightCallOptions:
     return flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
 
 
-def get(client: flight.FlightClient, file: str) -> pa.Table:
-    return client.do_get(flight.Ticket(file.encode())).read_all()
+KNOWN = bearer(TOKEN)
+
+
+def get(client: flight.FlightClient, file: str, options: Any = KNOWN) -> pa.Table:
+    return client.do_get(flight.Ticket(file.encode()), options).read_all()
 
 
 def test_shards_are_listed_and_read(store: ShardStore) -> None:
     entries = [make_shard(store, [900_000, 3, 0, 2_000_000], 0), make_shard(store, [7], 4)]
     (store.directory / "owner.json").write_text("{}")
-    with ShardFlightServer(store.directory) as server, connect(server) as client:
-        infos = list(client.list_flights())
+    with serve(store) as server, connect(server) as client:
+        infos = list(client.list_flights(options=KNOWN))
         assert [info.descriptor.path[0].decode() for info in infos] == sorted(
             entry.file for entry in entries
         )
         assert [info.total_records for info in infos] == [4, 1]
         prefix = entries[1].file.encode()
-        assert len(list(client.list_flights(prefix))) == 1
+        assert len(list(client.list_flights(prefix, KNOWN))) == 1
         for entry in entries:
             table = get(client, entry.file)
             table.validate(full=True)
@@ -61,7 +72,7 @@ def test_shards_are_listed_and_read(store: ShardStore) -> None:
                 for name in ("tokens", "loss_mask", "turn_starts"):
                     rows = [view.tolist() for view in batch.list_rows(name)]
                     assert table.column(name).to_pylist() == rows
-            info = client.get_flight_info(flight.FlightDescriptor.for_path(entry.file))
+            info = client.get_flight_info(flight.FlightDescriptor.for_path(entry.file), KNOWN)
             assert info.schema == table.schema
             assert table.schema.metadata[b"earl.stage"] == b"rollout"
 
@@ -77,12 +88,12 @@ def _released(store: ShardStore, entry: ShardEntry) -> bool:
 
 def test_no_lease_stays_after_reading(store: ShardStore) -> None:
     whole, half = make_shard(store, [900_000], 0), make_shard(store, [9_000_000] * 4, 1)
-    with ShardFlightServer(store.directory) as server:
+    with serve(store) as server:
         with connect(server) as client:
             get(client, whole.file)
-            list(client.list_flights())
+            list(client.list_flights(options=KNOWN))
             assert _released(store, whole)
-            reader = client.do_get(flight.Ticket(half.file.encode()))
+            reader = client.do_get(flight.Ticket(half.file.encode()), KNOWN)
             reader.read_chunk()
             reader.cancel()
             del reader
@@ -94,11 +105,13 @@ def test_no_lease_stays_after_reading(store: ShardStore) -> None:
 )
 def test_other_files_are_refused(store: ShardStore, name: str) -> None:
     (store.directory / "owner.json").write_text("{}")
-    with ShardFlightServer(store.directory) as server, connect(server) as client:
+    with serve(store) as server, connect(server) as client:
         for ask in (
-            lambda: client.do_get(flight.Ticket(name.encode(errors="surrogateescape"))).read_all(),
+            lambda: client.do_get(
+                flight.Ticket(name.encode(errors="surrogateescape")), KNOWN
+            ).read_all(),
             lambda: client.get_flight_info(
-                flight.FlightDescriptor.for_path(name.encode(errors="surrogateescape"))
+                flight.FlightDescriptor.for_path(name.encode(errors="surrogateescape")), KNOWN
             ),
         ):
             with pytest.raises((flight.FlightError, pa.ArrowException, OSError)):
@@ -109,7 +122,7 @@ def test_a_released_shard_says_so(store: ShardStore) -> None:
     entry = make_shard(store, [5])
     assert _released(store, entry)
     with (
-        ShardFlightServer(store.directory) as server,
+        serve(store) as server,
         connect(server) as client,
         pytest.raises(flight.FlightServerError, match="released"),
     ):
@@ -122,7 +135,7 @@ def test_a_damaged_shard_is_an_error(store: ShardStore) -> None:
         file.seek(entry.bytes - 64)
         file.write(os.urandom(50))
     with (
-        ShardFlightServer(store.directory) as server,
+        serve(store) as server,
         connect(server) as client,
         pytest.raises((flight.FlightError, pa.ArrowException)),
     ):
@@ -131,33 +144,28 @@ def test_a_damaged_shard_is_an_error(store: ShardStore) -> None:
 
 def test_it_is_read_only(store: ShardStore) -> None:
     entry = make_shard(store, [5])
-    with ShardFlightServer(store.directory) as server, connect(server) as client:
+    with serve(store) as server, connect(server) as client:
         descriptor = flight.FlightDescriptor.for_path(entry.file)
-        writer, _ = client.do_put(descriptor, pa.schema([("a", pa.int64())]))
+        writer, _ = client.do_put(descriptor, pa.schema([("a", pa.int64())]), KNOWN)
         with pytest.raises(NotImplementedError):
             writer.close()
         with pytest.raises(NotImplementedError):
-            list(client.do_action(flight.Action("drop", b"")))
+            list(client.do_action(flight.Action("drop", b""), KNOWN))
     assert store.path(entry).exists()
 
 
-def test_a_token_is_needed_where_one_is_set(store: ShardStore) -> None:
+def test_a_token_is_always_needed(store: ShardStore) -> None:
     entry = make_shard(store, [5])
-    with ShardFlightServer(store.directory, "secret") as server, connect(server) as client:
+    with pytest.raises(ValueError, match="give it a token"):
+        ShardFlightServer(store.directory, "")
+    with serve(store) as server, connect(server) as client:
         ticket = flight.Ticket(entry.file.encode())
-        for options in (None, bearer("wrong"), bearer("secret "), bearer("")):
+        for options in (None, bearer("wrong"), bearer(f"{TOKEN} "), bearer("")):
             with pytest.raises(flight.FlightUnauthenticatedError):
                 client.do_get(ticket, options).read_all()
             with pytest.raises(flight.FlightUnauthenticatedError):
                 list(client.list_flights(options=options))
-        assert client.do_get(ticket, bearer("secret")).read_all().num_rows == 1
-
-
-def test_it_listens_on_loopback_only_unless_a_token_is_given(store: ShardStore) -> None:
-    with pytest.raises(ValueError, match="without a token"):
-        ShardFlightServer(store.directory, host="0.0.0.0")
-    with ShardFlightServer(store.directory, "secret", host="0.0.0.0") as server:
-        assert server.port > 0
+        assert client.do_get(ticket, KNOWN).read_all().num_rows == 1
 
 
 _CONFIG = """
@@ -171,7 +179,7 @@ dispatch: {{directory: {shared}}}
 """
 
 
-def test_the_command_serves_a_run(tmp_path: Path) -> None:
+def test_the_command_serves_a_run_to_who_knows_the_token(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     shared = tmp_path / "shared"
@@ -180,23 +188,33 @@ def test_the_command_serves_a_run(tmp_path: Path) -> None:
     (run / "run.json").write_text('{"uid": "abc"}')
     store = ShardStore(shared / "abc", 2**24)
     entry = make_shard(store, [5])
+    try:
+        with _served(run) as address, flight.connect(address) as client:
+            made = run / "shards.token"
+            assert made.stat().st_mode & 0o777 == 0o600
+            assert get(client, entry.file, bearer(made.read_text())).num_rows == 1
+            with pytest.raises(flight.FlightUnauthenticatedError):
+                get(client, entry.file, None)
+            made.unlink()
+        with _served(run, EARL_SHARDS_TOKEN=TOKEN) as address, flight.connect(address) as client:
+            assert get(client, entry.file).num_rows == 1
+            assert not made.exists()
+    finally:
+        store.remove()
+
+
+@contextmanager
+def _served(run: Path, **variables: str) -> Iterator[str]:
     command = [sys.executable, "-m", "flows.cli", "shards", "serve", str(run), "--port", "0"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
-        found = re.search(r"grpc://[\d.:]+", process.stdout.readline())
+        found = re.search(r"grpc://[\d.:]+\d", process.stdout.readline())
         assert found is not None
-        with flight.connect(found[0].rstrip(",")) as client:
-            assert get(client, entry.file).num_rows == 1
+        yield found[0]
         process.send_signal(signal.SIGINT)
         process.wait(20)
     finally:
         process.kill()
         process.wait()
-        store.remove()
-    refused = subprocess.run(
-        [*command, "--host", "0.0.0.0"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert refused.returncode != 0
-    assert "--token-file" in refused.stderr

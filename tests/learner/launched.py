@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -46,11 +48,9 @@ def launch(
 def _main() -> None:
     module, function, scratch, ranks = sys.argv[1:]
     call: Callable[[Path], Any] = getattr(importlib.import_module(module), function)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=ranks)
-    children = [_rank(rank, call, Path(scratch)) for rank in range(int(ranks))]
+    with bind_listener() as listener:
+        os.environ.update(shared_variables(int(ranks), listener.getsockname()[1]))
+        children = [_rank(rank, call, Path(scratch), listener) for rank in range(int(ranks))]
     for _ in children:
         _, status = os.wait()
         if status:
@@ -58,14 +58,15 @@ def _main() -> None:
             os.killpg(0, signal.SIGKILL)
 
 
-def _rank(rank: int, call: Callable[[Path], Any], scratch: Path) -> int:
+def _rank(rank: int, call: Callable[[Path], Any], scratch: Path, listener: socket.socket) -> int:
     child = os.fork()
     if child:
         return child
     log = os.open(scratch / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(rank_variables(rank, listener.detach() if rank == 0 else None))
+    listener.close()
     try:
         result = call(scratch)
         (scratch / f"rank{rank}.json").write_text(json.dumps(result))

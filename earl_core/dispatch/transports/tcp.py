@@ -66,7 +66,7 @@ class TcpTransport:
     def __init__(
         self,
         addresses: Mapping[str, tuple[str, int]],
-        token: str | None = None,
+        token: str,
         limits: ClientLimits | None = None,
     ) -> None:
         self.addresses = dict(addresses)

@@ -91,9 +91,9 @@ class Request:
         return sum(item.length for item in self.ranges)
 
 
-def prove(token: str | None, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+def prove(token: str, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     """HMAC-SHA256 that shows knowledge of the token to the holder of either nonce."""
-    key = (token or "").encode()
+    key = token.encode()
     return hmac.new(key, MAGIC + side + server_nonce + client_nonce, hashlib.sha256).digest()
 
 

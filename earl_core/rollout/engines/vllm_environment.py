@@ -55,6 +55,9 @@ def prepare(scratch: Path, ranks: int, threads: int, cores: Sequence[int]) -> No
         VLLM_CPU_OMP_THREADS_BIND="|".join(binding),
         # Socket files stay behind; here they go with the directory.
         VLLM_RPC_BASE_PATH=str(scratch),
+        # What its processes listen on asks for no password.
+        VLLM_HOST_IP="127.0.0.1",
+        VLLM_LOOPBACK_IP="127.0.0.1",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
     )
