@@ -58,10 +58,8 @@ def server(store: ShardStore) -> Iterator[RangeServer]:
         yield made
 
 
-@pytest.mark.parametrize("token", ["", "", "wrong", TOKEN + " ", TOKEN[:-1]])
-def test_a_wrong_token_is_refused(
-    server: RangeServer, entry: ShardEntry, token: str | None
-) -> None:
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN + " ", TOKEN[:-1]])
+def test_a_wrong_token_is_refused(server: RangeServer, entry: ShardEntry, token: str) -> None:
     with pytest.raises(Refused, match="token"):
         read(TcpTransport({"a": server.address}, token), entry, whole(entry))
 
@@ -125,7 +123,7 @@ def test_a_server_that_is_gone_is_unreachable(server: RangeServer, entry: ShardE
 class _fake:  # noqa: N801
     """A listener whose connections `behave` handles."""
 
-    def __init__(self, behave: Callable[[socket.socket], ""]) -> None:
+    def __init__(self, behave: Callable[[socket.socket], None]) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.behave = behave
         self.kept: list[socket.socket] = []
