@@ -14,7 +14,7 @@ from benchmarks.harness import REPOSITORY
 from benchmarks.iterations import read_iterations
 from benchmarks.process_tree import CommandFailed, MeasuredCommand
 from earl_core.config import RunConfig
-from earl_core.run.directory import read_lines
+from earl_core.run.journal import read_lines
 from tasks.hardware import read_hardware
 
 _TIMEOUT_SECONDS = 3600.0
@@ -135,7 +135,7 @@ def run_trl(
             games=line["games"],
             mean_return=line["return"],
         )
-        for line in read_lines(results)
+        for line in map(json.loads, results.read_text().splitlines())
     ]
     return Round(found, trained.peak_bytes)
 

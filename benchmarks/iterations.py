@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from earl_core.run.directory import read_lines
+from earl_core.run.journal import read_lines
 from earl_core.run.keys import STAGES
 
 Span = tuple[float, float]

@@ -17,7 +17,7 @@ from benchmarks.harness import REPOSITORY
 from benchmarks.no_limit_cap import MemoryCap
 from earl_core.config import load_config
 from earl_core.files import write_atomic
-from earl_core.run.directory import read_lines
+from earl_core.run.journal import read_lines
 from flows.policy import PolicyPlayer, find_checkpoint
 
 CONFIG = REPOSITORY / "benchmarks" / "no_limit.yaml"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from earl_core.cluster import LocalWorkerGroup
 from earl_core.cluster.placement import PLACEMENTS, Site, Wish
 from earl_core.config import parse_config
 from earl_core.models.tiny import character_tokenizer
+from earl_core.run.record import write_record
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.survey import generated_tokens
 from tasks.hardware import read_hardware, read_model_shape
@@ -109,7 +109,7 @@ class Bench:
         self.directory, self.sizes, self.note = directory, sizes, note
         self.limit = sizes.longest + 64
         self.model = save_model(directory / "model", self.limit)
-        (directory / "run.json").write_text(json.dumps({"uid": "selector_live"}))
+        write_record(directory, {"uid": "selector_live"})
 
     def start(
         self, name: str, role: str, deployment: dict[str, Any], engine: str, cores: Sequence[int]

@@ -1,31 +1,94 @@
-"""Files that are either whole or absent: written aside, synced, then renamed into place."""
+"""Files that are whole or absent, also after a power cut, and reads that nothing can block.
+
+A file is written aside, synced and renamed into place, and then the directory that names it is
+synced: a name that no sync has reached may be gone after a power cut, whatever the file holds.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write `data` so that `path` never holds half of it, also after a power cut.
+    """Write `data` so that `path` never holds half of it; on disk when this returns.
 
     mode: who may read the file; by default its owner alone, for it may hold what others must not
     see.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as stream:
-            os.fchmod(stream.fileno(), mode)
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        descriptor = os.open(aside, flags, mode)
+        try:
+            os.fchmod(descriptor, mode)
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         os.replace(aside, path)
-    finally:
+    except BaseException:
         aside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write the whole of `data`; a single write may stop short of it."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and what is missing above it, each on disk when this returns."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file's bytes, or a directory's names, on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path, follow_links: bool = False) -> bytes:
+    """A regular file's content. Never waits, whatever lies there.
+
+    follow_links: for files that people name; ours are never links. Raises `OSError` for anything
+    else: a folder, a FIFO.
+    """
+    links = 0 if follow_links else os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | links)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link, not a regular file", str(path)) from error
+        raise
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return stream.read()
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a regular file lies there, itself and not through a link."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def canonical_json(value: Any) -> bytes:

@@ -24,7 +24,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.layout import LayoutConfig, RolloutLayout
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
-from earl_core.run.directory import holding_checkpoint
+from earl_core.run.checkpoints import holding_checkpoint
 from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
 from tasks.hardware import read_hardware, read_model_shape
 from tasks.worker_environment import worker_environment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.cluster.placement import PLACEMENTS, Place, Site, Wish
 from earl_core.config import RunConfig
+from earl_core.run.record import write_record
 from earl_core.selector import Hardware, StageDeployment
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.survey import WINDOW_SECONDS, Point, generated_tokens, workers_of
@@ -55,7 +55,7 @@ class ProfileWorkers:
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         self._directory = Path(tempfile.mkdtemp(prefix="earl-profile-"))
-        (self._directory / "run.json").write_text(json.dumps({"uid": "profile"}))
+        write_record(self._directory, {"uid": "profile"})
         apart = config.dispatch.model_copy(update={"directory": str(self._directory / "shards")})
         self._config = config.model_copy(update={"dispatch": apart})
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from earl_core.config.base import ConfigError
 from earl_core.config.run import RunConfig
+from earl_core.files import read_file
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 """The run files that come with the package."""
@@ -27,15 +28,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = _run_file(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        content = read_file(file, follow_links=True)
     except OSError as error:
         raise ConfigError(
             f"the configuration {file} cannot be read: {error.strerror}. Give a file, or one of "
             f"the recipes {', '.join(sorted(recipe.stem for recipe in RECIPES.glob('*.yaml')))}"
         ) from error
     try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        raw = yaml.safe_load(content.decode())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"the configuration {file} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"the configuration {file} must be a mapping of settings")

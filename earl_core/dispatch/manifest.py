@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
-from earl_core.files import canonical_json, write_atomic
+from earl_core.files import canonical_json, read_file, write_atomic
 
 TOKEN_AXIS = "tokens"
 """The axis of columns with one element per token."""
@@ -181,7 +181,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises `ManifestError` when it is missing, not of this format, or its digest does not match.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_file(path)
     except OSError as error:
         raise ManifestError(f"the manifest {path} cannot be read: {error.strerror}") from error
     try:

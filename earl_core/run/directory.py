@@ -1,7 +1,7 @@
 """The run directory, the only truth about a run.
 
 runs/<name>/
-  run.json                       uid, finished, tracking ids
+  run.json                       uid, finished, tracking ids, the settings last worked with
   config.yaml                    the resolved configuration
   lock                           held by the live controller
   ledger.jsonl                   what each attempt really executed
@@ -14,28 +14,41 @@ runs/<name>/
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
+import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from earl_core.config import ConfigError, RunConfig, dump_config, load_config
+from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.manifest import write_manifest
 from earl_core.dispatch.spill import SpillError
-from earl_core.files import canonical_json, write_atomic
+from earl_core.files import make_directory, write_atomic
+from earl_core.run.checkpoints import (
+    MARKER,
+    remove_checkpoint,
+    remove_leftovers,
+    stable_checkpoints,
+)
+from earl_core.run.journal import Journal
 from earl_core.run.lock import RunInUse, RunLock
+from earl_core.run.record import (
+    RunDamaged,
+    changed_settings,
+    read_record,
+    settings_of,
+    write_record,
+)
 from earl_core.run.shards import claim, run_spill, run_store
 from earl_core.weights import pages
 
 __all__ = ["RunDirectory", "RunInUse"]
+
+logger = logging.getLogger(__name__)
 
 _IDENTITY = ("seed", "model", "environment.name", "environment.options")
 """Settings that make a run another one. The rest may change when it is resumed: how many episodes
@@ -57,13 +70,12 @@ class RunDirectory:
             raise
 
     def _load(self) -> None:
-        record = self.path / "run.json"
-        if not record.exists():
-            self._write_record(
-                {"format": "earl.run/1", "uid": uuid.uuid4().hex[:12], "attempts": 0}
-            )
-        self.record: dict[str, Any] = json.loads(record.read_text())
+        self.record: dict[str, Any] = self._open_record()
+        self._check_same_run()
         self.update_record(attempts=self.record["attempts"] + 1, finished=False)
+        for name in ("iterations", "checkpoints"):
+            make_directory(self.path / name)
+        remove_leftovers(self.path)
         if not (self.path / "config.yaml").exists():
             self.store_config()
         self.store: ShardStore = run_store(self.path, self.config)
@@ -71,23 +83,52 @@ class RunDirectory:
         self.store.adopt(self._unreleased_shards())
         self.spill = run_spill(self.path, self.config)
         self._verified: set[str] = set()
+        self._ledger = Journal(self.path / "ledger.jsonl")
+        self._metrics = Journal(self.path / "metrics.jsonl")
+        self._observations = Journal(self.path / "selector.jsonl")
         self.logs = self.path / "logs" / f"attempt_{self.attempt}"
         self.logs.mkdir(parents=True, exist_ok=True)
 
+    def _open_record(self) -> dict[str, Any]:
+        try:
+            return read_record(self.path)
+        except FileNotFoundError:
+            pass
+        for name in ("config.yaml", "iterations", "checkpoints", "metrics.jsonl"):
+            if (self.path / name).exists():
+                raise RunDamaged(
+                    f"{self.path} holds a run but no run.json: put it back, or start a new run "
+                    "under another name"
+                )
+        write_record(self.path, {"uid": uuid.uuid4().hex[:12], "attempts": 0})
+        return read_record(self.path)
+
+    def _check_same_run(self) -> None:
+        """Refuse settings that make it another run; say which of the others changed."""
+        if "settings" not in self.record:
+            return
+        before, now = self.record["settings"], settings_of(self.config)
+        different = [part for part in _IDENTITY if _look_up(before, part) != _look_up(now, part)]
+        if different:
+            raise ConfigError(
+                f"the run directory {self.path} belongs to a run with another "
+                f"{' and '.join(different)}: choose another name (--name), or remove the directory"
+            )
+        for change in changed_settings(self.record, self.config):
+            logger.warning("the run goes on with a changed setting: %s", change)
+
     @classmethod
     def open(cls, config: RunConfig) -> RunDirectory:
-        """Create the run or go on with it.
+        """Create the run or go on with it; each setting that changed since is logged.
 
         A run that exists keeps its stored configuration until `store_config`.
 
-        Raises `RunInUse` when a live process holds it and `ConfigError` when the directory
-        belongs to a run of another model, environment or seed.
+        Raises `RunInUse` when a live process holds it, `ConfigError` when the directory belongs to
+        a run of another model, environment or seed, and `RunDamaged` when its run.json was lost or
+        edited.
         """
         path = Path(config.runs_directory) / config.name
-        path.mkdir(parents=True, exist_ok=True)
-        stored = path / "config.yaml"
-        if stored.exists():
-            _check_same_run(load_config(stored), config, path)
+        make_directory(path)
         return cls(path, config)
 
     @property
@@ -104,7 +145,7 @@ class RunDirectory:
         """Change fields of run.json, atomically; any thread may."""
         with self._record_lock:
             self.record = {**self.record, **values}
-            self._write_record(self.record)
+            write_record(self.path, self.record)
 
     def store_config(self) -> None:
         """Make the configuration that the run was opened with the one that a resume reads.
@@ -112,9 +153,7 @@ class RunDirectory:
         For whoever has found that the run can work with it: what is refused must not be stored.
         """
         write_atomic(self.path / "config.yaml", dump_config(self.config).encode())
-
-    def _write_record(self, record: dict[str, Any]) -> None:
-        write_atomic(self.path / "run.json", json.dumps(record, indent=1).encode())
+        self.update_record(settings=settings_of(self.config))
 
     # Sealed stages
 
@@ -124,7 +163,10 @@ class RunDirectory:
 
     def seal(self, manifest: Manifest) -> Manifest:
         """Write a stage's manifest; from then on the stage is finished."""
-        sealed = write_manifest(self.stage_path(manifest.iteration, manifest.stage), manifest)
+        path = self.stage_path(manifest.iteration, manifest.stage)
+        # A stage may be repeated after its shards were released: these are others.
+        path.with_suffix(".released").unlink(missing_ok=True)
+        sealed = write_manifest(path, manifest)
         self._verified.add(sealed.digest)
         self._spill(sealed)
         self.note(manifest.iteration, manifest.stage, "sealed")
@@ -181,8 +223,7 @@ class RunDirectory:
 
     def stable_iterations(self) -> list[int]:
         """Iterations whose checkpoint is whole, ascending."""
-        found = (self.path / "checkpoints").glob("*/STABLE")
-        return sorted(int(path.parent.name) for path in found if path.parent.name.isdigit())
+        return stable_checkpoints(self.path)
 
     def last_stable(self) -> int:
         """The last iteration covered by a STABLE checkpoint; -1 when there is none."""
@@ -191,7 +232,7 @@ class RunDirectory:
     def mark_stable(self, iteration: int) -> None:
         """Declare the checkpoint whole; drop older ones and the shards it covers."""
         marker = {"iteration": iteration, "policy_version": iteration + 1, "time": time.time()}
-        write_atomic(self.checkpoint_path(iteration) / "STABLE", json.dumps(marker).encode())
+        write_atomic(self.checkpoint_path(iteration) / MARKER, json.dumps(marker).encode())
         self.note(iteration, "checkpoint", "stable")
         self.release_through(iteration)
 
@@ -204,7 +245,7 @@ class RunDirectory:
         kept = set(stable[-self.config.checkpoint.keep_last :]) | keep
         for iteration in stable:
             if iteration not in kept:
-                _remove_checkpoint(self.checkpoint_path(iteration))
+                remove_checkpoint(self.checkpoint_path(iteration))
 
     def release_through(self, iteration: int) -> None:
         """Release shards of all iterations up to this one; their checkpoint covers them."""
@@ -236,7 +277,7 @@ class RunDirectory:
                 self.spill.release([entry.file for entry in manifest.shards])
             released.touch()
 
-    # Records
+    # Records: what an append wrote is on disk when it returns
 
     def note(self, iteration: int, stage: str, event: str) -> None:
         """Append to the ledger what was really executed."""
@@ -247,41 +288,28 @@ class RunDirectory:
             "stage": stage,
             "event": event,
         }
-        self._append("ledger.jsonl", line)
+        self._ledger.append(line)
 
     def ledger(self) -> list[dict[str, Any]]:
         """All ledger lines, oldest first."""
-        return self._lines("ledger.jsonl")
+        return self._ledger.read()
 
     def append_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
         """Append one iteration's metrics; the last line of an iteration counts."""
-        self._append("metrics.jsonl", {"iteration": iteration, "time": time.time(), **metrics})
+        self._metrics.append({"iteration": iteration, "time": time.time(), **metrics})
 
     def metrics(self) -> list[dict[str, Any]]:
         """One mapping per finished iteration, ascending."""
-        latest = {line["iteration"]: line for line in self._lines("metrics.jsonl")}
+        latest = {line["iteration"]: line for line in self._metrics.read()}
         return [latest[iteration] for iteration in sorted(latest)]
 
     def append_observation(self, line: dict[str, Any]) -> None:
-        """Append to what the selector learns from; on disk when this returns."""
-        path = self.path / "selector.jsonl"
-        # A crash may have cut the last line off: what follows must not become a part of it.
-        torn = path.exists() and path.stat().st_size > 0 and not _ends_line(path)
-        with path.open("ab") as stream:
-            stream.write((b"\n" if torn else b"") + canonical_json(line) + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        """Append to what the selector learns from."""
+        self._observations.append(line)
 
     def observations(self) -> list[dict[str, Any]]:
         """All of them, oldest first."""
-        return self._lines("selector.jsonl")
-
-    def _append(self, name: str, line: dict[str, Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        return read_lines(self.path / name)
+        return self._observations.read()
 
     def finish(self) -> None:
         """The run is done: nothing of it stays in shared memory or in the spill."""
@@ -299,75 +327,6 @@ class RunDirectory:
                 self.spill.close()
         finally:
             self._lock.release()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines of a file; a last line cut off by a crash is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    return lines
-
-
-@contextmanager
-def holding_checkpoint(marker: Path) -> Iterator[None]:
-    """Keep a checkpoint from being pruned, by any process, while it is read.
-
-    marker: its STABLE file. Raises `ConfigError` when it is gone already.
-    """
-    gone = ConfigError(
-        f"the checkpoint {marker.parent} was removed just now, for the run goes on: name a later "
-        "one, or keep more of them with checkpoint.keep_last"
-    )
-    try:
-        descriptor = os.open(marker, os.O_RDONLY)
-    except FileNotFoundError:
-        raise gone from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise gone from None
-        if os.fstat(descriptor).st_nlink == 0:
-            # Removed between the two calls above.
-            raise gone
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint unless somebody holds it."""
-    marker = path / "STABLE"
-    descriptor = os.open(marker, os.O_RDWR)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Without its marker a half-removed checkpoint can never be taken for a whole one.
-        marker.unlink()
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(descriptor)
-
-
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read() == b"\n"
-
-
-def _check_same_run(stored: RunConfig, given: RunConfig, path: Path) -> None:
-    before, now = stored.model_dump(mode="json"), given.model_dump(mode="json")
-    different = [part for part in _IDENTITY if _look_up(before, part) != _look_up(now, part)]
-    if different:
-        raise ConfigError(
-            f"the run directory {path} belongs to a run with another {' and '.join(different)}: "
-            "choose another name (--name), or remove the directory"
-        )
 
 
 def _look_up(mapping: dict[str, Any], dotted: str) -> Any:

@@ -12,15 +12,16 @@ from earl_core.config.run import RunConfig
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch.spiller import Spiller
 from earl_core.dispatch.store import ShardStore
-from earl_core.files import write_atomic
+from earl_core.files import read_file, write_atomic
 from earl_core.run.lock import is_locked
+from earl_core.run.record import RunDamaged, read_record
 
 _OWNER = "owner.json"
 
 
 def run_store(run_directory: str | Path, config: RunConfig) -> ShardStore:
     """The shard store of the run in `run_directory`; its name is the run's uid."""
-    uid = json.loads((Path(run_directory) / "run.json").read_text())["uid"]
+    uid = read_record(Path(run_directory))["uid"]
     dispatch = config.dispatch
     return ShardStore(Path(dispatch.directory) / uid, dispatch.max_bytes, dispatch.wait_seconds)
 
@@ -29,7 +30,7 @@ def run_spill(run_directory: str | Path, config: RunConfig) -> Spiller | None:
     """Where copies of the run's shards go; None when they live in memory only."""
     if config.dispatch.spill_url is None:
         return None
-    uid = json.loads((Path(run_directory) / "run.json").read_text())["uid"]
+    uid = read_record(Path(run_directory))["uid"]
     return Spiller(config.dispatch.spill_url, uid, Path(config.dispatch.directory) / uid)
 
 
@@ -99,7 +100,7 @@ def _remove(states: list[StoreState]) -> list[Path]:
 
 def _owner(directory: Path) -> tuple[Path | None, float]:
     try:
-        owner = json.loads((directory / _OWNER).read_text())
+        owner = json.loads(read_file(directory / _OWNER))
         return Path(owner["run_directory"]), time.time() - float(owner["time"])
     except (OSError, ValueError, KeyError):
         # A folder without an owner's note is being made right now, or was never finished.
@@ -111,6 +112,9 @@ def _finished(run_directory: Path | None) -> bool:
     if run_directory is None:
         return True
     try:
-        return bool(json.loads((run_directory / "run.json").read_text()).get("finished"))
-    except (OSError, ValueError):
+        return bool(read_record(run_directory).get("finished"))
+    except FileNotFoundError:
         return True
+    except RunDamaged:
+        # Whoever repairs it will want its shards.
+        return False

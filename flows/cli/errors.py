@@ -26,6 +26,7 @@ EXPECTED = WRONG_INPUT | {
     "ProfileError",
     "ReplicasLost",
     "RolloutFailed",
+    "RunDamaged",
     "RunInUse",
     "ServerUnavailable",
     "SessionInterrupted",

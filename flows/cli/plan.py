@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from earl_core.dispatch import read_manifest
-from earl_core.run.directory import read_lines
+from earl_core.run.journal import read_lines
 from earl_core.selector import (
     DeploymentPlan,
     Hardware,

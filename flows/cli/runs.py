@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from earl_core.config import RunConfig, load_config
 from earl_core.dispatch import ManifestError, read_manifest
-from earl_core.run.directory import read_lines
+from earl_core.run.journal import read_lines
+from earl_core.run.record import RunDamaged, read_record
 from flows.cli.errors import UsageProblem
 from flows.cli.progress import EvaluationRow, IterationRow
 
@@ -54,8 +54,8 @@ def evaluations_of(path: Path) -> list[EvaluationRow]:
 def tracking_uri(path: Path) -> str | None:
     """Where the run was tracked; None when it was not."""
     try:
-        record = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_record(path)
+    except (OSError, RunDamaged):
         return None
     uri = (record.get("tracking") or {}).get("uri")
     return uri if isinstance(uri, str) else None

@@ -15,7 +15,7 @@ from benchmarks.harness import Report, parser, publish
 from benchmarks.iterations import covered, read_iterations
 from benchmarks.process_tree import CommandFailed, MeasuredCommand
 from benchmarks.rollout_requests import Recording
-from earl_core.run.directory import read_lines
+from earl_core.run.journal import Journal, read_lines
 
 
 def report() -> Report:
@@ -86,7 +86,9 @@ def _run(path: Path, attempts: tuple[int, int, int]) -> None:
         )
     path.mkdir()
     for name, lines in (("ledger", ledger), ("metrics", metrics)):
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        journal = Journal(path / f"{name}.jsonl")
+        for line in lines:
+            journal.append(line)
     assert len(read_lines(path / "metrics.jsonl")) == 3
 
 

@@ -19,6 +19,7 @@ from pyarrow import flight
 
 from earl_core.dispatch import Batch, ShardEntry, ShardStore
 from earl_core.dispatch.flight import ShardFlightServer
+from earl_core.run.record import write_record
 from tests.dispatch.hosts import make_shard, manifest
 
 TOKEN = "a long random word"
@@ -185,7 +186,7 @@ def test_the_command_serves_a_run_to_who_knows_the_token(tmp_path: Path) -> None
     shared = tmp_path / "shared"
     text = _CONFIG.format(runs=tmp_path / "runs", shared=shared)
     (run / "config.yaml").write_text(text)
-    (run / "run.json").write_text('{"uid": "abc"}')
+    write_record(run, {"uid": "abc"})
     store = ShardStore(shared / "abc", 2**24)
     entry = make_shard(store, [5])
     try:

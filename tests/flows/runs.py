@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from earl_core.run.journal import read_lines
 
 REPOSITORY = Path(__file__).parents[2]
 STAGES = ["select", "rollout", "reward", "reference", "advantage", "update", "publish"]
@@ -81,9 +82,7 @@ class Runs:
 
     def ledger(self, name: str = "run") -> list[dict[str, Any]]:
         """What was really executed; nothing yet where the run has no ledger."""
-        ledger = self.run(name) / "ledger.jsonl"
-        lines = ledger.read_text().splitlines() if ledger.exists() else []
-        return [json.loads(line) for line in lines]
+        return read_lines(self.run(name) / "ledger.jsonl")
 
     def executed(self, event: str, name: str = "run") -> list[tuple[int, str]]:
         """(iteration, stage) of every ledger line with this event."""
@@ -99,8 +98,7 @@ class Runs:
 
     def metrics(self, name: str = "run") -> list[dict[str, float]]:
         """What was measured, a line for each iteration."""
-        lines = (self.run(name) / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return read_lines(self.run(name) / "metrics.jsonl")
 
     def shared_memory(self) -> list[Path]:
         """Files of any run in shared memory."""

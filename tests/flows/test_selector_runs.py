@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerLost
+from earl_core.run.journal import Journal, read_lines
 from earl_core.selector import DeploymentPlan
 from earl_core.selector.observations import Observation
 from flows.policy import newest_engine
@@ -48,8 +49,8 @@ def plan(runs: Runs, iteration: int) -> DeploymentPlan:
 
 
 def observations(runs: Runs, kind: str) -> list[Observation]:
-    lines = (runs.run() / "selector.jsonl").read_text().splitlines()
-    seen = [Observation.model_validate_json(line) for line in lines]
+    lines = read_lines(runs.run() / "selector.jsonl")
+    seen = [Observation.model_validate(line) for line in lines]
     return [each for each in seen if each.kind == kind]
 
 
@@ -148,9 +149,10 @@ def test_a_resume_forgets_what_others_held_before_when_nothing_fits_beside_it(
     settings = (selector(runs), *LEARNING)
     runs.train(*settings, "iterations=1")
     path = runs.run() / "selector.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    crowded = [{**line, "reserved_bytes": 2.0**50} for line in lines]
-    path.write_text("".join(json.dumps(line) + "\n" for line in crowded))
+    lines = read_lines(path)
+    path.unlink()
+    for line in lines:
+        Journal(path).append({**line, "reserved_bytes": 2.0**50})
     runs.train(*settings)
     assert_learnt_alike(runs, undisturbed(*LEARNING))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from earl_core.cluster import LocalWorkerGroup, WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from earl_core.learner.worker import LearnerWorker
+from earl_core.run.record import write_record
 from earl_core.run.shards import run_store
 from earl_core.trajectory.samples import Episode, ListColumn, RolloutRows, Sample
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REFERENCE_SCHEMA, ROLLOUT_SCHEMA
@@ -33,7 +33,7 @@ class Recorded:
     def make(cls, root: Path, **update: Any) -> Recorded:
         save_model("llama", root / "model")
         (root / "run").mkdir()
-        (root / "run" / "run.json").write_text(json.dumps({"uid": "uid1"}))
+        write_record(root / "run", {"uid": "uid1"})
         config = {
             "name": "run",
             "iterations": 8,

@@ -21,6 +21,7 @@ from earl_core.rollout.errors import RolloutCancelled, RolloutFailed
 from earl_core.rollout.metrics import check_failures, rollout_metrics
 from earl_core.rollout.tally import Tally, merge
 from earl_core.rollout.worker import HELD_OUT_PROMPTS, RolloutWorker
+from earl_core.run.record import write_record
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
@@ -62,7 +63,7 @@ class Setting:
         }
         run = root / "run"
         run.mkdir()
-        (run / "run.json").write_text(json.dumps({"uid": "uid1"}))
+        write_record(run, {"uid": "uid1"})
 
     def worker(self, iteration: int = 0) -> RolloutWorker:
         context = WorkerContext(

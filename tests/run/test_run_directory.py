@@ -16,7 +16,8 @@ from earl_core.config import ConfigError, RunConfig, load_config, parse_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory, RunInUse, stage_key
-from earl_core.run.directory import holding_checkpoint, read_lines
+from earl_core.run.checkpoints import holding_checkpoint
+from earl_core.run.journal import read_lines
 from earl_core.run.lock import is_locked
 from earl_core.run.shards import list_stores, sweep, sweep_unneeded
 from earl_core.trajectory.samples import Episode, RolloutRows, Sample

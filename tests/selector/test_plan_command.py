@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.manifest import write_manifest
+from earl_core.run.journal import Journal
 from earl_core.selector import DeploymentPlan, Forbidden, NothingFits, SelectionInput, select
 from earl_core.selector.observations import Observation
 from flows.cli.app import app
@@ -165,8 +166,11 @@ def test_all_attempts_of_an_iteration_and_what_they_taught(tmp_path: Path) -> No
         peak_bytes=2**35, requests=128, context=8192, longest=16384,
     )  # fmt: skip
     elsewhere = failed.model_copy(update={"iteration": 11, "peak_bytes": 3 * 2**36})
-    lines = [item.model_dump_json() for item in (elsewhere, failed, done)]
-    (path / "selector.jsonl").write_text("\n".join([*lines, '{"torn']))
+    journal = Journal(path / "selector.jsonl")
+    for item in (elsewhere, failed, done):
+        journal.append(item.model_dump(mode="json"))
+    with journal.path.open("a") as stream:
+        stream.write('{"torn')
     code, text = run("--explain", "demo@12", "--runs-directory", str(tmp_path))
     assert code == 0, text
     flat = " ".join(text.split())

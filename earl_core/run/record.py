@@ -1,0 +1,91 @@
+"""`run.json`: what identifies a run and what it was last opened with. It checks itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from earl_core.config import RunConfig
+from earl_core.files import canonical_json, read_file, write_atomic
+
+FORMAT = "earl.run/2"
+
+_PLACE = ("name", "runs_directory")
+"""Settings that say where a run lies: they follow it when it is moved."""
+
+
+class RunDamaged(RuntimeError):
+    """What lies in a run directory is not what EARL wrote there."""
+
+
+def read_record(run_directory: Path) -> dict[str, Any]:
+    """The content of a run's `run.json`.
+
+    Raises `FileNotFoundError` when there is none and `RunDamaged` when it is not what was written.
+    """
+    path = Path(run_directory) / "run.json"
+    try:
+        record = json.loads(read_file(path))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunDamaged(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        record = None
+    written = record.get("format") if isinstance(record, dict) else None
+    if isinstance(written, str) and written.startswith("earl.run/") and written != FORMAT:
+        raise RunDamaged(
+            f"{path} has the format {written}, and this version of earl reads {FORMAT}: start a "
+            "new run under another name"
+        )
+    if not isinstance(record, dict) or record.pop("digest", None) != _digest(record):
+        raise RunDamaged(
+            f"{path} is damaged or was edited: put it back as it was, or start a new run under "
+            "another name"
+        )
+    return record
+
+
+def write_record(run_directory: Path, record: Mapping[str, Any]) -> None:
+    """Write `run.json`; on disk when this returns."""
+    content = {"format": FORMAT, **record}
+    content["digest"] = _digest(content)
+    write_atomic(Path(run_directory) / "run.json", json.dumps(content, indent=1).encode())
+
+
+def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """What differs from the settings that the run last worked with, each as `name: old → new`."""
+    before = dict(_flat(record.get("settings", {})))
+    now = dict(_flat(settings_of(config)))
+    return [
+        f"{name}: {_shown(before, name)} → {_shown(now, name)}"
+        for name in sorted(before.keys() | now.keys())
+        if _shown(before, name) != _shown(now, name)
+    ]
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The settings as `run.json` holds them."""
+    return config.model_dump(mode="json", exclude=set(_PLACE))
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    return json.dumps(settings[name], ensure_ascii=False) if name in settings else "not set"
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    try:
+        return hashlib.sha256(canonical_json(record)).hexdigest()
+    except ValueError:
+        return "of nothing: it holds a number that is none"
