@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flows.iteration import Plan, Stages, until_it_fits
+from flows.iteration import Plan, Stages, until_done
 from tasks.evaluate import evaluation
 from tasks.session import Session
 
@@ -21,7 +21,7 @@ async def evaluate_if_due(session: Session, version: int) -> None:
     async def play(plan: Plan) -> None:
         await stages.submit(evaluation, [await stages.input_weights(plan)], plan)
 
-    await until_it_fits(stages, play)
+    await until_done(stages, play)
     metrics = stages.manifests["evaluation"].metrics
     session.tracker.evaluation_finished(
         version, {f"evaluation/{name}": value for name, value in metrics.items()}

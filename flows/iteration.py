@@ -3,8 +3,9 @@
 select ─► rollout ─┬─► reward ────┬─► advantage ─► update ─► publish
                    └─► reference ─┘
 
-A stage that does not fit into memory, or into the engines' context, has `select` choose again; what
-was finished stays finished, and the stage is repeated from its sealed inputs.
+A stage that does not fit into memory, or into the engines' context, has `select` choose again; one
+that lost ranks is tried again as it was. What was finished stays finished, and the stage is
+repeated from its sealed inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from earl_core.dispatch import Manifest
 from earl_core.selector import NothingFits
 from flows.running import session_of
 from tasks.advantage import advantage
-from tasks.fit import StageDoesNotFit, require_another
+from tasks.fit import RanksLost, StageDoesNotFit, require_another
 from tasks.publish import input_weights, publish
 from tasks.reference import reference
 from tasks.report import finish_iteration, publish_artifacts
@@ -100,7 +101,7 @@ def _skipped(run: str, number: int, wanted: int) -> State[dict[str, Any]]:
 async def run_stages(session: Session, k: int) -> dict[str, Manifest]:
     """Run every stage of iteration `k` that is not finished; their sealed manifests."""
     stages = Stages(session, k)
-    await until_it_fits(stages, lambda plan: _after_select(stages, plan))
+    await until_done(stages, lambda plan: _after_select(stages, plan))
     return stages.manifests
 
 
@@ -121,12 +122,13 @@ async def _after_select(stages: Stages, plan: Plan) -> None:
     await stages.submit(publish, ["update"], plan, updated)
 
 
-async def until_it_fits(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
+async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
     """Choose a plan and do `work` under it; again as often as a stage does not fit and there is
-    another layout to try.
+    another layout to try, or lost ranks and may be repeated.
 
     Raises what the stage raised when the same layout comes back, `NothingFits` when none is left.
-    Every failure rules out a layout, or doubles the engines' context, so this comes to an end.
+    Every misfit rules out a layout, or doubles the engines' context, and losses are counted, so
+    this comes to an end.
     """
     misfit = None
     while True:
@@ -135,6 +137,8 @@ async def until_it_fits(stages: Stages, work: Callable[[Plan], Awaitable[T]]) ->
             return await work(plan)
         except StageDoesNotFit as error:
             misfit = error
+        except RanksLost:
+            misfit = None
 
 
 class Stages:

@@ -46,7 +46,7 @@ async def train(
     await reap(settings.runs_directory)
     async with opened(settings) as session:
         run = str(session.run.path)
-        returned: set[tuple[int, str]] = set()
+        returned: set[tuple[int, str, int]] = set()
         while (number := session.next_iteration()) < settings.iterations:
             try:
                 await evaluate_if_due(session, number)
@@ -60,14 +60,14 @@ async def train(
         return {"run": run, "iterations": settings.iterations}
 
 
-def _may_go_back(session: Session, number: int, returned: set[tuple[int, str]]) -> bool:
+def _may_go_back(session: Session, number: int, returned: set[tuple[int, str, int]]) -> bool:
     """Whether to repeat what followed the last checkpoint, because the state since then is lost.
 
-    Once for each choice of the iteration in which that was noticed: what is lost again under the
-    same plan would be lost for ever.
+    Once for each choice of the iteration in which that was noticed, and for each loss of ranks that
+    was counted there: what is lost again under the same plan would be lost for ever.
     """
     attempt = "".join(select_inputs(session, number))
-    place = number, attempt
+    place = number, attempt, session.losses[number]
     if session.run.last_stable() + 1 >= number or place in returned:
         return False
     returned.add(place)

@@ -30,6 +30,11 @@ def announce_misfit(session: Session, seen: Observation) -> None:
     _say(session, seen.stage, seen.iteration, {"repeated": text}, text)
 
 
+def announce_loss(session: Session, iteration: int, stage: str, text: str) -> None:
+    """Say that a stage lost ranks and is repeated."""
+    _say(session, stage, iteration, {"repeated": text}, text)
+
+
 def _say(session: Session, stage: str, iteration: int, event: dict[str, str], text: str) -> None:
     session.listener(stage, iteration, dict(event))
     try:

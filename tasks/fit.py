@@ -1,10 +1,19 @@
-"""When a stage does not fit: what happened, and the error that has the choice made again."""
+"""When a stage does not fit or loses its ranks: what happened, and the error that has it repeated.
+
+A stage that does not fit is repeated under another choice, one that lost ranks under the same.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost, WorkerStalled
+from earl_core.cluster.errors import (
+    DeadlineExceeded,
+    WorkerCallFailed,
+    WorkerError,
+    WorkerLost,
+    WorkerStalled,
+)
 from earl_core.out_of_memory import refused
 from earl_core.selector import DeploymentPlan
 from earl_core.selector.changes import misfit_text
@@ -32,11 +41,25 @@ class ReplicasLost(RuntimeError):
 
 
 def is_loss(error: WorkerError) -> bool:
-    """Whether an engine is gone, so that another may do what it was doing."""
+    """Whether a rank or its engine is gone, so that another may do what it was doing.
+
+    What a program raised is no loss: it would raise it again.
+    """
     if isinstance(error, WorkerCallFailed):
         half_loaded = (error.payload or {}).get("engine_lost", False)
         return error.error_type == "EngineLost" or bool(half_loaded)
-    return isinstance(error, WorkerLost | WorkerStalled)
+    return isinstance(error, WorkerLost | WorkerStalled | DeadlineExceeded)
+
+
+def loss_of(error: BaseException) -> WorkerError | None:
+    """How ranks were lost, if that is what the error says."""
+    if isinstance(error, ReplicasLost):
+        return error.last
+    return error if isinstance(error, WorkerError) and is_loss(error) else None
+
+
+class RanksLost(RuntimeError):
+    """A stage lost ranks; it is repeated from its sealed inputs. `__cause__` is how."""
 
 
 class Misfit(NamedTuple):

@@ -11,6 +11,7 @@ from earl_core.dispatch import Manifest, ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
 from tasks.learner import publish_weights
+from tasks.losses import surviving
 from tasks.observe import fitting
 from tasks.select import plan_of
 from tasks.session import Session, get_session
@@ -47,7 +48,7 @@ def input_weights(session: Session, deployment: StageDeployment, iteration: int)
         known = None
     if known is not None and weights_exist(known):
         return known
-    with fitting(session, "update", iteration, deployment):
+    with surviving(session, iteration, stage), fitting(session, "update", iteration, deployment):
         weights = publish_weights(session, deployment, iteration, iteration)
     # The same key and the same bytes make the same data digest: what was rolled out with the
     # lost copy of these weights stays finished.

@@ -83,8 +83,6 @@ def play_rollout(
     tally = merged(done)
     metrics.check_failures(tally, config.environment.max_failed_share)
     shards = [entry for played in done for entry in played.result["shards"]]
-    if engines.lost:
-        _release_orphans(session, iteration, {entry["file"] for entry in shards})
     return {
         "shards": shards,
         "metrics": {**metrics.rollout_metrics(tally), **engines.metrics()},
@@ -312,11 +310,3 @@ def _transcripts(session: Session, before: int) -> int:
 
 def _examples(done: list[Played]) -> list[dict[str, Any]]:
     return [example for played in done for example in played.result["examples"]]
-
-
-def _release_orphans(session: Session, iteration: int, kept: set[str]) -> None:
-    """Give back shards that an engine published before it was lost, but could not report."""
-    store = session.run.store
-    for path in store.directory.glob(f"{iteration:06d}-rollout-*.arrow"):
-        if path.name not in kept:
-            store.release_file(path)

@@ -28,6 +28,7 @@ def collect_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[st
     metrics["dispatch/manifest_bytes"] = float(sum(moved))
     metrics["dispatch/tensor_bytes"] = float(sum(m.tensor_bytes for m in manifests.values()))
     metrics["dispatch/shared_memory_bytes"] = float(session.run.store.used_bytes())
+    metrics["recovery/stages_repeated"] = float(session.losses[manifests["select"].iteration])
     if session.run.spill is not None:
         # How much a crash of the machine would cost right now.
         metrics["dispatch/spill_lag_bytes"] = float(session.run.spill.lag_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,6 +74,7 @@ class Session:
         self.listener: Progress = listener or (lambda stage, iteration, progress: None)
         self.stop_requested = threading.Event()
         self._finished_here = -1
+        self.losses: Counter[int] = Counter()
         self.single_iteration = False
         self.observed = Observed(run)
         self.profile: LearntProfile | None = None

@@ -13,6 +13,7 @@ from earl_core import faults
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.manifest import ShardEntry
 from earl_core.run import stage_key
+from tasks.losses import surviving
 from tasks.session import Session
 
 StageRef = dict[str, Any]
@@ -85,7 +86,10 @@ def run_stage(
     session.run.note(iteration, stage, "started")
     session.listener(stage, iteration, {"stage_started": True})
     started = time.perf_counter()
-    result = body()
+    with surviving(session, iteration, stage):
+        result = body()
+    shards = tuple(ShardEntry.model_validate(entry) for entry in result.get("shards", ()))
+    _release_orphans(session, iteration, stage, {entry.file for entry in shards})
     metrics = {**result.get("metrics", {}), "stage_seconds": time.perf_counter() - started}
     manifest = Manifest(
         run=session.run.uid,
@@ -93,7 +97,7 @@ def run_stage(
         stage=stage,
         key=key,
         policy_version=iteration,
-        shards=tuple(ShardEntry.model_validate(entry) for entry in result.get("shards", ())),
+        shards=shards,
         outputs=result.get("outputs", {}),
         metrics={name: float(value) for name, value in metrics.items() if _finite(value)},
     )
@@ -102,6 +106,14 @@ def run_stage(
     session.listener(stage, iteration, {"metrics": sealed.metrics})
     faults.point(f"{stage}.after", iteration)
     return reference_to(session, sealed)
+
+
+def _release_orphans(session: Session, iteration: int, stage: str, kept: set[str]) -> None:
+    """Give back shards that a rank published before it was lost, but could not report."""
+    store = session.run.store
+    for path in store.directory.glob(f"{iteration:06d}-{stage}-*.arrow"):
+        if path.name not in kept:
+            store.release_file(path)
 
 
 def caching(session: Session, iteration: int, stage: str, inputs: Sequence[str]) -> dict[str, Any]:

@@ -92,8 +92,14 @@ class TrackingConfig(Settings):
 
 
 class DeadlineConfig(Settings):
-    """How long to wait, in seconds, before a wait becomes an error."""
+    """How long to wait, in seconds, before a wait becomes an error, and how often to try again."""
 
     start: float = Field(default=300.0, gt=0, description="Start of a worker group.")
     stage: float = Field(default=3600.0, gt=0, description="One stage of one iteration.")
     heartbeat: float = Field(default=120.0, gt=0, description="A worker silent for longer is lost.")
+    repeats: int = Field(
+        default=3,
+        ge=0,
+        description="How often an iteration's stages, all together, are tried again because ranks "
+        "died or missed a deadline.",
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from earl_core import faults
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
@@ -61,6 +62,7 @@ class ExperienceWorker:
             schema=REWARD_SCHEMA,
             columns=columns,
         )
+        faults.point("reward.written", self._context.iteration or 0)
         return _result([entry], metrics, episodes, started)
 
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,6 +93,7 @@ class ExperienceWorker:
             schema=ADVANTAGE_SCHEMA,
             rows=rows,
         )
+        faults.point("advantage.written", self._context.iteration or 0)
         return _result([entry], metrics, tokens, started)
 
     def _open(self, manifests: list[dict[str, Any]]) -> Batch:

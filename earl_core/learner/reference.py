@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch.manifest import parse_manifest
@@ -65,6 +66,7 @@ class ReferenceWorker:
                 # The other ranks of a replica compute their parts of the same rows; a replica
                 # without rows takes part in what all do together.
                 self._learner.score(training_samples(batch))
+        faults.point("reference.written", self._context.iteration or 0)
         seconds = time.perf_counter() - started
         rate = tokens / max(seconds, 1e-9)
         metrics = {"seconds": seconds, "tokens_per_second": rate, **peak_bytes()}

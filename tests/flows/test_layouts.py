@@ -72,7 +72,11 @@ def test_a_killed_run_resumes_under_another_layout(
 ) -> None:
     """Checkpoints and sealed stages belong to the run, not to the layout that made them."""
     killed = runs.train(
-        *LEARNING, f"layout.update.{degree}=2", fault="update.step0@2:1=kill", expect=1
+        *LEARNING,
+        f"layout.update.{degree}=2",
+        "deadlines.repeats=0",
+        fault="update.step0@2:1=kill",
+        expect=1,
     )
     assert "SIGKILL" in killed
     runs.wait_for_workers_to_end()

@@ -1,5 +1,5 @@
-"""Faults of one rank of a two-rank update in a run: a clear error, nothing left, and a resume
-that ends with the right number of updates."""
+"""Ranks that die at work: the stage is repeated, nothing is left, and the weights are those of an
+undisturbed run. What a program raises ends the run, with a clear error."""
 
 from __future__ import annotations
 
@@ -15,24 +15,30 @@ from earl_core.learner.checkpoint import verify_training_state
 from tests.flows.runs import KILLED, LEARNING, Runs
 from tests.flows.runs import STAGES as ALL_STAGES
 
+NO_KL = "algorithm.kl={placement: none, coefficient: 0}"
 RANKS = (
     "iterations=6",
     "layout.update.shard=2",
     "update.max_tokens_per_microbatch=8",
-    "algorithm.kl={placement: none, coefficient: 0}",
+    NO_KL,
     "deadlines.heartbeat=4",
 )
 STAGES = [stage for stage in ALL_STAGES if stage != "reference"]
 
-FAULTS = [
-    ("update.step0", 1, "kill", "SIGKILL"),
-    ("update.save", 0, "kill", "SIGKILL"),
-    ("publish.write", 1, "kill", "SIGKILL"),
-    ("update.microbatch2", 1, "stop", "no heartbeat"),
+LOSSES = [
+    ("update.step0", 1, "kill"),
+    ("update.save", 0, "kill"),
+    ("publish.write", 1, "kill"),
+    ("update.microbatch2", 1, "stop"),
+]
+"""A loss in each of the first iterations; every point is tried on each rank where a worker group is
+looked at alone."""
+
+FAILURES = [
     ("update.microbatch3", 1, "memory", "microbatch 3 of"),
     ("update.save", 1, "enospc", "No space left on device"),
 ]
-"""One of each kind; every point is tried on each rank where a worker group is looked at alone."""
+"""What a program raised: the next iterations end with it."""
 
 
 def assert_whole(runs: Runs, iterations: int, stages: Sequence[str] = STAGES) -> None:
@@ -49,23 +55,79 @@ def assert_whole(runs: Runs, iterations: int, stages: Sequence[str] = STAGES) ->
     runs.wait_for_workers_to_end()
 
 
+def repeats(runs: Runs) -> list[tuple[int, str]]:
+    """(iteration, stage) of everything that was repeated because ranks were lost."""
+    lines = [x for x in runs.ledger() if "the stage is repeated" in x["event"]]
+    return [(x["iteration"], x["stage"]) for x in lines]
+
+
+def test_ranks_of_every_role_die_at_work_and_the_run_goes_on(
+    runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
+    """One process, six kills: while weights are published, after a shard was sealed but before it
+    was reported, and in an update whose steps were applied already."""
+    runs.environment["EARL_FAULT_ONCE"] = str(runs.directory)
+    first = ("publish.write@0", "rollout.sealed0@0", "reference.written@0")
+    second = ("reward.written@1", "advantage.written@1", "update.applied@1")
+    output = runs.train(fault=";".join(f"{point}=kill" for point in (*first, *second)))
+    assert repeats(runs) == [
+        (0, "initial"), (0, "rollout"), (0, "reference"),
+        (1, "reward"), (1, "advantage"), (1, "update"),
+    ]  # fmt: skip
+    assert "rollout-0' rank 0 was lost (its process was killed by signal 9 (SIGKILL))" in output
+    assert [line["recovery/stages_repeated"] for line in runs.metrics()] == [3, 3]
+    assert_whole(runs, 2, ALL_STAGES)
+    assert runs.weights(1) == undisturbed().weights(1)
+
+
+def test_a_learner_lost_between_checkpoints_is_trained_again(
+    runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
+    """Within the process, from the shards: no episode is played twice."""
+    runs.environment["EARL_FAULT_ONCE"] = str(runs.directory)
+    runs.train("checkpoint.every=2", fault="update.step0@1=kill")
+    assert repeats(runs) == [(1, "update")]
+    sealed = runs.executed("sealed")
+    assert [sealed.count((k, "rollout")) for k in range(2)] == [1, 1]
+    assert [sealed.count((k, "update")) for k in range(2)] == [2, 1]
+    assert runs.weights(1) == undisturbed().weights(1)
+    assert runs.shared_memory() == []
+
+
+def test_too_many_losses_and_errors_of_the_program_end_the_run(runs: Runs) -> None:
+    settings = ("iterations=1", "deadlines.repeats=1", NO_KL)
+    output = runs.train(*settings, fault="reward.written@0=kill", expect=1)
+    assert "SIGKILL" in output
+    assert repeats(runs) == [(0, "reward")]
+    assert "not repeated, loss 2 of 1" in runs.ledger()[-1]["event"]
+    output = runs.train(*settings, fault="advantage.written@0=raise", expect=1)
+    assert "injected failure at advantage.written@0" in output
+    assert len(repeats(runs)) == 1
+    runs.wait_for_workers_to_end()
+
+
 @pytest.mark.slow
 def test_a_run_with_a_fault_of_one_rank_in_every_iteration(
     runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:
-    """Each fault ends the process with its reason; the next process goes on to the next fault."""
-    for iteration, (point, rank, action, reason) in enumerate(FAULTS):
-        fault = f"{point}@{iteration}:{rank}={action}"
+    """A lost rank has its stage repeated in the same process; what a program raises ends it."""
+    runs.environment["EARL_FAULT_ONCE"] = str(runs.directory)
+    faults = [(point, rank, action) for point, rank, action, _ in FAILURES]
+    fault = ";".join(
+        f"{point}@{iteration}:{rank}={action}"
+        for iteration, (point, rank, action) in enumerate([*LOSSES, *faults])
+    )
+    for iteration, (_, _, _, reason) in enumerate(FAILURES, len(LOSSES)):
         output = runs.train(*RANKS, fault=fault, expect=1)
-        assert reason in output, (fault, output)
-        assert re.search(rf"stage '(update|publish)' of iteration {iteration}\b", output), fault
-        assert re.search(r"its log .*update-\d\.log:\n", output), fault
-        if action != "enospc":
-            assert f"rank {rank}" in output, fault
+        assert reason in output, output
+        assert re.search(rf"stage 'update' of iteration {iteration}\b", output), output
+        assert re.search(r"its log .*update-\d\.log:\n", output), output
         runs.wait_for_workers_to_end()
     runs.train(*RANKS)
-    assert_whole(runs, len(FAULTS))
-    last = len(FAULTS) - 1
+    stages = [point.partition(".")[0] for point, _, _ in LOSSES]
+    assert repeats(runs) == list(enumerate(stages))
+    assert_whole(runs, len(LOSSES) + len(FAILURES))
+    last = len(LOSSES) + len(FAILURES) - 1
     assert runs.weights(last) == undisturbed(*RANKS).weights(last)
 
 

@@ -23,6 +23,10 @@ GAPS = [
 """What comes after one stage comes before the next: each place between stages once."""
 
 
+ONCE = "deadlines.repeats=0"
+"""A lost rank ends the process, so that the next one has to go on."""
+
+
 def assert_as_undisturbed(runs: Runs, undisturbed: Undisturbed) -> None:
     """Two iterations, each stage sealed once, equal weights, and nothing left."""
     sealed = runs.executed("sealed")
@@ -40,7 +44,7 @@ def test_killed_again_and_again_equals_an_undisturbed_run(
     """The controller at the seals of a stage and of the update, and between them the worker."""
     runs.train(fault="rollout.seal@1=kill", expect=KILLED)
     runs.wait_for_workers_to_end()
-    assert "update" in runs.train(fault="update.applied@1=kill", expect=1)
+    assert "update" in runs.train(ONCE, fault="update.applied@1=kill", expect=1)
     runs.train(fault="update.seal@1=kill", expect=KILLED)
     runs.train()
     assert_as_undisturbed(runs, undisturbed)
@@ -77,7 +81,7 @@ def test_killed_between_all_stages(runs: Runs, undisturbed: Undisturbed) -> None
 @pytest.mark.parametrize("fault", ["update.step0@1=kill", "update.save@1=enospc"])
 def test_failures_inside_the_update(runs: Runs, undisturbed: Undisturbed, fault: str) -> None:
     """Between optimizer steps, and with a full disk at the checkpoint."""
-    assert "update" in runs.train(fault=fault, expect=1)
+    assert "update" in runs.train(ONCE, fault=fault, expect=1)
     runs.train()
     assert_as_undisturbed(runs, undisturbed)
 
