@@ -21,6 +21,7 @@ from earl_core.selector import StageDeployment
 from earl_core.weights.load import manifest_from_directory
 from tasks.replicas import ReplicasLost, deal, play_evaluation, play_rollout
 from tasks.session import Session, close_session, open_session
+from tasks.stage import run_stage
 
 GAMES = {"name": "tic_tac_toe", "options": {"style": "compact"}}
 PROMPTS, GROUP = 7, 2
@@ -187,7 +188,13 @@ def test_an_engine_lost_between_its_shard_and_its_report(
 ) -> None:
     monkeypatch.setenv("EARL_FAULT", "rollout.sealed0@0=kill")
     session = opened()
-    played = play_rollout(session, engines(2), 0, weights)
+    played: dict[str, Any] = {}
+
+    def body() -> dict[str, Any]:
+        played.update(play_rollout(session, engines(2), 0, weights))
+        return {"shards": played["shards"]}
+
+    run_stage(session, 0, "rollout", [], body)
     assert [s["episode_id"] for s in rows(session, played)] == list(range(PROMPTS * GROUP))
     known = {entry["file"] for entry in played["shards"]}
     on_disk = {path.name for path in session.run.store.directory.glob("*-rollout-*.arrow")}
