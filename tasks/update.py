@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from prefect import task
@@ -11,6 +12,8 @@ from tasks.observe import fitting, load_of, observe_stage
 from tasks.select import plan_of
 from tasks.session import Session, get_session
 from tasks.stage import StageRef, resolve, run_stage
+
+logger = logging.getLogger(__name__)
 
 
 @task(name="update")
@@ -46,6 +49,9 @@ def update(
         session.live_version = int(result["policy_version"])
         drop_handoff(session)
         session.run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
+        warning = session.config.mismatch_watch.warning(result["metrics"], iteration)
+        if warning:
+            logger.warning("%s", warning)
         metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("update")}
         if result["steps_applied"]:
             peak, seconds = metrics.get("peak_cuda_bytes", 0.0), metrics["seconds"]

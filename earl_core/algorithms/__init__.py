@@ -20,6 +20,7 @@ from earl_core.algorithms.batch_filter import FilterResult, filter_episodes
 from earl_core.algorithms.entropy import EntropyBonus
 from earl_core.algorithms.importance import ImportanceCorrection, mismatch_metrics
 from earl_core.algorithms.kl import KL_ESTIMATORS, KLEstimator
+from earl_core.algorithms.mismatch import MismatchError, MismatchWatch
 from earl_core.algorithms.moments import GroupedMoments, MomentArrays, Moments
 from earl_core.algorithms.objective import MicrobatchLoss, Objective
 from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyLoss
@@ -42,6 +43,8 @@ __all__ = [
     "KLEstimator",
     "LossInputs",
     "MicrobatchLoss",
+    "MismatchError",
+    "MismatchWatch",
     "MomentArrays",
     "Moments",
     "Objective",

@@ -52,24 +52,30 @@ class ImportanceCorrection(Registered):
         return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=self.cap)
 
 
-def mismatch_metrics(old_logprobs: Any, rollout_logprobs: Any) -> dict[str, float]:
+def mismatch_metrics(old_logprobs: Any, rollout_logprobs: Any, positions: Any) -> dict[str, float]:
     """How far engine and trainer differ, over all T trained tokens given.
 
     Args:
         old_logprobs: By the trainer, NumPy array or tensor [T].
         rollout_logprobs: By the engine, likewise.
+        positions: Of the tokens in their samples, likewise.
 
     Returns:
-        ``mismatch_mean``, ``mismatch_p95``, ``mismatch_max`` of |trainer - engine| in nats, and
-        ``mismatch_kl``, the k3 estimate of KL(engine || trainer); all 0 without tokens. A
-        percentile cannot be merged from parts: give the tokens of the whole batch.
+        ``mismatch_mean``, ``mismatch_p95``, ``mismatch_max`` of |trainer - engine| in nats,
+        ``mismatch_kl``, the k3 estimate of KL(engine || trainer), and ``mismatch_growth``, the mean
+        over the later half of the positions relative to that over the earlier one. Nothing without
+        tokens. A percentile cannot be merged from parts: give the tokens of the whole batch.
     """
     difference = _float64(old_logprobs) - _float64(rollout_logprobs)
     if difference.size == 0:
-        return {"mismatch_mean": 0.0, "mismatch_p95": 0.0, "mismatch_max": 0.0, "mismatch_kl": 0.0}
+        return {}
     size = np.abs(difference)
     bounded = difference.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    late = _float64(positions) > np.median(_float64(positions))
+    early_mean = float(size[~late].mean())
+    late_mean = float(size[late].mean()) if late.any() else early_mean
     return {
+        "mismatch_growth": late_mean / max(early_mean, 1e-9) if late_mean else 1.0,
         "mismatch_mean": float(size.mean()),
         "mismatch_p95": float(np.percentile(size, 95)),
         "mismatch_max": float(size.max()),

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
+from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.base import Settings
@@ -108,6 +109,13 @@ class RunConfig(Settings):
     def needs_reference(self) -> bool:
         """Whether the frozen initial policy must score the episodes."""
         return self.algorithm.kl.placement != "none"
+
+    @property
+    def mismatch_watch(self) -> MismatchWatch:
+        """What judges the difference between the engine's log-probs and the trainer's."""
+        rollout, update = self.rollout, self.update
+        float32 = rollout.dtype == "float32" and update.precision == "fp32"
+        return MismatchWatch(float32, rollout.temperature, update.max_mismatch)
 
     @property
     def needs_old_logprobs(self) -> bool:

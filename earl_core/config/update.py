@@ -28,6 +28,12 @@ class UpdateConfig(Settings):
     max_tokens_per_microbatch: int = Field(
         default=4096, ge=1, description="Tokens packed into one forward pass."
     )
+    max_mismatch: float | None = Field(
+        default=None,
+        gt=0,
+        description="Stop before a step when the log-probs of the engine and of the trainer differ "
+        "by more than this on average, in nats. None: 0.3, or 0.01 where both compute in float32.",
+    )
     activation_checkpointing: bool = False
     threads: int = Field(
         default=0, ge=0, description="CPU threads of each rank; 0: the cores divided among them."

@@ -25,11 +25,11 @@ from earl_core.learner.staging import SentBuffer, Staging
 if TYPE_CHECKING:
     from earl_core.learner.mesh import UpdateMesh
 
-# Five int64 arrays and at most four float32 columns, and six int64 arrays of a context rank's
+# Five int64 arrays and at most five float32 columns, and six int64 arrays of a context rank's
 # part, none longer than the tokens; each may start up to 64 bytes late.
-_BYTES_PER_TOKEN = 5 * 8 + 4 * 4
+_BYTES_PER_TOKEN = 5 * 8 + 5 * 4
 _BYTES_PER_TOKEN_SHARED_OUT = _BYTES_PER_TOKEN + 6 * 8
-_SLACK_BYTES = 15 * 64
+_SLACK_BYTES = 16 * 64
 
 
 @dataclass(frozen=True)

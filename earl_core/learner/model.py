@@ -28,6 +28,7 @@ from earl_core.learner.attention import (
     windows_seen,
 )
 from earl_core.learner.packing import PackedMicrobatch
+from earl_core.models.architecture import model_config
 
 if TYPE_CHECKING:
     from earl_core.learner.vocabulary_parallel import VocabularyShard
@@ -83,6 +84,7 @@ def load_policy(
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             path,
+            config=model_config(path, config.trust_remote_code),
             dtype=torch.float32,
             attn_implementation=register_attention(),
             trust_remote_code=config.trust_remote_code,
@@ -178,8 +180,12 @@ def _check_packing(model: PreTrainedModel) -> None:
     vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
     name = type(model).__name__
 
-    def forward(module: nn.Module, tokens: list[int], lengths: list[int]) -> torch.Tensor:
+    def forward(
+        module: nn.Module, tokens: list[int], lengths: list[int], begin: int = 0
+    ) -> torch.Tensor:
+        """begin: the position of the first sample's first token."""
         positions = torch.cat([torch.arange(length) for length in lengths])
+        positions[: lengths[0]] += begin
         output = module(
             input_ids=torch.tensor([tokens], device=device) % vocabulary,
             position_ids=positions[None].to(device),
@@ -189,9 +195,13 @@ def _check_packing(model: PreTrainedModel) -> None:
         return cast(torch.Tensor, output[0])[0].float()
 
     first, second = [1, 3, 2, 4, 2], [5, 1, 7]
+    both, lengths = first + second, [len(first), len(second)]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     try:
         _check_config(model)
-        packed = forward(decoder_of(model), first + second, [len(first), len(second)])
+        packed = forward(decoder_of(model), both, lengths)
+        # Few tokens stand for a long sample: what depends on the length depends on positions.
+        beside_long = forward(decoder_of(model), both, lengths, max(0, limit - len(first)))
         with windows_seen() as windows:
             alone = forward(decoder_of(model), second, [len(second)])
         _check_windows(model, windows)
@@ -209,6 +219,13 @@ def _check_packing(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"{name} lets packed samples see each other (a recurrent or convolutional layer?): "
             "choose a model whose layers mix tokens by attention only."
+        )
+    if not torch.allclose(beside_long[len(first) :], alone, atol=1e-3 * scale, rtol=1e-3):
+        raise ConfigError(
+            f"{name} chooses its position factors by the longest sample of a forward pass, so that "
+            "a sample's log-probs would depend on what it is packed with, and the engine's would "
+            "be others: choose a model whose factors are fixed, or one of rope type `longrope` or "
+            "`dynamic` as transformers has them, which are fixed by the model's limit."
         )
     own = head_of(model)(alone).float()
     if not torch.allclose(own, logits, atol=1e-3 * float(logits.abs().max()), rtol=1e-3):

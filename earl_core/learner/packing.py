@@ -30,7 +30,7 @@ Allocate = Callable[[int, str], np.ndarray]
 _KEYS_PER_TOKEN = 16
 
 # Per-token columns that follow the trained tokens into the pack when they are there.
-_COLUMNS = ("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs")
+_COLUMNS = ("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs", "current")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class TrainingSample:
     tokens: int32 [L]. loss_mask: uint8 [L], 1 on tokens that the policy sampled. The others are
     float32 [L], meaningful where the mask is 1: rollout_logprobs under the engine, advantages,
     reference_logprobs under the frozen policy, old_logprobs under the trainer before its first
-    step. None: not known, and not needed by the caller.
+    step. None: not known, and not needed by the caller. current: uint8 [L], 1 on tokens that the
+    policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
     """
 
     tokens: np.ndarray
@@ -49,6 +50,7 @@ class TrainingSample:
     advantages: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
+    current: np.ndarray | None = None
     episode_id: int = 0
     group_id: int = 0
     sample_id: int = 0

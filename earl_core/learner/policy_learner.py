@@ -33,6 +33,9 @@ from earl_core.learner.update_metrics import UpdateMetrics
 
 StepHook = Callable[[int], None]
 
+BeforeStep = Callable[[Mapping[str, float]], None]
+"""Gets the `mismatch_*` metrics of a minibatch; what it raises stops the update."""
+
 
 class NonFiniteGradientError(ArithmeticError):
     """A minibatch gave gradients that are not finite; its step was not applied."""
@@ -164,6 +167,7 @@ class PolicyLearner:
         samples: Sequence[TrainingSample],
         *,
         iteration: int,
+        before_step: BeforeStep | None = None,
         on_step: StepHook | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
@@ -171,8 +175,9 @@ class PolicyLearner:
 
         Each epoch visits all samples in `minibatches` parts of whole groups; each part is one
         optimizer step whose gradient does not depend on how it is cut into microbatches, nor on
-        which rank has which sample. iteration counts from 0. on_step(index) is called after each
-        step, on_progress(trained samples, all samples of this rank) after each microbatch.
+        which rank has which sample. iteration counts from 0. before_step is called before each step
+        of the first epoch, on all ranks alike, on_step(index) after each step, and
+        on_progress(trained samples, all samples of this rank) after each microbatch.
 
         Raises ValueError when a column that the algorithm needs is missing, and
         NonFiniteGradientError, on all ranks, before a step that would destroy the weights.
@@ -194,7 +199,8 @@ class PolicyLearner:
             for minibatch, plan, count in zip(minibatches, plans, counts, strict=True):
                 self._step(
                     samples, minibatch, plan, count,
-                    metrics=metrics, iteration=iteration, epoch=epoch, report=on_progress,
+                    metrics=metrics, iteration=iteration, first_pass=epoch == 0,
+                    before_step=before_step, report=on_progress,
                 )  # fmt: skip
                 if on_step is not None:
                     on_step(steps)
@@ -286,7 +292,8 @@ class PolicyLearner:
         *,
         metrics: UpdateMetrics,
         iteration: int,
-        epoch: int,
+        first_pass: bool,
+        before_step: BeforeStep | None,
         report: Callable[[int, int], None] | None,
     ) -> None:
         began = time.perf_counter()
@@ -297,7 +304,7 @@ class PolicyLearner:
             self.parallel.begin_microbatch(last=number == count)
             with memory.microbatch("update", iteration, number, count, packed.tokens.size):
                 if own and packed.targets.size:
-                    self._accumulate(fed, minibatch, metrics, first_pass=epoch == 0)
+                    self._accumulate(fed, minibatch, metrics, first_pass=first_pass)
                 elif self._others_wait:
                     logprobs, _ = self._forward(fed, "none")
                     torch.autograd.backward(logprobs.sum() * 0.0)
@@ -314,6 +321,9 @@ class PolicyLearner:
                 f"{norm}: its step was not applied. Lower update.learning_rate, or use "
                 "update.precision fp32."
             )
+        mismatch = metrics.compare(self._ranks) if first_pass else {}
+        if mismatch and before_step is not None:
+            before_step(mismatch)
         self.optimizer.step()
         self.optimizer.zero_grad()
         metrics.step(norm, time.perf_counter() - began)

@@ -28,7 +28,9 @@ from earl_core.trajectory.schema import SAMPLE_BITS
 SCORED = ("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id")
 """Columns of a sample that is scored."""
 
-TRAINED = (*SCORED, "advantages", "reference_logprobs")
+_VERSIONS = ("turn_starts", "policy_version_first", "policy_version_last")
+
+TRAINED = (*SCORED, *_VERSIONS, "advantages", "reference_logprobs")
 """Columns of a sample that is trained on; the reference's only where there is one."""
 
 Split = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -148,13 +150,19 @@ def by_minibatch(count: int, *, seed: int, iteration: int) -> Split:
 
 
 def training_samples(
-    batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None
+    batch: Batch,
+    old_logprobs: Sequence[np.ndarray] | None = None,
+    policy_version: int | None = None,
 ) -> list[TrainingSample]:
     """One `TrainingSample` per row; its arrays are read-only views that must go before the batch.
 
-    Columns that the batch does not have are None. old_logprobs: one array per row.
+    Columns that the batch does not have are None. old_logprobs: one array per row. policy_version:
+    which tokens are the current policy's; None: nobody asks.
     """
     there = set(batch.names())
+    current = None
+    if policy_version is not None and there.issuperset(_VERSIONS):
+        current = _current_tokens(batch, policy_version)
     episodes = batch.scalars("episode_id")
     groups = batch.scalars("group_id")
     return [
@@ -163,6 +171,7 @@ def training_samples(
             loss_mask=batch.row("loss_mask", row),
             rollout_logprobs=batch.row("rollout_logprobs", row),
             old_logprobs=None if old_logprobs is None else old_logprobs[row],
+            current=None if current is None else current[row],
             episode_id=int(episodes[row]),
             group_id=int(groups[row]),
             sample_id=int(batch.rows[row]),
@@ -170,6 +179,27 @@ def training_samples(
         )
         for row in range(len(batch))
     ]
+
+
+def _current_tokens(batch: Batch, policy_version: int) -> list[np.ndarray] | None:
+    """For each row uint8 [L], 1 in the turns that this policy alone has answered; None when that
+    is every turn.
+    """
+    answered = []
+    for row in range(len(batch)):
+        first, last = (batch.row(name, row) for name in _VERSIONS[1:])
+        # A turn without an answer has version -1, and no trained tokens.
+        answered.append(((first == policy_version) & (last == policy_version)) | (last < 0))
+    if all(turns.all() for turns in answered):
+        return None
+    current = []
+    for row, turns in enumerate(answered):
+        starts, length = batch.row("turn_starts", row), len(batch.row("tokens", row))
+        sizes = np.diff(np.append(starts, length))
+        # Tokens before the first turn belong to nobody's answer.
+        given = np.zeros(int(starts[0]) if len(starts) else length, dtype=np.uint8)
+        current.append(np.concatenate([given, np.repeat(turns, sizes).astype(np.uint8)]))
+    return current
 
 
 def write_scores(

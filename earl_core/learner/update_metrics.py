@@ -9,6 +9,7 @@ import torch
 
 from earl_core.algorithms.importance import mismatch_metrics
 from earl_core.learner.feed import FedMicrobatch
+from earl_core.learner.packing import PackedMicrobatch
 from earl_core.learner.together import Ranks
 
 
@@ -20,7 +21,8 @@ class UpdateMetrics:
         self._sums: dict[str, torch.Tensor] = {}
         self._norms: list[float] = []
         self._log_ratio_max: list[torch.Tensor] = []
-        self._mismatch: list[tuple[torch.Tensor, np.ndarray]] = []
+        self._pairs: list[tuple[torch.Tensor, np.ndarray]] = []
+        self._compared: list[np.ndarray] = []
         self._weights: list[torch.Tensor] = []
         self._seconds = 0.0
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -46,8 +48,7 @@ class UpdateMetrics:
         if old_logprobs is not None:
             # Copied, because the feed uses the microbatch's memory again, and because a view keeps
             # all of a microbatch alive on the device.
-            engine = packed.columns["rollout_logprobs"].copy()
-            self._mismatch.append((old_logprobs.clone(), engine))
+            self._pairs.append((old_logprobs.clone(), _engine_side(packed)))
             if importance_weights is not None:
                 self._weights.append(importance_weights)
         added = (
@@ -60,6 +61,21 @@ class UpdateMetrics:
         )
         for name, count in zip(_COUNTS, added, strict=True):
             self._counts[name] += count
+
+    def compare(self, ranks: Ranks) -> dict[str, float]:
+        """Engine against trainer, over the trained tokens of all ranks since the last call that
+        the policy as it was before this update has sampled; nothing without such tokens.
+        Collective.
+        """
+        parts = [
+            np.concatenate([trainer.cpu().numpy()[:, None], engine], axis=1)
+            for trainer, engine in self._pairs
+        ]
+        self._pairs.clear()
+        own = np.concatenate([np.empty((0, 4), dtype=np.float32), *parts])
+        table = np.concatenate(ranks.gather_rows(own))
+        self._compared.append(table[table[:, 3] == 1.0])
+        return _mismatch(self._compared[-1])
 
     def step(self, grad_norm: float, seconds: float) -> None:
         """Close a minibatch: its gradient norm before clipping, and its duration."""
@@ -79,7 +95,9 @@ class UpdateMetrics:
         ratios = [each["log_ratio_max"] for each in every if each["log_ratio_max"] is not None]
         if ratios:
             metrics["ratio_max"] = float(np.exp(np.float32(max(ratios))))
-        metrics |= self._compared(ranks)
+        metrics |= self._weighted(ranks)
+        if self._compared:
+            metrics |= _mismatch(np.concatenate(self._compared))
         counts = _added(every, "counts")
         tokens, seconds = counts["tokens"], max(each["seconds"] for each in every)
         return (
@@ -108,15 +126,15 @@ class UpdateMetrics:
             "seconds": self._seconds,
         }
 
-    def _compared(self, ranks: Ranks) -> dict[str, float]:
-        """Trainer against engine, over the trained tokens of all ranks."""
-        metrics = {}
-        weights = _joined(ranks, [each.cpu().numpy() for each in self._weights])
-        if weights.size:
-            metrics["importance_weight_mean"] = float(weights.mean(dtype=np.float64))
-        trainer = _joined(ranks, [pair[0].cpu().numpy() for pair in self._mismatch])
-        engine = _joined(ranks, [pair[1] for pair in self._mismatch])
-        return metrics | (mismatch_metrics(trainer, engine) if trainer.size else {})
+    def _weighted(self, ranks: Ranks) -> dict[str, float]:
+        """Weights of the importance correction, over the trained tokens of all ranks."""
+        own = np.concatenate(
+            [np.empty(0, dtype=np.float32), *(each.cpu().numpy() for each in self._weights)]
+        )
+        weights = np.concatenate(ranks.gather_rows(own.astype(np.float32, copy=False)))
+        if not weights.size:
+            return {}
+        return {"importance_weight_mean": float(weights.mean(dtype=np.float64))}
 
 
 # Of all samples; of them after sharing prefixes; of these on this rank; what its attention
@@ -133,6 +151,16 @@ def _added(every: list[dict[str, Any]], key: str) -> dict[str, Any]:
     return total
 
 
-def _joined(ranks: Ranks, parts: list[np.ndarray]) -> np.ndarray:
-    own = np.concatenate([np.empty(0, dtype=np.float32), *parts])
-    return np.concatenate(ranks.gather_rows(own.astype(np.float32, copy=False)))
+def _engine_side(packed: PackedMicrobatch) -> np.ndarray:
+    """What the engine's side of a comparison is, float32 [T', 3]: log-prob, position, and 1 where
+    the token is the current policy's.
+    """
+    engine = packed.columns["rollout_logprobs"]
+    current = packed.columns.get("current", np.ones_like(engine))
+    return np.stack([engine, packed.position_ids[packed.predictors], current], axis=1).astype(
+        np.float32
+    )
+
+
+def _mismatch(compared: np.ndarray) -> dict[str, float]:
+    return mismatch_metrics(compared[:, 0], compared[:, 1], compared[:, 2])

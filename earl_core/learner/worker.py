@@ -79,7 +79,9 @@ class LearnerWorker:
         with guarded("update"):
             self._learner = build_learner(self._config, self._deployment, self._mesh)
         self._parking = Parking()
-        self._config_digest = config_digest(Path(self._config.model.path))
+        self._config_digest = config_digest(
+            Path(self._config.model.path), self._config.model.trust_remote_code
+        )
         self._version = 0
         self._dirty = False
         self._restored: Path | None = None
@@ -232,9 +234,14 @@ class LearnerWorker:
             old = None
             if self._config.needs_old_logprobs:
                 shards, old = self._score(batch, parsed[-1], leases)
-            samples = training_samples(batch, old)
+            samples = training_samples(batch, old, self._version)
+            watch = self._config.mismatch_watch
             metrics = self._learner.update(
-                samples, iteration=iteration, on_step=on_step, on_progress=self._report
+                samples,
+                iteration=iteration,
+                before_step=lambda mismatch: watch.check(mismatch, iteration),
+                on_step=on_step,
+                on_progress=self._report,
             )
             # Views must be gone before the batch gives its leases back.
             del samples, old

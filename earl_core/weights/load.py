@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from earl_core.models.architecture import model_config
 from earl_core.weights.manifest import (
     TensorEntry,
     WeightFile,
@@ -72,7 +73,7 @@ def manifest_from_directory(
         tensors=entries,
         tied=_tied_names(parameters, frozenset(entries)),
         digest=digest_of(tensors),
-        config_digest=config_digest(directory),
+        config_digest=config_digest(directory, trust_remote_code),
     )
 
 
@@ -124,9 +125,9 @@ def model_files(directory: Path) -> list[Path]:
 def parameters_of(directory: Path, trust_remote_code: bool = False) -> dict[str, torch.Tensor]:
     """The parameters of the model that transformers makes of a directory's configuration, on the
     meta device: names that are one tensor have one. Nothing of the weights is read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config = model_config(directory, trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()

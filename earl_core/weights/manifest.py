@@ -14,6 +14,8 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from earl_core.models.architecture import model_config
+
 _VOLATILE_CONFIG_KEYS = frozenset(
     {
         "_name_or_path",
@@ -101,18 +103,17 @@ class WeightsManifest(_Frozen):
         return sum(file.bytes for file in self.files)
 
 
-def config_digest(config: Mapping[str, Any] | Path) -> str:
+def config_digest(config: Mapping[str, Any] | Path, trust_remote_code: bool = False) -> str:
     """Digest of what a model configuration says about the network, as 32 hex digits.
 
     `config` is a dictionary made by `PretrainedConfig.to_dict()` or a model directory, which is
-    read with `AutoConfig` so that defaults count. Fields that change without changing the network
-    (precision, library version, attention kernel) are left out.
+    read with `model_config` so that defaults count. Fields that change without changing the
+    network (precision, library version, attention kernel) are left out. trust_remote_code: whether
+    code that lies in the directory may define the configuration.
     """
     fields: Mapping[str, Any]
     if isinstance(config, Path):
-        from transformers import AutoConfig
-
-        fields = AutoConfig.from_pretrained(config).to_dict()
+        fields = model_config(config, trust_remote_code).to_dict()
     else:
         fields = config
     kept = {key: value for key, value in fields.items() if key not in _VOLATILE_CONFIG_KEYS}

@@ -19,6 +19,7 @@ EXPECTED = WRONG_INPUT | {
     "CheckpointError",
     "EngineUnavailable",
     "ManifestError",
+    "MismatchError",
     "ModelBuildError",
     "NonFiniteGradientError",
     "NothingFits",

@@ -122,7 +122,7 @@ def test_mismatch_metrics() -> None:
     rollout = np.linspace(-3, -1, 101, dtype=np.float32)
     difference = np.linspace(-0.2, 0.3, 101, dtype=np.float32)
     for old in (rollout + difference, torch.from_numpy(rollout + difference).requires_grad_()):
-        found = mismatch_metrics(old, rollout)
+        found = mismatch_metrics(old, rollout, np.arange(101))
         assert found["mismatch_mean"] == pytest.approx(np.abs(difference).mean(), rel=1e-4)
         assert found["mismatch_p95"] == pytest.approx(
             np.percentile(np.abs(difference), 95), rel=1e-4
@@ -131,8 +131,11 @@ def test_mismatch_metrics() -> None:
         assert found["mismatch_kl"] == pytest.approx(
             np.mean(np.exp(difference) - 1 - difference), rel=1e-3
         )
-    assert set(mismatch_metrics([], []).values()) == {0.0}
-    assert mismatch_metrics(torch.zeros(2).bfloat16(), np.zeros(2))["mismatch_max"] == 0.0
+        late, early = np.abs(difference[51:]).mean(), np.abs(difference[:51]).mean()
+        assert found["mismatch_growth"] == pytest.approx(late / early, rel=1e-4)
+    assert mismatch_metrics([], [], []) == {}
+    same = mismatch_metrics(torch.zeros(2).bfloat16(), np.zeros(2), [3, 3])
+    assert (same["mismatch_max"], same["mismatch_growth"]) == (0.0, 1.0)
 
 
 def test_the_entropy_bonus_pushes_up_entropy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,16 +19,18 @@ ENGINES = [
 ]
 
 
-def start(kind: str, directory: Path, scratch: Path, dtype: str = "float32") -> Driver:
-    """A running engine of this kind."""
+def start(
+    kind: str, directory: Path, scratch: Path, dtype: str = "float32", **options: Any
+) -> Driver:
+    """A running engine of this kind; options: of both."""
     engine: TorchEngine | VllmEngine
     if kind == "torch":
-        engine = TorchEngine(directory, dtype=dtype)
+        engine = TorchEngine(directory, dtype=dtype, **options)
     else:
         from earl_core.rollout.engines.vllm_engine import VllmEngine
 
         settings = VllmConfig(kv_cache_gib=1)
-        engine = VllmEngine(directory, dtype=dtype, scratch=scratch, settings=settings)
+        engine = VllmEngine(directory, dtype=dtype, scratch=scratch, settings=settings, **options)
     driver = Driver(engine, directory)
     driver.run(driver.engine.start())
     return driver

@@ -54,6 +54,8 @@ class Recorded:
                 "minibatches": 2,
                 "max_tokens_per_microbatch": 70,
                 "threads": 1,
+                # The recorded log-probs are no model's.
+                "max_mismatch": 100.0,
                 **update,
             },
             "dispatch": {"directory": str(root / "shm")},

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from earl_core.models.architecture import model_config
 from earl_core.rollout.engines.base import EngineError
 from earl_core.rollout.engines.slot_cache import ATTENTION
 
@@ -24,7 +25,7 @@ def load_causal_model(
     `max_model_len` 0 means the model's own position range. Raises `EngineError` for a model that
     would be computed wrongly.
     """
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config = model_config(directory, trust_remote_code)
     positions = int(getattr(config, "max_position_embeddings", 0) or 0)
     if positions and max_model_len > positions:
         raise EngineError(
@@ -37,6 +38,7 @@ def load_causal_model(
     _refuse_windows(config, max_model_len)
     model = AutoModelForCausalLM.from_pretrained(
         directory,
+        config=config,
         dtype=dtype,
         attn_implementation=ATTENTION,
         trust_remote_code=trust_remote_code,

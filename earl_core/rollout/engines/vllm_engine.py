@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from earl_core.config.rollout import VllmConfig
+from earl_core.models.architecture import model_config
 from earl_core.out_of_memory import OutOfMemory
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.base import (
@@ -99,19 +100,16 @@ class VllmEngine:
         """
         self._parameters, self._config_digest = (
             parameters_of(self._directory, self._trust_remote_code),
-            config_digest(self._directory),
+            config_digest(self._directory, self._trust_remote_code),
         )
         self._sockets = vllm_environment.socket_directory(self._scratch)
         ranks, threads, cores = self._placement
         vllm_environment.prepare(self._sockets, ranks, threads, cores)
         vllm_environment.load()
-        from transformers import AutoConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        config = AutoConfig.from_pretrained(
-            self._directory, trust_remote_code=self._trust_remote_code
-        )
+        config = model_config(self._directory, self._trust_remote_code)
         positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self.max_model_len = self.max_model_len or positions
         if not 0 < self.max_model_len <= (positions or self.max_model_len):

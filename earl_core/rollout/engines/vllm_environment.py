@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config.rollout import VllmConfig
+from earl_core.models.architecture import pin_positions
 from earl_core.rollout.engines.base import EngineError, EngineUnavailable
 
 _GIB = 1 << 30
@@ -107,6 +108,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
+        "hf_overrides": pin_positions,
         # Raw log-probs, the default, are not those of the tempered distribution sampled from.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "earl_core.rollout.engines.vllm_worker.PolicyWeights",
