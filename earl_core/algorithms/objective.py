@@ -85,10 +85,14 @@ class Objective:
         if self.kl is not None:
             if reference_logprobs is None:
                 raise ValueError("The KL term needs `reference_logprobs`; run the reference stage.")
-            kl = self.kl.loss(inputs.logprobs.float(), reference_logprobs.float())
+            both = inputs.logprobs.float(), reference_logprobs.float()
+            kl = self.kl.loss(*both)
             total = total + self.kl_coefficient * kl
             metrics["loss/kl"] = self.kl_coefficient * (weights * kl.detach()).sum()
             diagnostics["reference_kl"] = kl.detach()
+            bounded = self.kl.bounded(both[0].detach(), both[1])
+            if bounded is not None:
+                diagnostics["kl_bounded_share"] = bounded
         if self.entropy_bonus.active:
             if entropy is None:
                 raise ValueError(

@@ -9,11 +9,19 @@ from pydantic import Field, field_validator
 from earl_core.config.base import Options, Settings
 
 
+def _estimator(given: dict[str, Any]) -> str:
+    return "k1" if given.get("placement") == "reward" else "k3"
+
+
 class KLConfig(Settings):
     """Kullback-Leibler penalty to the frozen initial policy."""
 
     placement: Literal["none", "loss", "reward"] = "none"
-    estimator: str = Field(default="k3", description="k1, k2, k3, or an import path.")
+    estimator: str = Field(
+        default_factory=_estimator,
+        description="k1, k2, k3, or an import path; by default k3 in the loss and k1 in the "
+        "reward, where the gradient is the divergence's for k1 alone.",
+    )
     coefficient: float = Field(default=0.0, ge=0)
 
 

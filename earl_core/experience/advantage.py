@@ -31,6 +31,7 @@ ADVANTAGE_RULES: dict[str, Rule] = {
     "mean": "mean",
     "std": "std",
     "nonzero_share": "mean",
+    "kl_bounded_share": "mean",
     "episodes_kept": "sum",
     "episodes_failed": "sum",
     # A group is whole on one rank, so none is counted twice.
@@ -103,7 +104,7 @@ def advantage_rows(
     values = apply_statistics(
         estimator, known, part.rewards, part.groups, part.counts, part.penalties
     ).tokens()
-    metrics = {**part.kept.metrics(), **_metrics(values)}
+    metrics = {**part.kept.metrics(), **_metrics(values), **part.penalty_metrics}
     lengths = np.array([len(batch.row("tokens", int(row))) for row in part.rows], dtype=np.int64)
     rows = AdvantageRows(batch.rows[part.rows], lengths, part.trained, values)
     return rows, metrics, len(values)
@@ -123,6 +124,7 @@ class _Part:
     groups: np.ndarray
     counts: np.ndarray
     penalties: np.ndarray | None
+    penalty_metrics: dict[str, float]
 
     @classmethod
     def of(cls, batch: Batch, algorithm: AlgorithmConfig, estimator: AdvantageEstimator) -> _Part:
@@ -142,6 +144,7 @@ class _Part:
             weights=[len(positions) for positions in trained],
             minlength=int(kept.keep.sum()),
         )
+        penalties, penalty_metrics = _penalties(batch, rows, trained, algorithm)
         return cls(
             kept=kept,
             rows=rows,
@@ -149,7 +152,8 @@ class _Part:
             rewards=batch.scalars("reward")[first_row][kept.keep].astype(np.float64),
             groups=groups[kept.keep],
             counts=counts.astype(np.int64),
-            penalties=_penalties(batch, rows, trained, algorithm),
+            penalties=penalties,
+            penalty_metrics=penalty_metrics,
         )
 
     def statistics(self, estimator: AdvantageEstimator) -> BatchStatistics:
@@ -158,18 +162,22 @@ class _Part:
 
 def _penalties(
     batch: Batch, rows: np.ndarray, trained: list[np.ndarray], algorithm: AlgorithmConfig
-) -> np.ndarray | None:
+) -> tuple[np.ndarray | None, dict[str, float]]:
+    """What each trained token pays, and the share of them that pay the estimator's bound."""
     if algorithm.kl.placement != "reward":
-        return None
+        return None, {}
     estimator = KL_ESTIMATORS.build(algorithm.kl.estimator)
-    parts = [
-        estimator.values(
-            batch.row("rollout_logprobs", int(row))[at].astype(np.float64),
-            batch.row("reference_logprobs", int(row))[at].astype(np.float64),
-        )
-        for row, at in zip(rows, trained, strict=True)
-    ]
-    return algorithm.kl.coefficient * np.concatenate([np.empty(0), *parts])
+
+    def joined(name: str) -> np.ndarray:
+        parts = [batch.row(name, int(row))[at] for row, at in zip(rows, trained, strict=True)]
+        return np.concatenate([np.empty(0), *parts])
+
+    both = joined("rollout_logprobs"), joined("reference_logprobs")
+    bounded = estimator.bounded(*both)
+    metrics = {}
+    if bounded is not None:
+        metrics["kl_bounded_share"] = float(bounded.mean()) if bounded.size else 0.0
+    return algorithm.kl.coefficient * estimator.values(*both), metrics
 
 
 def _metrics(values: np.ndarray) -> dict[str, float]:

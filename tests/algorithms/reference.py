@@ -65,9 +65,17 @@ def aggregate(spec: dict[str, Any], terms: list[list[torch.Tensor]]) -> torch.Te
     return torch.stack(sums).mean() / int(spec["length"])
 
 
+def verl_low_var_kl(logprob: torch.Tensor, ref_logprob: torch.Tensor) -> torch.Tensor:
+    """verl 0.9.1, `core_algos.kl_penalty_forward`, `low_var_kl`: clamped twice."""
+    kl = torch.clamp(ref_logprob - logprob, min=-20, max=20)
+    kld = torch.exp(kl) - kl - 1
+    return torch.clamp(kld, min=-10, max=10)
+
+
 def kl_term(name: str, now: float, reference: float) -> float:
-    """The value of one token's KL estimate."""
-    ratio = math.exp(reference - now)
-    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2}.get(
-        name, ratio - 1 - math.log(ratio)
-    )
+    """The value of one token's KL estimate; k3 with the bounds of verl's `low_var_kl`."""
+    difference = reference - now
+    if name == "k3":
+        difference = min(max(difference, -20.0), 20.0)
+        return min(max(math.exp(difference) - difference - 1, -10.0), 10.0)
+    return {"k1": -difference, "k2": difference**2 / 2}[name]

@@ -10,8 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.algorithms import KL_ESTIMATORS, EntropyBonus, ImportanceCorrection, mismatch_metrics
-from tests.algorithms.reference import kl_term
+from earl_core.algorithms import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    EntropyBonus,
+    ImportanceCorrection,
+    LossInputs,
+    Objective,
+    Totals,
+    mismatch_metrics,
+)
+from earl_core.config.algorithm import KLConfig
+from tests.algorithms.reference import kl_term, verl_low_var_kl
 
 NAMES = ("k1", "k2", "k3")
 logprob = st.floats(-8.0, 0.0, width=32)
@@ -73,6 +84,64 @@ def test_the_expected_gradient_is_that_of_a_divergence(name: str, reverse: bool)
     per_token = KL_ESTIMATORS.build(name).loss(now, reference.log_softmax(-1))
     (now.exp().detach() * per_token).sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(leaf.grad, exact(logits, reference, reverse))
+
+
+def test_k3_is_verls_with_its_clamp_in_value_and_gradient() -> None:
+    differences = torch.linspace(-25, 25, 401, dtype=torch.float64)
+    found, expected = ((differences - 2).requires_grad_() for _ in range(2))
+    reference = torch.full_like(differences, -2.0)
+    loss = KL_ESTIMATORS.build("k3").loss(found, reference)
+    theirs = verl_low_var_kl(expected, reference)
+    loss.sum().backward()  # type: ignore[no-untyped-call]
+    theirs.sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, theirs)
+    torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_a_token_far_from_the_reference_does_not_own_the_update() -> None:
+    """One of a hundred lies 12 nats below it; its gradient was 2,500 times the sum of the others."""
+    now = torch.full((100,), -1.0)
+    now[7] = -13.0
+    leaf = now.requires_grad_()
+    target = Objective(
+        POLICY_LOSSES.build("policy_gradient"),
+        AGGREGATIONS.build("token_mean"),
+        KL_ESTIMATORS.build("k3"),
+        1.0,
+    )
+    zeros = torch.zeros(100)
+    inputs = LossInputs(leaf, leaf.detach(), zeros, torch.zeros(100, dtype=torch.int64), 1, None)
+    result = target.microbatch(
+        inputs, torch.tensor([100]), Totals(100, 1), reference_logprobs=torch.full((100,), -1.5)
+    )
+    result.loss.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    assert float(leaf.grad.norm()) < 0.1
+    assert float(leaf.grad[7]) == 0.0
+    assert float(result.metrics["kl_bounded_share"]) == pytest.approx(0.01)
+    assert float(result.loss) < 0.3
+
+
+def test_the_reward_takes_k1_by_default_whose_policy_gradient_is_the_divergences() -> None:
+    """Exactly: sum over tokens of p * penalty * grad log p, as REINFORCE estimates it."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
+    reference = torch.tensor([-0.5, 0.4, 0.1, 0.9], dtype=torch.float64)
+
+    def policy_gradient(name: str) -> torch.Tensor:
+        leaf = logits.clone().requires_grad_()
+        now = leaf.log_softmax(-1)
+        penalty = KL_ESTIMATORS.build(name).values(now.detach(), reference.log_softmax(-1))
+        (now.exp().detach() * penalty * now).sum().backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        return leaf.grad
+
+    in_reward = KLConfig.model_validate({"placement": "reward", "coefficient": 0.1})
+    torch.testing.assert_close(
+        policy_gradient(in_reward.estimator), exact(logits, reference, reverse=True)
+    )
+    assert not torch.allclose(policy_gradient("k3"), exact(logits, reference, reverse=True))
+    assert KLConfig(placement="loss", coefficient=0.1).estimator == "k3"
+    assert KLConfig().estimator == "k3"
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])

@@ -133,6 +133,29 @@ def test_kl_in_the_reward_charges_trained_tokens(
     assert result["advantages"][0][2] == pytest.approx(first - (first + second) / 2)
 
 
+def test_how_often_the_bound_of_k3_acts_is_counted(
+    rewarded: tuple[ShardStore, Manifest, Manifest],
+) -> None:
+    store, rollout, reward = rewarded
+    with Batch(store, [rollout]) as batch:
+        lengths = [len(batch.row("tokens", row)) for row in range(len(batch))]
+        ids = batch.rows.copy()
+    # The first sample's tokens lie 12 nats below the reference.
+    values = [np.full(n, 12.0 if row == 0 else -0.5) for row, n in enumerate(lengths)]
+    columns: Columns = {
+        "sample_id": ids,
+        "reference_logprobs": ListColumn.from_rows(values, "float32"),
+    }
+    reference = sealed(store, "reference", REFERENCE_SCHEMA, columns)
+    kl = {"placement": "reward", "estimator": "k3", "coefficient": 0.1}
+    algorithm = AlgorithmConfig.model_validate({"advantage": "dr_grpo", "kl": kl})
+    with Batch(store, [rollout, reward, reference]) as batch:
+        result, metrics = advantages(batch, algorithm)
+    assert 0 < metrics["kl_bounded_share"] < 1
+    # Each of them pays at most the coefficient times 10 nats.
+    assert min(min(row) for row in result["advantages"]) > -100
+
+
 def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 2**30)
     rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, RolloutRows(EPISODES[2:3]))
