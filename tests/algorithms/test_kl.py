@@ -99,7 +99,7 @@ def test_k3_is_verls_with_its_clamp_in_value_and_gradient() -> None:
 
 
 def test_a_token_far_from_the_reference_does_not_own_the_update() -> None:
-    """One of a hundred lies 12 nats below it; its gradient was 2,500 times the sum of the others."""
+    """One of a hundred lies 12 nats below it; its gradient was 2,500 times the others' sum."""
     now = torch.full((100,), -1.0)
     now[7] = -13.0
     leaf = now.requires_grad_()
