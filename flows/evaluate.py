@@ -23,7 +23,7 @@ def set_progress(on_progress: Callable[[dict[str, Any]], None] | None) -> None:
     _on_progress = on_progress
 
 
-@task(name="play held-out games")
+@task(name="play held-out games", persist_result=False)
 def play_held_out(
     run: str, checkpoint: str, episodes: int | None, temperature: float | None, overrides: list[str]
 ) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def play_held_out(
     }
 
 
-@flow(name="evaluate", flow_run_name="evaluate {run} {checkpoint}")
+@flow(name="evaluate", flow_run_name="evaluate {run} {checkpoint}", persist_result=False)
 async def evaluate(
     run: Annotated[str, Field(description="The run's directory, for example runs/demo")],
     checkpoint: Annotated[

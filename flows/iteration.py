@@ -44,6 +44,7 @@ Plan = PrefectFuture[StageRef]
     flow_run_name="{run} iteration {number}",
     task_runner=ThreadPoolTaskRunner(max_workers=4),
     validate_parameters=True,
+    persist_result=False,
 )
 async def iteration(run: str, number: int | None = None) -> dict[str, Any] | State[dict[str, Any]]:
     """Do one iteration of the run in directory `run`; by default the next unfinished one.

@@ -37,6 +37,7 @@ def _say(text: str) -> None:
     name="profile",
     flow_run_name="profile {config}",
     task_runner=ThreadPoolTaskRunner(max_workers=1),
+    persist_result=False,
 )
 async def profile(
     config: Annotated[str, Field(description="A recipe, for example demo, or a run file")],

@@ -11,6 +11,9 @@ from typing import Any
 from earl_core.config import ConfigError, RunConfig, load_config
 from flows.reaper import register_flow_run
 from tasks.session import Session, close_session, find_session, open_session
+from tasks.trust import distrust_servers
+
+distrust_servers()
 
 _listener: Callable[[str, int, dict[str, Any]], None] | None = None
 

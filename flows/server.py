@@ -1,9 +1,12 @@
-"""Which Prefect server a command uses: one that runs already, or one of its own that ends with it.
+"""Which Prefect server a command uses: one that is trusted, or one of its own that ends with it.
 
-Prefect's own temporary server survives a controller that is killed. The one started here hears of
-the controller's end through a pipe, in whatever way the controller ends, and goes too. It listens
-on loopback only and keeps its database in the project's Prefect home, so that a later
-`prefect server start` with the same home shows everything.
+A server is trusted that PREFECT_API_URL or a profile of the Prefect home names, or whose socket
+belongs to this user: whoever else listens on a well-known port could hand this process states and
+results. A server started here wants a password that is made anew at each start, listens on
+loopback only, answers no other site's scripts, and keeps its database in the project's Prefect
+home, where only this user can read. Prefect's own temporary server survives a controller that is
+killed. The one started here hears of the controller's end through a pipe, in whatever way the
+controller ends, and goes too.
 
 Import this module, and call `configure`, before anything imports prefect: Prefect reads its
 settings when it is imported.
@@ -12,28 +15,31 @@ settings when it is imported.
 from __future__ import annotations
 
 import atexit
-import fcntl
-import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import tomllib
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-DEFAULT_URL = "http://127.0.0.1:4200/api"
-"""Where `prefect server start` listens unless told otherwise."""
+from flows.server_access import (
+    DEFAULT_URL,
+    PROBE_SECONDS,
+    STANDING,
+    Access,
+    healthy,
+    is_mine,
+    named_by_profile,
+    read_access,
+    write_access,
+)
+from flows.server_process import STOP_SECONDS
 
-_PROBE_SECONDS = 1.0
 _START_SECONDS = 120.0
-_STOP_SECONDS = 5.0
 
 
 class ServerUnavailable(RuntimeError):
@@ -53,6 +59,7 @@ def configure(runs_directory: str | Path) -> Path:
     asked = os.environ.get("PREFECT_HOME")
     home = Path(asked or Path(runs_directory) / "prefect").absolute()
     _make_writable(home, f"PREFECT_HOME {asked!r}" if asked else f"{home} in runs_directory")
+    _close_to_others(home)
     os.environ["PREFECT_HOME"] = str(home)
     for name, value in {
         "DO_NOT_TRACK": "1",
@@ -82,33 +89,56 @@ def _make_writable(directory: Path, name: str) -> None:
     )
 
 
-def running_server(home: Path) -> str | None:
-    """The API URL of a server to use, None when there is none.
+def _close_to_others(home: Path) -> None:
+    """The database holds parameters and states of every run, and servers leave passwords there."""
+    for path in (home, *home.glob("*")):
+        with suppress(OSError):
+            known = path.stat(follow_symlinks=False)
+            if known.st_uid == os.geteuid() and not path.is_symlink() and known.st_mode & 0o077:
+                path.chmod(known.st_mode & 0o700)
 
-    PREFECT_API_URL, then the active profile in the Prefect home, then the default port.
+
+def running_server(home: Path) -> Access | None:
+    """A server to use, None when there is none that is trusted.
+
+    What PREFECT_API_URL names, then what the active profile of the Prefect home names, then the
+    server of `earl server` with this home, then one of this user at the default port.
     Raises `ServerUnavailable` when a server was asked for by name and does not answer.
     """
     asked = os.environ.get("PREFECT_API_URL")
+    profile = named_by_profile(home)
     if asked:
-        if not healthy(asked, timeout=5 * _PROBE_SECONDS):
+        if not healthy(asked, timeout=5 * PROBE_SECONDS):
             raise ServerUnavailable(
                 f"the Prefect server at PREFECT_API_URL={asked} does not answer: start it with "
-                "`prefect server start`, or unset PREFECT_API_URL to use a temporary server"
+                "`earl server`, or unset PREFECT_API_URL to use a temporary server"
             )
-        return asked
-    for url in (_profile_url(home), DEFAULT_URL):
-        if url and healthy(url):
-            return url
+        return Access(asked, os.environ.get("PREFECT_API_AUTH_STRING") or _same(profile, asked))
+    if profile is not None and healthy(profile.url):
+        return profile
+    standing = read_access(home / STANDING)
+    if standing is not None and is_mine(standing.url) and healthy(standing.url):
+        return standing
+    if is_mine(DEFAULT_URL) and healthy(DEFAULT_URL):
+        return Access(DEFAULT_URL, os.environ.get("PREFECT_API_AUTH_STRING"))
     return None
+
+
+def _same(profile: Access | None, url: str) -> str | None:
+    return profile.auth if profile is not None and profile.url == url else None
 
 
 class Server:
     """A Prefect server in use. Made by `start`; `ready` waits until it answers."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes] | None, log: Path | None) -> None:
-        self.url = url
+    def __init__(
+        self, access: Access, process: subprocess.Popen[bytes] | None = None, home: Path = Path()
+    ) -> None:
+        self.access = access
+        self.url = access.url
         self._process = process
-        self._log = log
+        self._log = home / "embedded-server.log"
+        self._note = home / f"server-{process.pid}.env" if process else None
         self._stopped = threading.Event()
 
     @property
@@ -124,7 +154,7 @@ class Server:
     def ready(self, timeout: float = _START_SECONDS) -> None:
         """Wait until the server answers; raises `ServerUnavailable` with the end of its log."""
         deadline = time.monotonic() + timeout
-        while not healthy(self.url, timeout=5 * _PROBE_SECONDS):
+        while not healthy(self.url, timeout=5 * PROBE_SECONDS):
             ended = self.ended
             if self._stopped.is_set():
                 raise ServerUnavailable("the temporary Prefect server was stopped while it started")
@@ -132,9 +162,21 @@ class Server:
                 how = "ended" if ended else f"did not answer within {timeout:.0f} s"
                 raise ServerUnavailable(
                     f"the temporary Prefect server {how}: look at its log {self._log}, or start "
-                    f"one yourself with `prefect server start`.\n{_tail(self._log)}"
+                    f"one yourself with `earl server`.\n{_tail(self._log)}"
                 )
             time.sleep(0.1)
+
+    def tell(self, note: Path | None = None) -> Path | None:
+        """Leave address and password where this user finds them, until the server is stopped.
+
+        note: in place of the file of a temporary server. None for a server of somebody else.
+        """
+        if self._process is None:
+            return None
+        self._note = note or self._note
+        assert self._note is not None
+        write_access(self._note, self.access)
+        return self._note
 
     def stop(self) -> None:
         """End the server if it was started here."""
@@ -142,11 +184,13 @@ class Server:
         process, self._process = self._process, None
         if process is None:
             return
+        if self._note is not None and read_access(self._note) == self.access:
+            self._note.unlink(missing_ok=True)
         if process.stdin is not None:
             with suppress(OSError):
                 process.stdin.close()
         try:
-            process.wait(_STOP_SECONDS)
+            process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -159,66 +203,75 @@ def start(home: Path) -> Server:
     this before importing it, too: the server then ends after Prefect has sent its last events.
     """
     known = running_server(home)
-    server = Server(known, None, None) if known else _start_embedded(home)
+    server = Server(known) if known else start_own(home)
     atexit.register(server.stop)
     os.environ["PREFECT_API_URL"] = server.url
+    if server.access.auth:
+        os.environ["PREFECT_API_AUTH_STRING"] = server.access.auth
+    server.tell()
     return server
 
 
-def _start_embedded(home: Path) -> Server:
-    log = home / "embedded-server.log"
-    with socket.socket() as listener, log.open("ab") as output:
-        # Bound here and inherited: no other process can take the port in between.
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        port = listener.getsockname()[1]
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.server", str(listener.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            pass_fds=(listener.fileno(),),
-            env=_server_environment(),
-            # Ctrl-C in the terminal is the controller's to handle; the server ends after it.
-            start_new_session=True,
-        )
-    return Server(f"http://127.0.0.1:{port}/api", process, log)
+def start_own(home: Path, port: int = 0, pages: bool = False) -> Server:
+    """Start a server that ends with this process; returns at once.
+
+    port: 0 for any that is free. pages: with Prefect's web interface and its services, which
+    deployments need. Raises `OSError` when the port is taken.
+    """
+    _forget_dead(home)
+    log = os.open(home / "embedded-server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Bound here and inherited: no other process can take the port in between.
+            listener.bind(("127.0.0.1", port))
+            listener.listen(128)
+            site = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            access = Access(f"{site}/api", f"earl:{secrets.token_urlsafe(24)}")
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "flows.server_process", str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(listener.fileno(),),
+                # The password is not on the command line: the environment is this user's to read.
+                env={**_server_environment(home, access, site), **(_PAGES if pages else _BARE)},
+                umask=0o077,
+                # Ctrl-C in the terminal is the controller's to handle; the server ends after it.
+                start_new_session=True,
+            )
+    finally:
+        os.close(log)
+    return Server(access, process, home)
 
 
-def _server_environment() -> dict[str, str]:
+_BARE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
+_PAGES = {"PREFECT_UI_ENABLED": "1"}
+
+
+def _server_environment(home: Path, access: Access, site: str) -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     known = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
         "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root,
-        "PREFECT_UI_ENABLED": "0",
-        "PREFECT__SERVER_EPHEMERAL": "1",
         "PREFECT__SERVER_FINAL": "1",
+        "PREFECT_SERVER_API_AUTH_STRING": access.auth or "",
+        "PREFECT_API_AUTH_STRING": access.auth or "",
+        "PREFECT_API_URL": access.url,
+        "PREFECT_UI_API_URL": access.url,
+        "PREFECT_UI_STATIC_DIRECTORY": str(home / "pages"),
+        # By default any web page in this user's browser may read runs and set states.
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": site,
     }
 
 
-def _profile_url(home: Path) -> str | None:
-    try:
-        profiles = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError):
-        return None
-    profile = profiles.get("profiles", {}).get(profiles.get("active"), {})
-    url = profile.get("PREFECT_API_URL") if isinstance(profile, dict) else None
-    return url if isinstance(url, str) else None
-
-
-def healthy(api_url: str, timeout: float = _PROBE_SECONDS) -> bool:
-    """Whether a Prefect server answers at this API URL."""
-    # Proxies of the environment are for the outside; a server on loopback is not behind one.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{api_url.rstrip('/')}/health", timeout=timeout) as response:
-            # Anything may listen on the default port; only Prefect answers plain `true`.
-            return response.status == 200 and json.loads(response.read(64)) is True
-    except urllib.error.HTTPError as error:
-        return error.code in (401, 403)  # a server with a password is a server
-    except (OSError, ValueError):
-        return False
+def _forget_dead(home: Path) -> None:
+    """Remove what temporary servers left whose controller was killed."""
+    for note in home.glob("server-*.env"):
+        left = read_access(note)
+        if left is not None and not is_mine(left.url):
+            note.unlink(missing_ok=True)
 
 
 def _tail(log: Path | None, lines: int = 15) -> str:
@@ -227,40 +280,3 @@ def _tail(log: Path | None, lines: int = 15) -> str:
     except OSError:
         return ""
     return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
-
-
-@contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """One server at a time creates or migrates the database of a home."""
-    with (home / "starting.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _serve(descriptor: int) -> None:
-    """The temporary server's process: serve on an inherited socket until stdin closes."""
-    import uvicorn
-    from prefect.server.api.server import create_app
-
-    listener = socket.socket(fileno=descriptor)
-    server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on"))
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        server.should_exit = True
-        # Requests that hang must not keep it.
-        time.sleep(_STOP_SECONDS - 1)
-        os._exit(0)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
-    thread = threading.Thread(target=server.run, args=([listener],), name="server", daemon=True)
-    with _alone(Path(os.environ["PREFECT_HOME"])):
-        thread.start()
-        while thread.is_alive() and not server.started:
-            thread.join(0.05)
-    thread.join()
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from flows.server import Server, healthy
+from flows.server import Server
+from flows.server_access import healthy
 
 _EVERY_SECONDS = 5.0
 SILENT_SECONDS = 60.0

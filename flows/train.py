@@ -21,6 +21,7 @@ from tasks.session import Session, StateLost
     name="train",
     flow_run_name="train {config}",
     task_runner=ThreadPoolTaskRunner(max_workers=2),
+    persist_result=False,
 )
 async def train(
     config: Annotated[str, Field(description="A recipe, for example demo, or a run file")],

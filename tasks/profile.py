@@ -313,7 +313,7 @@ def stop_profilers() -> None:
         profiler.stop()
 
 
-@task(name="measure")
+@task(name="measure", persist_result=False)
 def measure(mark: str, point: dict[str, Any]) -> dict[str, Any] | None:
     """Measure one point; the new line of the table. See `Profiler.measure`."""
     wanted = Point(**{**point, "candidate": Candidate(**point["candidate"])})

@@ -15,6 +15,7 @@ from earl_core.dispatch.manifest import ShardEntry
 from earl_core.run import stage_key
 from tasks.losses import surviving
 from tasks.session import Session
+from tasks.trust import SERIALIZER, result_directory
 
 StageRef = dict[str, Any]
 """What one task hands to the next: {"run", "iteration", "stage", "digest"}; never data."""
@@ -127,8 +128,8 @@ def caching(session: Session, iteration: int, stage: str, inputs: Sequence[str])
         "cache_policy": CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: key),
         "refresh_cache": known is None,
         "persist_result": True,
-        "result_storage": session.run.path.resolve() / "prefect_results",
-        "result_serializer": "json",
+        "result_storage": result_directory(session.run.path),
+        "result_serializer": SERIALIZER,
         "task_run_name": f"{stage} {iteration}",
     }
 

@@ -207,6 +207,19 @@ def plan(
             planning.explain_question(request, explain)
 
 
+@app.command()
+def server(
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 4200,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Serve Prefect's web pages and its API, with a password, until Ctrl-C."""
+    with reported(debug):
+        from flows.cli.serving import serve
+
+        serve(runs_directory, port)
+
+
 Directory = Annotated[
     Path, typer.Option("--directory", help="The dispatch.directory of the runs' configurations.")
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
@@ -19,9 +18,7 @@ from flows.server import Server
 _EDGE_ROWS = 2
 
 
-def print_ending(
-    run: Path, settings: RunConfig, home: Path, used: Server, console: Console
-) -> None:
+def print_ending(run: Path, settings: RunConfig, used: Server, console: Console) -> None:
     """The whole ending of a finished run."""
     text = learning_curve(run)
     if text:
@@ -34,7 +31,7 @@ def print_ending(
     else:
         console.print(iteration_table(_edges(iterations_of(run))))
     for heading, lines in (
-        ("Where to look", places(run, home, used)),
+        ("Where to look", places(run, used)),
         ("What to try next", next_commands(run, settings)),
     ):
         console.print(f"\n[bold]{heading}[/bold]")
@@ -71,7 +68,7 @@ def learning_curve(run: Path) -> str:
     return "\n\n".join(chart for chart in charts if chart)
 
 
-def places(run: Path, home: Path, used: Server) -> list[tuple[str, str]]:
+def places(run: Path, used: Server) -> list[tuple[str, str]]:
     """(what, command or address) for the run directory, MLflow and Prefect."""
     found = [("everything about the run", f"{run}/ (config.yaml, metrics.jsonl, logs/)")]
     uri = tracking_uri(run)
@@ -81,9 +78,12 @@ def places(run: Path, home: Path, used: Server) -> list[tuple[str, str]]:
         command = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
         found.append(("metrics, plans, episodes in MLflow", command))
     if used.embedded:
-        command = f"PREFECT_HOME={shlex.quote(str(home))} prefect server start"
-        address = os.environ.get("PREFECT_UI_URL", "http://127.0.0.1:4200")
-        found.append(("flow runs and stages in Prefect", f"{command}  ({address})"))
+        place = (
+            ""
+            if run.parent == Path("runs")
+            else f" --runs-directory {shlex.quote(str(run.parent))}"
+        )
+        found.append(("flow runs and stages in Prefect", f"earl server{place}"))
     else:
         found.append(("flow runs and stages in Prefect", used.url.removesuffix("/api")))
     return found

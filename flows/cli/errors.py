@@ -30,10 +30,12 @@ EXPECTED = WRONG_INPUT | {
     "RunDamaged",
     "RunInUse",
     "ServerUnavailable",
+    "RunUnfinished",
     "SessionInterrupted",
     "ShardCorrupt",
     "StateLost",
     "TransportError",
+    "UntrustedResult",
     "WeightsError",
 }
 """Errors whose message says all that is needed. Named, for most live in modules that import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +23,10 @@ from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_confi
 from flows.cli.tables import make_console, resolved_table
 from flows.server_watch import ServerLost, ServerWatch
 from tasks.hardware import read_hardware, read_model_shape
+
+
+class RunUnfinished(RuntimeError):
+    """A command that trains came to its end, and the run did not."""
 
 
 def train(config: str, overrides: list[str], plain: bool) -> None:
@@ -95,7 +100,21 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
             error.add_note(f"All logs of the run are in {run / 'logs'}.")
             error.add_note(f"Once it is repaired, continue with: earl resume {shell_name(run)}")
         raise
-    print_ending(run, settings, home, prefect_server[0], console)
+    _require_finished(run)
+    print_ending(run, settings, prefect_server[0], console)
+
+
+def _require_finished(run: Path) -> None:
+    """The run directory says whether a run is over, whatever the Prefect server says."""
+    try:
+        finished = json.loads((run / "run.json").read_text(encoding="utf-8"))["finished"]
+    except (OSError, ValueError, KeyError, TypeError):
+        finished = False
+    if finished is not True:
+        raise RunUnfinished(
+            f"Prefect says that the run is over, its directory {run} says that it is not: continue "
+            f"with earl resume {shell_name(run)}"
+        )
 
 
 def interrupt_sessions() -> None:

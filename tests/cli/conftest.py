@@ -93,27 +93,31 @@ def shared_memory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server for all commands that do not test how they come by theirs."""
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.Server]:
+    """One server for all commands that do not test how they come by theirs, and its password."""
     home = tmp_path_factory.mktemp("prefect")
     with pytest.MonkeyPatch.context() as patch:
         # Importing flows.server has no effect on this process; starting one sets its variables.
         patch.setenv("PREFECT_HOME", str(home))
-        patch.delenv("PREFECT_API_URL", raising=False)
+        for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
+            patch.delenv(name, raising=False)
         patch.setattr(server, "DEFAULT_URL", "http://127.0.0.1:9/api")
         started = server.start(home)
         try:
             started.ready()
-            yield started.url
+            yield started
         finally:
             started.stop()
 
 
 @pytest.fixture(scope="session")
-def earl(tmp_path_factory: pytest.TempPathFactory, shared_memory: Path, prefect_url: str) -> Earl:
+def earl(
+    tmp_path_factory: pytest.TempPathFactory, shared_memory: Path, prefect_server: server.Server
+) -> Earl:
     """`earl` with a Prefect server that runs already."""
     command = Earl(tmp_path_factory.mktemp("project"), shared_memory)
-    command.environment["PREFECT_API_URL"] = prefect_url
+    command.environment["PREFECT_API_URL"] = prefect_server.access.url
+    command.environment["PREFECT_API_AUTH_STRING"] = prefect_server.access.auth or ""
     return command
 
 

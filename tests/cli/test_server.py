@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
+import json
 import os
+import subprocess
+import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from websockets import ConnectionClosed, InvalidStatus, Subprotocol
+from websockets.sync.client import connect
 
 from earl_core.config import ConfigError
-from flows import server
+from flows import server, server_access
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +92,7 @@ def test_the_default_port_is_used_when_prefect_answers_there(
 ) -> None:
     url, body = answering
     monkeypatch.setattr(server, "DEFAULT_URL", url)
-    assert server.running_server(tmp_path) == url
+    assert server.running_server(tmp_path) == (url, None)
     body[0] = b"<html>another program</html>"
     assert server.running_server(tmp_path) is None
 
@@ -94,7 +103,7 @@ def test_the_profile_in_the_prefect_home_comes_before_the_default_port(
     url, _ = answering
     profile = f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n'
     (tmp_path / "profiles.toml").write_text(profile)
-    assert server.running_server(tmp_path) == url
+    assert server.running_server(tmp_path) == (url, None)
 
 
 def test_a_server_asked_for_by_name_must_answer(
@@ -102,7 +111,7 @@ def test_a_server_asked_for_by_name_must_answer(
 ) -> None:
     url, _ = answering
     monkeypatch.setenv("PREFECT_API_URL", url)
-    assert server.running_server(tmp_path) == url
+    assert server.running_server(tmp_path) == (url, None)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     with pytest.raises(server.ServerUnavailable, match="unset PREFECT_API_URL"):
         server.running_server(tmp_path)
@@ -120,3 +129,138 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(
     finally:
         started.stop()
         os.environ.pop("PREFECT_API_URL", None)
+        os.environ.pop("PREFECT_API_AUTH_STRING", None)
+
+
+NOBODY = """
+import encodings.idna, http.server, os
+os.setuid(65534)  # the library is not for everybody to read: imported before
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"true")
+with http.server.HTTPServer(("127.0.0.1", 0), Handler) as httpd:
+    print(httpd.server_port, flush=True)
+    httpd.serve_forever()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as somebody else")
+def test_a_server_of_another_user_is_used_only_when_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", NOBODY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as other:
+        try:
+            assert other.stdout is not None
+            url = f"http://127.0.0.1:{int(other.stdout.readline())}/api"
+            monkeypatch.setattr(server, "DEFAULT_URL", url)
+            assert server_access.healthy(url)
+            assert server.running_server(tmp_path) is None
+            server_access.write_access(tmp_path / "server.env", server_access.Access(url, "a:b"))
+            assert server.running_server(tmp_path) is None
+            monkeypatch.setenv("PREFECT_API_URL", url)
+            assert server.running_server(tmp_path) == (url, None)
+        finally:
+            other.kill()
+
+
+def test_the_server_of_earl_server_is_found_with_its_password(
+    tmp_path: Path, answering: tuple[str, list[bytes]]
+) -> None:
+    access = server_access.Access(answering[0], "earl:word")
+    server_access.write_access(tmp_path / "server.env", access)
+    assert (tmp_path / "server.env").stat().st_mode & 0o777 == 0o600
+    assert server.running_server(tmp_path) == access
+
+
+def test_the_prefect_home_is_closed_to_others(tmp_path: Path) -> None:
+    home = tmp_path / "runs" / "prefect"
+    home.mkdir(parents=True, mode=0o755)
+    (home / "prefect.db").touch(mode=0o644)
+    (tmp_path / "foreign").touch(mode=0o644)
+    (home / "link").symlink_to(tmp_path / "foreign")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {**os.environ})
+        server.configure(tmp_path / "runs")
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert (home / "prefect.db").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "foreign").stat().st_mode & 0o777 == 0o644
+
+
+def answer(
+    url: str, method: str = "GET", headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, str]]:
+    """Status and headers."""
+    request = urllib.request.Request(url, None, headers or {}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, dict(response.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers)
+
+
+def test_the_temporary_server_answers_its_user_only(prefect_server: server.Server) -> None:
+    access, site = prefect_server.access, prefect_server.url.removesuffix("/api")
+    assert access.auth is not None
+    assert access.ask("flow_runs/filter", {"limit": 1}) is not None
+    described = access.ask("openapi.json")["paths"]
+    paths = [path for path in described if "{" not in path and not path.endswith("/ready")]
+    assert len(paths) > 50
+    for path in [*(f"/api{path}" for path in paths if path != "/health"), "/", "/docs", "/openapi"]:
+        for method in ("GET", "POST"):
+            assert answer(site + path, method)[0] == 401, (method, path)
+    wrong = base64.b64encode(b"earl:wrong").decode()
+    for word in (f"Basic {wrong}", f"Bearer {access.auth}", "Basic", "x"):
+        assert answer(f"{site}/api/flows/filter", "POST", {"Authorization": word})[0] == 401
+    with pytest.raises((InvalidStatus, ConnectionClosed)):
+        listen_with(f"{site.replace('http', 'ws')}/api/events/out", "wrong")
+
+
+def listen_with(url: str, word: str) -> None:
+    """Read from a web socket after its handshake."""
+    with connect(url, subprotocols=[Subprotocol("prefect")]) as socket:
+        socket.send(json.dumps({"type": "auth", "token": word}))
+        for _ in range(2):
+            socket.recv(timeout=10)
+
+
+def test_other_sites_get_no_cors_header(prefect_server: server.Server) -> None:
+    word = base64.b64encode((prefect_server.access.auth or "").encode()).decode()
+    for origin in ("http://other.example", "null", "http://127.0.0.1:4200"):
+        asked = {
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Authorization": f"Basic {word}",
+        }
+        for method, path in (("OPTIONS", "flow_runs/filter"), ("GET", "admin/version")):
+            _, headers = answer(f"{prefect_server.url}/{path}", method, asked)
+            assert not [name for name in headers if name.lower().endswith("allow-origin")]
+
+
+def test_the_password_is_told_to_this_user_only(prefect_server: server.Server) -> None:
+    access = prefect_server.access
+    home = prefect_server.tell().parent  # type: ignore[union-attr]
+    (note,) = home.glob("server-*.env")
+    assert server_access.read_access(note) == access
+    open_to_others = [path for path in home.rglob("*") if path.stat().st_mode & 0o077]
+    assert [path for path in open_to_others if path.is_file()] == []
+    word = (access.auth or "").partition(":")[2]
+    assert len(word) >= 32
+    for process in psutil.process_iter(["cmdline"]):
+        assert word not in " ".join(process.info["cmdline"] or ())
+
+
+def test_every_start_has_a_password_of_its_own(
+    tmp_path: Path, prefect_server: server.Server
+) -> None:
+    started = server.start_own(tmp_path)
+    try:
+        assert started.access.auth != prefect_server.access.auth
+        note = started.tell()
+        assert note is not None
+        assert note.exists()
+    finally:
+        started.stop()
+    assert not note.exists()

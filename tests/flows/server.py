@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from typing import Any
 
+from flows.server_access import Access
 from tests.flows.runs import Runs
 
 
 def ask(runs: Runs, path: str, body: dict[str, Any] | None = None) -> Any:
     """POST to the server's API (GET without a body)."""
-    url = f"{runs.environment['PREFECT_API_URL']}/{path}"
-    data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.loads(answer.read())
+    names = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
+    return Access(*(runs.environment[name] for name in names)).ask(path, body, timeout=30)
 
 
 def flow_runs(runs: Runs, **states: list[str]) -> list[dict[str, Any]]:

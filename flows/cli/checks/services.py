@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 
 from flows.cli.checks.finding import Finding
-from flows.server import DEFAULT_URL, healthy
+from flows.server_access import DEFAULT_URL, healthy, is_mine
 
 TOPIC = "Services"
 
@@ -43,14 +43,14 @@ def _prefect(asked: str | None) -> Iterator[Finding]:
                 f"PREFECT_API_URL={asked} does not answer",
                 "start that server, or unset PREFECT_API_URL to use a temporary one",
             )
-    elif healthy(DEFAULT_URL):
+    elif is_mine(DEFAULT_URL) and healthy(DEFAULT_URL):
         yield Finding("good", TOPIC, f"Prefect answers at {DEFAULT_URL}; runs will use it")
     elif _in_use(_PREFECT_PORT):
         yield Finding(
             "note",
             TOPIC,
-            f"port {_PREFECT_PORT} is taken by something that is not Prefect",
-            "runs use a temporary server; for the web pages: prefect server start --port 4201",
+            f"port {_PREFECT_PORT} is taken by something that is not a Prefect server of yours",
+            "runs use a temporary server; for the web pages: earl server --port 4201",
         )
     else:
         yield Finding("good", TOPIC, "no Prefect server runs; each command starts a temporary one")

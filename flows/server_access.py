@@ -1,0 +1,135 @@
+"""Where a Prefect server listens, who owns it, and how it is asked without importing Prefect."""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import json
+import os
+import tomllib
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+DEFAULT_URL = "http://127.0.0.1:4200/api"
+"""Where `prefect server start` and `earl server` listen unless told otherwise."""
+
+PROBE_SECONDS = 1.0
+
+_LISTENING = "0A"
+"""State of a socket in /proc/net/tcp."""
+
+
+class Access(NamedTuple):
+    """The API URL of a server, and the password (`user:word`) that it wants, if any."""
+
+    url: str
+    auth: str | None = None
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = 10.0) -> Any:
+        """POST to the API (GET without a body); the decoded JSON.
+
+        Raises `OSError` (an `HTTPError` for an answer such as 404) or `ValueError`.
+        """
+        headers = {"Content-Type": "application/json"}
+        if self.auth:
+            headers["Authorization"] = f"Basic {base64.b64encode(self.auth.encode()).decode()}"
+        elif key := os.environ.get("PREFECT_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", data, headers)
+        with _opener().open(request, timeout=timeout) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    # Proxies of the environment are for the outside; a server on loopback is not behind one.
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def healthy(api_url: str, timeout: float = PROBE_SECONDS) -> bool:
+    """Whether a Prefect server answers at this API URL. It is told no password."""
+    try:
+        with _opener().open(f"{api_url.rstrip('/')}/health", timeout=timeout) as response:
+            # Anything may listen there; only Prefect answers plain `true`.
+            return response.status == 200 and json.loads(response.read(64)) is True
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)  # a server with a password is a server
+    except (OSError, ValueError):
+        return False
+
+
+def is_mine(api_url: str) -> bool:
+    """Whether every socket that listens at this loopback address belongs to this user.
+
+    False, too, where that cannot be told: nothing listens, another host, no /proc.
+    """
+    parts = urlsplit(api_url)
+    try:
+        address = ipaddress.ip_address(parts.hostname or "")
+        port = parts.port or 80
+    except ValueError:
+        return False
+    if not address.is_loopback:
+        return False
+    owners = _owners(port)
+    return bool(owners) and owners == {os.geteuid()}
+
+
+def _owners(port: int) -> set[int]:
+    """Users with a socket that listens at this port, at any address of this host."""
+    owners = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    owners.add(int(fields[7]))
+    return owners
+
+
+def named_by_profile(home: Path) -> Access | None:
+    """The server that the active profile of a Prefect home names."""
+    try:
+        profiles = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        return None
+    profile = profiles.get("profiles", {}).get(profiles.get("active"), {})
+    if not isinstance(profile, dict) or not isinstance(profile.get("PREFECT_API_URL"), str):
+        return None
+    auth = profile.get("PREFECT_API_AUTH_STRING")
+    return Access(profile["PREFECT_API_URL"], auth if isinstance(auth, str) else None)
+
+
+# A server that `earl` started leaves its address and password in the Prefect home, for its user.
+
+STANDING = "server.env"
+"""The file of the server that `earl server` runs; temporary ones have a file of their own."""
+
+
+def write_access(path: Path, access: Access) -> None:
+    """Write what a shell can source and only this user can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(f"export PREFECT_API_URL={access.url}\n")
+        stream.write(f"export PREFECT_API_AUTH_STRING={access.auth}\n")
+
+
+def read_access(path: Path) -> Access | None:
+    """What `write_access` wrote, if this user wrote it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor) as stream:
+            if os.fstat(stream.fileno()).st_uid != os.geteuid():
+                return None
+            lines = [line.removeprefix("export ").strip() for line in stream]
+    except (OSError, ValueError):
+        return None
+    values = dict(line.split("=", 1) for line in lines if "=" in line)
+    url = values.get("PREFECT_API_URL")
+    return Access(url, values.get("PREFECT_API_AUTH_STRING")) if url else None

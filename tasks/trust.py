@@ -1,0 +1,159 @@
+"""What a Prefect server may hand to this process: no results, and nothing that would be unpickled.
+
+A state may name a result: where it is stored and how it is to be read. Prefect reads it with the
+serializer that the stored bytes name, pickle among them, and from any storage that the server
+describes; a server that is somebody else's would run code here. EARL needs no result from a server:
+flows hand theirs on in this process, and stages are found in the run directory. So
+
+- an answer of the server with a state that carries a result is refused before Prefect parses it;
+- a stored result is read only as plain JSON, whatever its bytes ask for;
+- and only from the result directory of a run that this process has open; none is stored elsewhere.
+
+Prefect has no setting for any of it, hence the replaced methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prefect.client import base
+from prefect.client.schemas.objects import StateType
+from prefect.filesystems import LocalFileSystem
+from prefect.results import ResultRecord, ResultStore
+from prefect.serializers import JSONSerializer
+
+SERIALIZER = JSONSerializer(object_decoder=None)
+"""How results are written: as JSON. Prefect's own decoder would import the classes it names."""
+
+_STATES = frozenset(state.value for state in StateType)
+_directories: set[Path] = set()
+
+
+class UntrustedResult(RuntimeError):
+    """The Prefect server, or a stored file, named a result that is not read."""
+
+
+def result_directory(run: Path) -> Path:
+    """Where the results of a run's tasks are stored; from now on they may be read there."""
+    directory = run.resolve() / "prefect_results"
+    _directories.add(directory)
+    return directory
+
+
+def check_answer(url: str, content: bytes) -> None:
+    """Raise `UntrustedResult` when a server's answer holds a state with a result."""
+    try:
+        answer = json.loads(content) if content else None
+    except ValueError:
+        return
+    for state in _states_with_data(answer):
+        raise UntrustedResult(
+            f"the Prefect server handed out a result with the state {state} (at {url}), which EARL "
+            "never stores there: use a server of your own, or unset PREFECT_API_URL"
+        )
+
+
+def _states_with_data(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if value.get("data") is not None and value.get("type") in _STATES:
+            yield str(value["type"])
+        if value.get("default_result_storage_block_id") is not None:
+            yield "of its default storage"
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _states_with_data(item)
+
+
+def _read_record(cls: Any, data: bytes, backup_serializer: Any = None) -> ResultRecord[Any]:
+    """`ResultRecord.deserialize`, for what `SERIALIZER` wrote only."""
+    try:
+        stored = json.loads(data)
+        named, text = stored["metadata"]["serializer"], stored["result"]
+        if named == SERIALIZER.model_dump() and isinstance(text, str):
+            record = ResultRecord.model_validate(stored)
+            record.result = json.loads(text)
+            return record
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UntrustedResult("a stored result is not the plain JSON that EARL writes: it is not read")
+
+
+def _refuse(cls: Any, result: bytes, metadata: bytes) -> ResultRecord[Any]:
+    raise UntrustedResult("a result beside its metadata is not what EARL writes: it is not read")
+
+
+def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def read(self: ResultStore, key: str, *given: Any, **named: Any) -> Any:
+        place = _place(self)
+        if place is None or not (place / key).resolve().is_relative_to(place):
+            raise UntrustedResult(f"the result {key!r} is not stored in a run that is open here")
+        return method(self, key, *given, **named)
+
+    return read
+
+
+def _place(store: ResultStore) -> Path | None:
+    """The result directory of an open run, where a store has its results; None for others."""
+    storage = store.result_storage
+    if type(storage) is not LocalFileSystem or storage.basepath is None:
+        return None
+    place = Path(storage.basepath)
+    return place if place in _directories else None
+
+
+def _kept(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Prefect pickles the exception of every failed flow into its home; nobody would read it."""
+
+    @wraps(method)
+    async def awrite(self: ResultStore, *given: Any, **named: Any) -> None:
+        if _place(self) is not None:
+            await method(self, *given, **named)
+
+    @wraps(method)
+    def write(self: ResultStore, *given: Any, **named: Any) -> None:
+        if _place(self) is not None:
+            method(self, *given, **named)
+
+    return awrite if inspect.iscoroutinefunction(method) else write
+
+
+def _async_send(send: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(send)
+    async def checked(self: Any, request: httpx.Request, *given: Any, **named: Any) -> Any:
+        response = await send(self, request, *given, **named)
+        check_answer(str(request.url), await response.aread())
+        return response
+
+    return checked
+
+
+def _sync_send(send: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(send)
+    def checked(self: Any, request: httpx.Request, *given: Any, **named: Any) -> Any:
+        response = send(self, request, *given, **named)
+        check_answer(str(request.url), response.read())
+        return response
+
+    return checked
+
+
+def distrust_servers() -> None:
+    """Put the checks in place, for all of this process; before the first flow."""
+    if getattr(ResultRecord.deserialize, "__func__", None) is _read_record:
+        return
+    base.PrefectHttpxAsyncClient.send = _async_send(base.PrefectHttpxAsyncClient.send)  # type: ignore[method-assign]
+    base.PrefectHttpxSyncClient.send = _sync_send(base.PrefectHttpxSyncClient.send)  # type: ignore[method-assign]
+    ResultRecord.deserialize = classmethod(_read_record)  # type: ignore[method-assign,assignment]
+    ResultRecord.deserialize_from_result_and_metadata = classmethod(_refuse)  # type: ignore[method-assign,assignment]
+    for name in ("read", "aread", "exists", "aexists"):
+        setattr(ResultStore, name, _checked(getattr(ResultStore, name)))
+    for name in ("persist_result_record", "apersist_result_record"):
+        setattr(ResultStore, name, _kept(getattr(ResultStore, name)))
