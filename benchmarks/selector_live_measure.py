@@ -19,6 +19,7 @@ from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, to
 from earl_core.cluster import LocalWorkerGroup
 from earl_core.cluster.placement import PLACEMENTS, Site, Wish
 from earl_core.config import parse_config
+from earl_core.dispatch.names import new_uid
 from earl_core.models.tiny import character_tokenizer
 from earl_core.run.record import write_record
 from earl_core.selector.candidates import Candidate
@@ -109,7 +110,7 @@ class Bench:
         self.directory, self.sizes, self.note = directory, sizes, note
         self.limit = sizes.longest + 64
         self.model = save_model(directory / "model", self.limit)
-        write_record(directory, {"uid": "selector_live"})
+        write_record(directory, {"uid": new_uid()})
 
     def start(
         self, name: str, role: str, deployment: dict[str, Any], engine: str, cores: Sequence[int]

@@ -17,6 +17,7 @@ from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.cluster.placement import PLACEMENTS, Place, Site, Wish
 from earl_core.config import RunConfig
+from earl_core.dispatch.names import new_uid
 from earl_core.run.record import write_record
 from earl_core.selector import Hardware, StageDeployment
 from earl_core.selector.candidates import Candidate
@@ -55,7 +56,7 @@ class ProfileWorkers:
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         self._directory = Path(tempfile.mkdtemp(prefix="earl-profile-"))
-        write_record(self._directory, {"uid": "profile"})
+        write_record(self._directory, {"uid": new_uid()})
         apart = config.dispatch.model_copy(update={"directory": str(self._directory / "shards")})
         self._config = config.model_copy(update={"dispatch": apart})
 

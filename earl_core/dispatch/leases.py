@@ -16,6 +16,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import threading
 import time
 import weakref
@@ -197,11 +198,17 @@ class _Cache:
     def _map(path: Path) -> _Entry:
         """Open, lock and map `path`; the lease is taken on return."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             raise _gone(path) from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise _not_a_file(path) from None
+            raise
         try:
             status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise _not_a_file(path)
             if status.st_size == 0:
                 raise ShardMismatch(errno.EINVAL, f"{path} is empty: nothing was written to it")
             key = status.st_dev, status.st_ino
@@ -302,6 +309,10 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 def _gone(path: Path) -> ShardGone:
     return ShardGone(errno.ENOENT, f"the shard {path} is gone: it was released or removed")
+
+
+def _not_a_file(path: Path) -> ShardMismatch:
+    return ShardMismatch(errno.EINVAL, f"{path} is no plain file: a link, a folder or a pipe")
 
 
 _cache = _Cache()

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
+from earl_core.dispatch.names import SHARD_PATTERN
 from earl_core.files import canonical_json, read_file, write_atomic
 
 TOKEN_AXIS = "tokens"
@@ -63,7 +64,7 @@ class ShardEntry(_Record):
     """
 
     host: str
-    file: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name in the store")
+    file: str = Field(pattern=SHARD_PATTERN, description="name in the store")
     bytes: int = Field(ge=0, description="size of the file, its unused space included")
     generation: int = Field(ge=0)
     rows: int = Field(ge=0)

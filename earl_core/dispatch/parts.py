@@ -8,9 +8,7 @@ waits takes over. A part is released when all ranks of the host that need it are
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +19,12 @@ import numpy as np
 import xxhash
 
 from earl_core.dispatch.leases import Mapped, ShardGone, ShardMismatch, map_shared
+from earl_core.dispatch.names import FETCH_LOCK, unlink_own
 from earl_core.dispatch.pool import Segment, SegmentPool
 from earl_core.dispatch.ranges import ALIGNMENT, Incoming
 from earl_core.dispatch.transports.base import TimedOut
+from earl_core.locks import lock_bytes, unlock_bytes
 
-_CLAIMS = ".fetch.lock"
-_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid; struct flock of 64-bit Linux
 _PAUSES = (0.0005, 0.02)  # seconds between looks at a part that another rank receives
 
 
@@ -80,7 +78,7 @@ class PartStore:
 
         Raises `TimedOut` when another rank does not finish in time; what `receive` raises.
         """
-        self._mark(rank).unlink(missing_ok=True)
+        unlink_own(self._mark(rank))
         found: dict[int, Mapped] = {}
         deadline = time.monotonic() + wait_seconds
         pause = _PAUSES[0]
@@ -128,15 +126,16 @@ class PartStore:
     @contextmanager
     def _claimed(self, part: Part) -> Iterator[bool]:
         """Whether this process may receive the part now. Threads exclude each other too."""
-        self._pool.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self._pool.directory / _CLAIMS
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self._pool.make()
+        path = self._pool.directory / FETCH_LOCK
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o600)
         byte = xxhash.xxh3_64_intdigest(self.path(part).name.encode()) >> 2
         try:
-            yield _lock_byte(descriptor, byte, fcntl.F_WRLCK)
+            yield lock_bytes(descriptor, byte, 1)
         finally:
             # Said, not left to closing: a child forked meanwhile has the descriptor too.
-            _lock_byte(descriptor, byte, fcntl.F_UNLCK)
+            unlock_bytes(descriptor, byte, 1)
             os.close(descriptor)
 
     def done(self, rank: int) -> None:
@@ -151,20 +150,10 @@ class PartStore:
         ]
         if not left:
             for each in everyone:
-                self._mark(each).unlink(missing_ok=True)
+                unlink_own(self._mark(each))
 
     def _mark(self, rank: int) -> Path:
         return self._pool.directory / f".fetch-{self._digest}.{rank}.done"
-
-
-def _lock_byte(descriptor: int, byte: int, kind: int) -> bool:
-    """Lock or unlock one byte for this open file; False when another has it."""
-    try:
-        request = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
 
 
 class PartLease:

@@ -11,8 +11,10 @@ truncated or rewritten; they become free under an exclusive lock, which no one g
 has a lease. Because the free name follows from the inode, a process can ask for the very segments
 that it has mapped, whose page tables are built (affinity).
 
-Other files may lie in the same directory (published weights): they count for the limit, and a
-release removes them.
+Published weights lie in the same directory: they count for the limit, and a release removes them.
+So does anything else that lies there, but it is not ours: nothing happens to a file unless the
+directory carries our mark, the file's name is one that our code gives (`dispatch.names`) and it is
+a regular file of this user.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from earl_core.dispatch.holders import describe_holders
+from earl_core.dispatch.names import LIVE, MARK, is_ours, is_sealed, unlink_own
 from earl_core.dispatch.pool_directory import (
     FREE,
     SEGMENT_MODE,
@@ -69,6 +72,10 @@ class SegmentPool:
         self.poison = poison or os.environ.get("EARL_POISON") == "1"
         self._files = PoolDirectory(self.directory)
 
+    def make(self) -> None:
+        """Make the directory; raises `OSError` for one that cannot be a store."""
+        self._files.make()
+
     def acquire(self, size: int) -> Segment:
         """A segment of at least `size` bytes, in the smallest size class where there is room.
 
@@ -106,13 +113,16 @@ class SegmentPool:
         """Make a sealed segment free, or remove another file of the pool.
 
         False while someone has a lease on it (then call again later); True when it is done or was
-        before. Raises `ValueError` for a path that is not a sealed file of this pool.
+        before, and for what is no file of ours, which is left alone. Raises `ValueError` for a path
+        that is not a sealed file of this pool.
         """
         path = Path(path)
         if path.parent != self.directory or path.name.startswith("."):
             raise ValueError(f"{path} is not a sealed file of {self.directory}")
+        if not is_sealed(path.name) or self._files.own(path.name) is None:
+            return True
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return True
         try:
@@ -139,17 +149,24 @@ class SegmentPool:
         return sum(self._take_back(path) for path in self._files.dead_writing())
 
     def remove(self) -> None:
-        """Remove everything of this run; readers keep what they have mapped."""
+        """Remove everything of this run; readers keep what they have mapped.
+
+        Files of others stay, and with them the directory and its mark.
+        """
+        if not self._files.is_marked():
+            return
         for name in self._files.names():
-            if not name.startswith("."):
-                with suppress(OSError):  # a folder, a link: removed below or left
-                    self.release(self.directory / name)
+            if is_sealed(name):
+                self.release(self.directory / name)
         self.trim()
         for name in self._files.names():
+            if is_ours(name):
+                unlink_own(self.directory / name)
+        if set(self._files.names()) <= {MARK, LIVE}:
+            for name in (LIVE, MARK):
+                unlink_own(self.directory / name)
             with suppress(OSError):
-                (self.directory / name).unlink()
-        with suppress(OSError):
-            self.directory.rmdir()
+                self.directory.rmdir()
 
     def used_bytes(self) -> int:
         """Bytes of all files of this run: free, being written, sealed and others."""
@@ -200,9 +217,12 @@ class SegmentPool:
 
     def _claim(self, name: str, size: int) -> Segment | None:
         """Take a free segment; None when another process was faster."""
+        free = self._files.own(name)
+        if free is None:
+            return None
         path, generation = self._files.new_writing_path()
         try:
-            os.rename(self.directory / name, path)
+            os.rename(free, path)
         except FileNotFoundError:
             return None
         try:
@@ -304,10 +324,13 @@ class SegmentPool:
 
     def _evict(self, name: str) -> bool:
         """Remove a free segment and its memory; False when another process was faster."""
+        free = self._files.own(name)
+        if free is None:
+            return False
         path, _ = self._files.new_writing_path()
         mapping = None
         try:
-            os.rename(self.directory / name, path)
+            os.rename(free, path)
             with suppress(OSError, ValueError):  # no descriptor left, or an empty file
                 mapping = writable_mappings.take(path, path.lstat())
             path.unlink()

@@ -12,13 +12,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from earl_core.dispatch.mark import make_store, read_mark
+from earl_core.dispatch.names import (
+    MARK,
+    POOL_LOCK,
+    free_segment,
+    is_own_file,
+    own_status,
+    writer_of,
+)
 from earl_core.dispatch.size_classes import is_size_class
 from earl_core.process import ProcessId
 
 FREE = ".free."
 WRITING = ".writing."
 SEGMENT_MODE = 0o1600
-_LOCK = ".pool.lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 _LOCK_SECONDS = 30.0  # the lock is held for microseconds; only a stopped process keeps it
 
 
@@ -27,6 +36,30 @@ class PoolDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._marked: tuple[int, int] | None = None
+
+    def make(self) -> None:
+        """Make and mark the directory. Raises `OSError` for one that cannot be a store."""
+        if not self.is_marked():
+            make_store(self.path)
+
+    def is_marked(self) -> bool:
+        """Whether it is a store of ours, so that files may be removed from it."""
+        try:
+            status = os.lstat(self.path)
+        except OSError:
+            return False
+        # Looked at once: whatever takes a store's place is another inode.
+        if self._marked != (status.st_dev, status.st_ino):
+            self._marked = None
+            if read_mark(self.path) is not None:
+                self._marked = (status.st_dev, status.st_ino)
+        return self._marked is not None
+
+    def own(self, name: str) -> Path | None:
+        """The path of a regular file of this user in a marked directory; None otherwise."""
+        path = self.path / name
+        return path if self.is_marked() and own_status(path) is not None else None
 
     def free_path(self, status: os.stat_result) -> Path:
         """The name of this segment while it is free: it follows from the inode."""
@@ -48,22 +81,24 @@ class PoolDirectory:
         """Size and name of the free segments, ascending."""
         found = []
         for name in self.names(FREE):
-            size, _, inode = name.removeprefix(FREE).partition(".")
-            if size.isdigit() and inode.isdigit():
-                found.append((int(size), name))
+            said = free_segment(name)
+            status = own_status(self.path / name) if said is not None else None
+            if said is not None and status is not None and said == _size_and_inode(status):
+                found.append((said[0], name))
         return sorted(found)
 
     def dead_writing(self) -> list[Path]:
         """Files in state writing whose process is gone."""
         dead = []
         for name in self.names(WRITING):
-            owner = ProcessId.parse(name.removeprefix(WRITING).rpartition(".")[0])
-            if owner is None or not owner.alive():
+            text = writer_of(name)
+            owner = ProcessId.parse(text) if text is not None else None
+            if owner is not None and not owner.alive() and self.own(name) is not None:
                 dead.append(self.path / name)
         return dead
 
     def used_bytes(self) -> int:
-        """Bytes of all files that lie here at one moment, while others rename them."""
+        """Bytes of all files but the mark that lie here at one moment, while others rename them."""
         sizes: dict[int, int] = {}
         unknown = self._listing()
         while unknown:
@@ -83,7 +118,7 @@ class PoolDirectory:
         """Names by inode."""
         try:
             with os.scandir(self.path) as entries:
-                return {entry.inode(): entry.name for entry in entries}
+                return {e.inode(): e.name for e in entries if e.name != MARK}
         except FileNotFoundError:
             return {}
 
@@ -108,14 +143,14 @@ class PoolDirectory:
             os.close(descriptor)
 
     def _lock(self) -> int:
-        path = self.path / _LOCK
+        path = self.path / POOL_LOCK
         patience = time.monotonic() + _LOCK_SECONDS
         while True:
+            self.make()
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                descriptor = os.open(path, _LOCK_FLAGS, 0o600)
             except FileNotFoundError:
-                self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-                continue
+                continue  # the store was removed at this moment
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(descriptor).st_nlink:
@@ -142,12 +177,16 @@ def is_whole_segment(status: os.stat_result) -> bool:
     while pages were allocated has holes: writing to it could be SIGBUS.
     """
     return (
-        stat.S_ISREG(status.st_mode)
+        is_own_file(status)
         and bool(status.st_mode & stat.S_ISVTX)
         and status.st_nlink == 1
         and is_size_class(status.st_size)
         and status.st_blocks * 512 >= status.st_size
     )
+
+
+def _size_and_inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_ino
 
 
 class _Identity:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from earl_core.dispatch.names import is_sealed
 from earl_core.dispatch.pool_directory import PoolDirectory
 from earl_core.dispatch.writable_mappings import WritableMapping, writable_mappings
 
@@ -49,10 +50,10 @@ class Segment:
     def seal(self, name: str) -> Path:
         """Publish the content under `name` and return its path; readers see it at once.
 
-        A name is given once only: put the generation into it. Raises `ValueError` for a hidden name
-        or one with a slash, for a segment that was sealed or abandoned, and in a process that does
-        not own it; `FileExistsError` for a name that is taken; `FileNotFoundError` when the file
-        was removed.
+        A name is given once only: put the generation into it. Raises `ValueError` for a name that
+        `dispatch.names` does not know, since nobody would remove such a file, for a segment that
+        was sealed or abandoned, and in a process that does not own it; `FileExistsError` for a name
+        that is taken; `FileNotFoundError` when the file was removed.
         """
         if self._mapping is None:
             raise ValueError("the segment was sealed or abandoned; acquire another")
@@ -60,8 +61,11 @@ class Segment:
             raise ValueError(
                 f"the segment belongs to process {self._pid}; a forked child acquires its own"
             )
-        if not name or name.startswith(".") or "/" in name:
-            raise ValueError(f"a segment cannot be sealed as {name!r}: give a plain, visible name")
+        if not is_sealed(name):
+            raise ValueError(
+                f"a segment cannot be sealed as {name!r}: give a name such as "
+                "000012-rollout-0-<generation>.arrow"
+            )
         target = self._directory.path / name
         if os.path.lexists(target):
             raise FileExistsError(

@@ -4,6 +4,9 @@
 manifest: only the blocks that cover the bytes asked for are fetched, in one `cat_ranges`, and
 each is compared with the shard's block table, whose checksum is in the manifest.
 
+The folder carries a mark of ours, its first object. Only where it does, and only plain objects with
+the name of a shard, are removed or written over: whatever else lies there belongs to others.
+
 An object may be torn by a crash while it was written (local disk is not atomic). That is harmless:
 its size decides whether it counts as written, its checksums whether its bytes are used.
 """
@@ -12,9 +15,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,11 @@ import numpy as np
 import xxhash
 
 from earl_core.dispatch.manifest import ColumnRange, ManifestError, ShardCorrupt, ShardEntry
+from earl_core.dispatch.names import is_shard, is_uid
 from earl_core.process import ProcessId
+
+_MARK = "earl-spill.json"
+_FORMAT = "earl.spill/1"
 
 _Blocks = dict[int, bytes]
 
@@ -38,10 +46,15 @@ class SpillLost(ManifestError):
 class Spill:
     """The shards of one run under `url`. Credentials come from the storage's own environment.
 
-    Raises `SpillError` when the storage's package is missing or the URL is none.
+    Raises `SpillError` when the storage's package is missing or the URL is none, `ValueError` for
+    what is no uid.
     """
 
     def __init__(self, url: str, uid: str) -> None:
+        if not is_uid(uid):
+            raise ValueError(f"{uid!r} is no uid of a run, so it names no folder of a spill")
+        self._mark = json.dumps({"format": _FORMAT, "run": uid}).encode()
+        self._uid = uid
         self.url = f"{url.rstrip('/')}/{uid}"
         try:
             import fsspec
@@ -74,13 +87,12 @@ class Spill:
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return False
             with self._storage_errors("written"):
-                if not self._prepared:
-                    self._storage.makedirs(self._root, exist_ok=True)
-                    self._prepared = True
+                self._prepare()
                 if self._size(entry) != entry.bytes:
                     self._storage.put_file(str(path), self._name(entry))
         except SpillError as error:
-            self._forget_partial(entry, error)
+            if self._prepared:
+                self._forget_partial(entry, error)
             raise
         except FileNotFoundError:
             return False
@@ -133,32 +145,86 @@ class Spill:
                 # A full tmpfs must be an error here and not a signal to whoever maps the file.
                 os.posix_fallocate(stream.fileno(), 0, max(1, entry.bytes))
                 self._copy(entry, stream)
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, f"{path} is in the way: remove it")
             os.rename(aside, path)
         finally:
             aside.unlink(missing_ok=True)
 
     def delete(self, files: Sequence[str]) -> None:
-        """Remove shards by file name; harmless for those that are not there."""
+        """Remove shards by file name; harmless for those that are not there.
+
+        Raises `SpillError`, and removes nothing, where the folder does not carry our mark.
+        """
         with self._storage_errors("changed"):
-            for file in files:
-                self._remove_one(f"{self._root}/{file}")
+            there = self._own_objects()
+            for file in set(files):
+                if there.get(file):
+                    self._storage.rm_file(f"{self._root}/{file}")
 
     def remove(self) -> None:
-        """Remove everything of this run."""
+        """Remove all shards of this run, then the mark, then the folder if it is empty.
+
+        Objects of others stay, and the mark with them. Raises as `delete`.
+        """
         with self._storage_errors("changed"):
-            if self._storage.exists(self._root):
-                self._storage.rm(self._root, recursive=True)
+            there = self._own_objects()
+            for file in [file for file, own in there.items() if own]:
+                self._storage.rm_file(f"{self._root}/{file}")
+            if set(self._objects()) == {_MARK}:
+                self._storage.rm_file(f"{self._root}/{_MARK}")
+                with suppress(Exception):  # a storage without folders has nothing to remove
+                    self._storage.rmdir(self._root)
         self._prepared = False
 
     def names(self) -> list[str]:
-        """Files that are there, ascending."""
+        """Shards that are there, ascending."""
         with self._storage_errors("read"):
-            self._storage.invalidate_cache()
-            try:
-                found = self._storage.ls(self._root, detail=False)
-            except FileNotFoundError:
-                return []
-        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+            return sorted(name for name in self._objects() if is_shard(name))
+
+    def _prepare(self) -> None:
+        """Make the folder and mark it, unless others have put something there."""
+        if self._prepared:
+            return
+        self._storage.makedirs(self._root, exist_ok=True)
+        there = self._objects()
+        if not self._is_marked(there):
+            # A mark that was cut off by a crash lies there alone.
+            if not set(there) <= {_MARK} or not all(map(_is_plain, there.values())):
+                raise self._foreign()
+            self._storage.pipe_file(f"{self._root}/{_MARK}", self._mark)
+        self._prepared = True
+
+    def _own_objects(self) -> dict[str, bool]:
+        """Whether each object is a shard of ours; empty when the folder is not there."""
+        there = self._objects()
+        if there and not self._is_marked(there):
+            raise self._foreign()
+        return {name: is_shard(name) and _is_plain(info) for name, info in there.items()}
+
+    def _is_marked(self, there: dict[str, dict[str, Any]]) -> bool:
+        mark = there.get(_MARK)
+        # Through a link, the folder is another's, whatever lies in it.
+        if mark is None or not _is_plain(mark) or self._storage.info(self._root).get("islink"):
+            return False
+        return bool(self._storage.cat_file(f"{self._root}/{_MARK}") == self._mark)
+
+    def _objects(self) -> dict[str, dict[str, Any]]:
+        """What fsspec tells of each object in the folder, by name."""
+        self._storage.invalidate_cache()
+        try:
+            found = self._storage.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        named = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in found}
+        # Some storages list a folder as an object in itself.
+        return {name: info for name, info in named.items() if name != self._uid}
+
+    def _foreign(self) -> SpillError:
+        return SpillError(
+            f"the spill {self.url} does not carry the mark of this run ({_MARK}): what lies there "
+            "is not of EARL and was left alone; set dispatch.spill_url to another place"
+        )
 
     def _name(self, entry: ShardEntry) -> str:
         return f"{self._root}/{entry.file}"
@@ -166,15 +232,12 @@ class Spill:
     def _size(self, entry: ShardEntry) -> int:
         self._storage.invalidate_cache()
         try:
-            return int(self._storage.size(self._name(entry)))
+            info = self._storage.info(self._name(entry))
         except FileNotFoundError:
             return -1
-
-    def _remove_one(self, name: str) -> None:
-        try:
-            self._storage.rm_file(name)
-        except FileNotFoundError:
-            pass  # it was never written, or an earlier call removed it
+        if not _is_plain(info):
+            raise SpillError(f"{self._name(entry)} is no plain file of this user: remove it")
+        return int(info["size"])
 
     def _forget_partial(self, entry: ShardEntry, error: SpillError) -> None:
         """Give a full storage its space back; nothing more can be done where that fails too."""
@@ -247,6 +310,12 @@ class Spill:
                 f"the spill {self.url} cannot be {what} ({advice}). Correct dispatch.spill_url or "
                 "the storage behind it, or set dispatch.durability to `memory`"
             ) from error
+
+
+def _is_plain(info: dict[str, Any]) -> bool:
+    """Whether this is an object, and on a file system one of this user and no link."""
+    own = info.get("uid", os.geteuid()) == os.geteuid()
+    return info["type"] == "file" and not info.get("islink") and own
 
 
 def _private(name: str, flags: int) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.dispatch.manifest import ManifestError, ShardEntry
+from earl_core.dispatch.names import is_uid
 from earl_core.dispatch.spill import SpillError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class Spiller:
     """
 
     def __init__(self, url: str, uid: str, directory: Path) -> None:
+        if not is_uid(uid):
+            raise ValueError(f"{uid!r} is no uid of a run, so it names no folder of a spill")
         self._arguments = [url, uid, str(directory)]
         self.url = url
         self._changed = threading.Condition()

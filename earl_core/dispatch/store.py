@@ -12,6 +12,8 @@ import pyarrow as pa
 from earl_core.dispatch.checksums import pending_tables, table_bytes, verify_body
 from earl_core.dispatch.leases import Mapped, ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.manifest import ManifestError, ShardEntry
+from earl_core.dispatch.mark import NotOurs
+from earl_core.dispatch.names import is_sealed
 from earl_core.dispatch.pool import SegmentPool
 from earl_core.dispatch.shard import ShardWriter
 from earl_core.dispatch.skeleton import make_skeleton
@@ -37,7 +39,9 @@ class ShardStore:
     def prepare(self) -> None:
         """Make the directory; raise `OSError` with what to change if it cannot be made."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.pool.make()
+        except NotOurs:
+            raise
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -191,7 +195,7 @@ class ShardStore:
         gone = 0
         for pattern in ("*.arrow", "*.part"):
             for path in self.directory.glob(pattern):
-                if path.name not in files and not path.name.startswith("."):
+                if is_sealed(path.name) and path.name not in files:
                     gone += self.pool.release(path)
         return gone
 

@@ -18,7 +18,6 @@ import json
 import logging
 import threading
 import time
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,17 @@ from typing import Any
 from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.manifest import write_manifest
+from earl_core.dispatch.names import new_uid
 from earl_core.dispatch.spill import SpillError
 from earl_core.files import make_directory, write_atomic
+from earl_core.locks import FileLock
 from earl_core.run.checkpoints import (
     MARKER,
     remove_checkpoint,
     remove_leftovers,
     stable_checkpoints,
 )
+from earl_core.run.identity import check_not_copied, checked_uid, place_of
 from earl_core.run.journal import Journal
 from earl_core.run.lock import RunInUse, RunLock
 from earl_core.run.record import (
@@ -63,23 +65,27 @@ class RunDirectory:
         self.config = config
         self._record_lock = threading.Lock()
         self._lock = RunLock(path)
+        self._store_lock: FileLock | None = None
         try:
             self._load()
         except BaseException:
-            self._lock.release()
+            self._unlock()
             raise
 
     def _load(self) -> None:
         self.record: dict[str, Any] = self._open_record()
+        check_not_copied(self.path, checked_uid(self.record, self.path), self.record.get("place"))
         self._check_same_run()
-        self.update_record(attempts=self.record["attempts"] + 1, finished=False)
+        self.store: ShardStore = run_store(self.path, self.config)
+        self._store_lock = claim(self.store, self.path)
+        self.update_record(
+            attempts=self.record["attempts"] + 1, finished=False, place=place_of(self.path)
+        )
         for name in ("iterations", "checkpoints"):
             make_directory(self.path / name)
         remove_leftovers(self.path)
         if not (self.path / "config.yaml").exists():
             self.store_config()
-        self.store: ShardStore = run_store(self.path, self.config)
-        claim(self.store, self.path)
         self.store.adopt(self._unreleased_shards())
         self.spill = run_spill(self.path, self.config)
         self._verified: set[str] = set()
@@ -100,7 +106,7 @@ class RunDirectory:
                     f"{self.path} holds a run but no run.json: put it back, or start a new run "
                     "under another name"
                 )
-        write_record(self.path, {"uid": uuid.uuid4().hex[:12], "attempts": 0})
+        write_record(self.path, {"uid": new_uid(), "attempts": 0})
         return read_record(self.path)
 
     def _check_same_run(self) -> None:
@@ -326,7 +332,12 @@ class RunDirectory:
             if self.spill is not None:
                 self.spill.close()
         finally:
-            self._lock.release()
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._store_lock is not None:
+            self._store_lock.release()
+        self._lock.release()
 
 
 def _look_up(mapping: dict[str, Any], dotted: str) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
+
+from earl_core.config import ConfigError
+from earl_core.locks import FileLock, is_held
+from earl_core.process import start_time
 
 
 class RunInUse(RuntimeError):
@@ -12,40 +15,38 @@ class RunInUse(RuntimeError):
 
 
 class RunLock:
-    """An exclusive lock on `<run>/lock`; the file holds the owner's pid for people to read."""
+    """An exclusive lock on `<run>/lock`; the file holds the owner's pid for people to read.
+
+    Raises `RunInUse` when another process has it, `ConfigError` when it is no plain file.
+    """
 
     def __init__(self, run_directory: Path) -> None:
-        self._path = run_directory / "lock"
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        path = run_directory / "lock"
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            pid = os.read(self._descriptor, 32).decode().strip() or "unknown"
-            os.close(self._descriptor)
+            self._lock = FileLock(path)
+        except BlockingIOError:
             raise RunInUse(
-                f"the run directory {run_directory} is in use by process {pid}: wait for it, stop "
+                f"the run directory {run_directory} is in use by {_owner(path)}: wait for it, stop "
                 "it, or choose another name with --name"
-            ) from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"the run cannot be locked: {error.strerror}: {path}") from error
+        self._lock.write(f"{os.getpid()}\n")
 
     def release(self) -> None:
         """Give the lock back; harmless when it was given back already."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._lock.release()
 
 
 def is_locked(run_directory: Path) -> bool:
-    """Whether a live process holds the run's lock."""
+    """Whether a live process holds the run's lock. Takes nothing."""
+    return is_held(run_directory / "lock")
+
+
+def _owner(path: Path) -> str:
     try:
-        descriptor = os.open(run_directory / "lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+        pid = int(path.read_text())
+    except (OSError, ValueError):
+        return "another process"
+    # Its owner writes the pid a moment after it has the lock; in a container it has another.
+    return f"process {pid}" if start_time(pid) is not None else "a process of another container"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,18 +11,24 @@ from pathlib import Path
 
 from earl_core.config.run import RunConfig
 from earl_core.config.services import DispatchConfig
+from earl_core.dispatch.mark import StoreMark, read_mark, write_mark
+from earl_core.dispatch.names import LIVE, is_uid
 from earl_core.dispatch.spiller import Spiller
 from earl_core.dispatch.store import ShardStore
-from earl_core.files import read_file, write_atomic
-from earl_core.run.lock import is_locked
+from earl_core.locks import FileLock, is_held
+from earl_core.run.identity import check_other_place, read_uid
+from earl_core.run.lock import RunInUse, is_locked
 from earl_core.run.record import RunDamaged, read_record
 
-_OWNER = "owner.json"
+logger = logging.getLogger(__name__)
+
+_SWEEPER_SECONDS = 10.0  # a sweeper that has a store takes milliseconds
+_UNCLAIMED_SECONDS = 60.0  # from making a store until its run claims it
 
 
 def run_store(run_directory: str | Path, config: RunConfig) -> ShardStore:
     """The shard store of the run in `run_directory`; its name is the run's uid."""
-    uid = read_record(Path(run_directory))["uid"]
+    uid = read_uid(run_directory)
     dispatch = config.dispatch
     return ShardStore(Path(dispatch.directory) / uid, dispatch.max_bytes, dispatch.wait_seconds)
 
@@ -30,15 +37,43 @@ def run_spill(run_directory: str | Path, config: RunConfig) -> Spiller | None:
     """Where copies of the run's shards go; None when they live in memory only."""
     if config.dispatch.spill_url is None:
         return None
-    uid = read_record(Path(run_directory))["uid"]
+    uid = read_uid(run_directory)
     return Spiller(config.dispatch.spill_url, uid, Path(config.dispatch.directory) / uid)
 
 
-def claim(store: ShardStore, run_directory: Path) -> None:
-    """Say whose shards these are, so that others can tell when nobody needs them."""
-    store.prepare()
-    owner = {"run_directory": str(run_directory.resolve()), "time": time.time()}
-    write_atomic(store.directory / _OWNER, json.dumps(owner).encode())
+def claim(store: ShardStore, run_directory: Path) -> FileLock:
+    """Take a store for a run, so that others can tell when nobody needs it.
+
+    The lock lies in the store itself: whoever sees the store sees that it is in use, even where
+    the run directory is not mounted. Raises `RunInUse` when a live process has the store,
+    `ConfigError` when another directory holds the run that it belongs to.
+    """
+    lock = None
+    while lock is None:
+        store.prepare()
+        mark = read_mark(store.directory)
+        if mark is not None and mark.run_directory is not None:
+            check_other_place(run_directory, store.directory.name, mark.run_directory)
+        lock = _lock_live(store.directory, run_directory)
+    try:
+        write_mark(store.directory, run_directory.resolve())
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _lock_live(directory: Path, run_directory: Path) -> FileLock | None:
+    """The lock of a store; None when a sweeper removed the store meanwhile."""
+    try:
+        return FileLock(directory / LIVE, _SWEEPER_SECONDS)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        raise RunInUse(
+            f"the shards in {directory} are in use by another process, which sees them from "
+            f"another container or has opened {run_directory} under another name: stop it"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -54,29 +89,25 @@ class StoreState:
 
 
 def list_stores(root: Path) -> Iterator[StoreState]:
-    """Every run's folder under the dispatch directory."""
-    for directory in sorted(root.iterdir()) if root.is_dir() else ():
-        if not directory.is_dir():
-            continue
-        run_directory, age = _owner(directory)
-        exists = run_directory is not None and (run_directory / "run.json").is_file()
-        yield StoreState(
-            directory=directory,
-            run_directory=run_directory,
-            bytes=ShardStore(directory, 1).used_bytes(),
-            live=exists and run_directory is not None and is_locked(run_directory),
-            finished=not exists or _finished(run_directory),
-            age_hours=age / 3600,
-        )
+    """Every run's folder under the dispatch directory: the marked ones of this user."""
+    for entry in _folders(root):
+        mark = _mark(entry)
+        if mark is not None:
+            yield _state(Path(entry.path), mark)
+
+
+def foreign_folders(root: Path) -> list[Path]:
+    """What lies beside the stores and is none, links to folders included."""
+    return [Path(entry.path) for entry in _folders(root) if _mark(entry) is None]
 
 
 def sweep(root: Path) -> list[Path]:
-    """Remove every folder that no live run owns; returns them."""
-    return _remove([state for state in list_stores(root) if not state.live])
+    """Remove every store that no live run owns; returns them."""
+    return _remove(root, [state for state in list_stores(root) if not state.live])
 
 
 def sweep_unneeded(root: Path, dispatch: DispatchConfig) -> list[Path]:
-    """Remove folders that no run will need; returns them. Open a run before, so that its own stays.
+    """Remove stores that no run will need; returns them. Open a run before, so that its own stays.
 
     Those of finished and deleted runs go, then those of stopped runs older than
     `dispatch.retain_hours`, then the oldest until the rest have `dispatch.retain_bytes` together.
@@ -89,30 +120,67 @@ def sweep_unneeded(root: Path, dispatch: DispatchConfig) -> list[Path]:
         held += state.bytes
         if held > dispatch.retain_bytes:
             unneeded.append(state)
-    return _remove(unneeded)
+    return _remove(root, unneeded)
 
 
-def _remove(states: list[StoreState]) -> list[Path]:
+def _remove(root: Path, states: list[StoreState]) -> list[Path]:
+    removed = []
     for state in states:
-        ShardStore(state.directory, 1).remove()
-    return [state.directory for state in states]
+        try:
+            # So that no run claims it while it goes.
+            lock = FileLock(state.directory / LIVE)
+        except OSError:
+            continue  # claimed since it was listed, or gone
+        try:
+            ShardStore(state.directory, 1).remove()
+        finally:
+            lock.release()
+        removed.append(state.directory)
+    _warn_of(foreign_folders(root), root)
+    return removed
 
 
-def _owner(directory: Path) -> tuple[Path | None, float]:
+def _warn_of(foreign: list[Path], root: Path) -> None:
+    if foreign:
+        named = ", ".join(path.name for path in foreign[:3])
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        logger.warning(
+            "%s holds folders that are not of EARL and are left alone: %s%s", root, named, more
+        )
+
+
+def _folders(root: Path) -> list[os.DirEntry[str]]:
     try:
-        owner = json.loads(read_file(directory / _OWNER))
-        return Path(owner["run_directory"]), time.time() - float(owner["time"])
-    except (OSError, ValueError, KeyError):
-        # A folder without an owner's note is being made right now, or was never finished.
-        age = time.time() - directory.stat().st_mtime
-        return (None, age) if age > 60 else (directory, age)
+        with os.scandir(root) as entries:
+            return sorted((e for e in entries if e.is_dir()), key=lambda entry: entry.name)
+    except OSError:
+        return []
 
 
-def _finished(run_directory: Path | None) -> bool:
-    if run_directory is None:
-        return True
+def _mark(entry: os.DirEntry[str]) -> StoreMark | None:
+    return read_mark(Path(entry.path)) if is_uid(entry.name) else None
+
+
+def _state(directory: Path, mark: StoreMark) -> StoreState:
+    run_directory, age = mark.run_directory, time.time() - mark.time
+    # A run locks its directory first, then its store.
+    live = is_held(directory / LIVE) or (run_directory is not None and is_locked(run_directory))
+    young = run_directory is None and age < _UNCLAIMED_SECONDS
+    return StoreState(
+        directory=directory,
+        run_directory=run_directory,
+        bytes=ShardStore(directory, 1).used_bytes(),
+        live=live or young,
+        finished=run_directory is None or _finished(run_directory, directory.name),
+        age_hours=age / 3600,
+    )
+
+
+def _finished(run_directory: Path, uid: str) -> bool:
+    """Whether the run ended or was deleted, or another lies in its place now."""
     try:
-        return bool(read_record(run_directory).get("finished"))
+        record = read_record(run_directory)
+        return bool(record.get("finished")) or record.get("uid") != uid
     except FileNotFoundError:
         return True
     except RunDamaged:

@@ -7,7 +7,9 @@ anybody removes it. Pages without a visible name and without a reader (readers h
 that is visible is never written to or truncated, and a crash at any point leaves either the old
 or the new visible file, or none, and pages that can be used again.
 
-One process at a time publishes into a directory. This module imports no torch.
+One process at a time publishes into a directory. Pages are used again and given back only in a
+directory that carries the mark of a store, and only regular files of this user under names that
+this module gives. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from earl_core.dispatch.mark import NotOurs, make_store, read_mark
+from earl_core.dispatch.names import is_linking, is_own_file, is_pages, own_status, unlink_own
 from earl_core.dispatch.writable_mappings import writable_mappings
 
 _HIDDEN = ".weights-pages."
@@ -39,8 +43,10 @@ class Pages:
         try:
             os.link(self.path, visible)
         except FileExistsError:
+            if own_status(visible) is None:
+                raise
             aside = visible.with_name(f"{_LINKING}{os.getpid()}")
-            aside.unlink(missing_ok=True)
+            unlink_own(aside)
             os.link(self.path, aside)
             os.replace(aside, visible)
         except OSError as error:
@@ -67,9 +73,12 @@ def take(directory: Path, size: int) -> Pages:
 
     Free pages of other sizes are removed. Raises OSError when there is no room.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    for stale in directory.glob(f"{_LINKING}*"):
-        stale.unlink(missing_ok=True)  # of a process that was killed while it sealed
+    with contextlib.suppress(NotOurs):  # weights may lie beside others' files, but once each
+        make_store(directory)
+    if read_mark(directory) is not None:
+        for stale in directory.glob(f"{_LINKING}*"):
+            if is_linking(stale.name):
+                unlink_own(stale)  # of a process that was killed while it sealed
     found: Pages | None = None
     for pages in _free(directory):
         if found is None and _allocated(pages.path, size):
@@ -93,7 +102,7 @@ def open_leased(path: Path) -> int:
     The lease lasts until the descriptor and every mapping made through it are gone, so also when
     the process is killed. Raises FileNotFoundError when the file was removed meanwhile.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -116,15 +125,20 @@ def _gone(path: Path) -> FileNotFoundError:
 
 
 def _free(directory: Path) -> Iterator[Pages]:
-    """Locked pages that no one sees or reads. Whoever gets one closes it."""
+    """Locked pages of ours that no one sees or reads. Whoever gets one closes it."""
+    if read_mark(directory) is None:
+        return
     for path in sorted(directory.glob(f"{_HIDDEN}*")):
+        if not is_pages(path.name) or own_status(path) is None:
+            continue
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = os.fstat(descriptor).st_nlink == 1
+            status = os.fstat(descriptor)
+            free = status.st_nlink == 1 and is_own_file(status)
         except BlockingIOError:
             free = False
         if free:

@@ -49,7 +49,7 @@ class Child:
 def sealed(pool: SegmentPool, size: int, fill: int = 1, name: str = "shard") -> tuple[Path, int]:
     with pool.acquire(size) as segment:
         np.frombuffer(segment.memory, dtype=np.uint8)[:] = fill
-        return segment.seal(f"{name}-{segment.generation}.arrow"), segment.size
+        return segment.seal(f"000000-{name}-0-{segment.generation}.arrow"), segment.size
 
 
 def visible(directory: Path) -> list[str]:

@@ -9,6 +9,8 @@ from earl_core.dispatch import ShardEntry, ShardStore
 from earl_core.trajectory.samples import Columns, ListColumn
 from earl_core.trajectory.schema import token_list
 
+UID = "0123456789ab"
+
 SCHEMA = pa.schema(
     [
         pa.field("sample_id", pa.int64(), nullable=False),

@@ -26,6 +26,7 @@ from earl_core.dispatch.transports.range_server import RangeServer
 from earl_core.dispatch.transports.tcp import TcpTransport
 from earl_core.run import RunDirectory
 from earl_core.trajectory.schema import per_token
+from tests.dispatch.spilled import UID
 
 MANIFESTS, LOCAL, SPILLED, REMOTE, RESUMED = 5200, 2000, 1500, 1000, 300
 """Damages for each way of reading: 10,000 together, more where reading is quick."""
@@ -200,9 +201,9 @@ def test_remote_reads(shard: Shard, share: int) -> None:
 
 def test_spill_reads(shard: Shard, share: int, tmp_path: Path) -> None:
     entry = shard.entry
-    spill = Spill(f"file://{tmp_path}/spill", "run")
+    spill = Spill(f"file://{tmp_path}/spill", UID)
     assert spill.put(shard.store.path(entry), entry)
-    (file,) = (tmp_path / "spill" / "run").iterdir()
+    (file,) = (tmp_path / "spill" / UID).glob("*.arrow")
     target = shard.store.directory / "restored"
     names = ["sample_id", "finish_reason", *LISTS]
 

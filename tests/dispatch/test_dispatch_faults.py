@@ -23,6 +23,7 @@ from earl_core.dispatch.spill import Spill
 from earl_core.dispatch.spiller import Spiller
 from earl_core.run.journal import read_lines
 from tests.dispatch.soak import WORKERS, Board, Moment, config_in, control, produce, values_of
+from tests.dispatch.spilled import UID
 
 KILLS = 200
 _PATIENCE = 60.0
@@ -220,12 +221,12 @@ def test_a_full_disk_under_the_spill_loses_nothing(
     store = ShardStore(tmp_path / "shm" / "run", 2**28)
     entries = [publish(store, 4 + 5 * number) for number in range(8)]
     assert sum(entry.bytes for entry in entries) > 2**20
-    spiller = Spiller(f"file://{small_disk}/spill", "run", store.directory)
+    spiller = Spiller(f"file://{small_disk}/spill", UID, store.directory)
     try:
         spiller.submit(entries)
         assert not spiller.drain(60)
         assert sum("is full: free some space" in record.message for record in caplog.records) == 1
-        spill = Spill(f"file://{small_disk}/spill", "run")
+        spill = Spill(f"file://{small_disk}/spill", UID)
         there = [entry for entry in entries if spill.holds(entry)]
         assert spiller.spilled_bytes == sum(entry.bytes for entry in there) > 0
         assert spiller.lag_bytes == sum(e.bytes for e in entries) - spiller.spilled_bytes > 0

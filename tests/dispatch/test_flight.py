@@ -54,7 +54,7 @@ def get(client: flight.FlightClient, file: str, options: Any = KNOWN) -> pa.Tabl
 
 def test_shards_are_listed_and_read(store: ShardStore) -> None:
     entries = [make_shard(store, [900_000, 3, 0, 2_000_000], 0), make_shard(store, [7], 4)]
-    (store.directory / "owner.json").write_text("{}")
+    (store.directory / "notes.json").write_text("{}")
     with serve(store) as server, connect(server) as client:
         infos = list(client.list_flights(options=KNOWN))
         assert [info.descriptor.path[0].decode() for info in infos] == sorted(
@@ -102,10 +102,10 @@ def test_no_lease_stays_after_reading(store: ShardStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret", "/etc/passwd", "owner.json", ".pool.lock", "", "w.safetensors", "\udcff"]
+    "name", ["../secret", "/etc/passwd", "notes.json", ".pool.lock", "", "w.safetensors", "\udcff"]
 )
 def test_other_files_are_refused(store: ShardStore, name: str) -> None:
-    (store.directory / "owner.json").write_text("{}")
+    (store.directory / "notes.json").write_text("{}")
     with serve(store) as server, connect(server) as client:
         for ask in (
             lambda: client.do_get(
@@ -186,8 +186,8 @@ def test_the_command_serves_a_run_to_who_knows_the_token(tmp_path: Path) -> None
     shared = tmp_path / "shared"
     text = _CONFIG.format(runs=tmp_path / "runs", shared=shared)
     (run / "config.yaml").write_text(text)
-    write_record(run, {"uid": "abc"})
-    store = ShardStore(shared / "abc", 2**24)
+    write_record(run, {"uid": "0123456789ab"})
+    store = ShardStore(shared / "0123456789ab", 2**24)
     entry = make_shard(store, [5])
     try:
         with _served(run) as address, flight.connect(address) as client:

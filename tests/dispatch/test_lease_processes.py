@@ -141,7 +141,7 @@ def _chase(pipe: Connection, directory: Path) -> None:
             except ShardGone:
                 gone += 1
                 continue
-            assert (before == int(name[:3])).all(), name
+            assert (before == int(name[7:10])).all(), name
             assert (after == before).all(), name
             read += 1
     pipe.send((read, gone))

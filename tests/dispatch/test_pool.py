@@ -32,10 +32,10 @@ def test_a_segment_is_recycled_with_its_pages_and_its_mapping(pool: SegmentPool)
     with pool.acquire(100_000) as segment:
         first_generation = segment.generation
         segment.memory[:3] = b"abc"
-        path = segment.seal("a-1.arrow")
+        path = segment.seal("000001-a-0-1.arrow")
     number, blocks = inode(path), path.stat().st_blocks
     assert path.read_bytes()[:3] == b"abc"
-    assert visible(pool.directory) == ["a-1.arrow"]
+    assert visible(pool.directory) == ["000001-a-0-1.arrow"]
 
     assert pool.release(path)
     assert visible(pool.directory) == []
@@ -58,7 +58,7 @@ def test_an_abandoned_segment_is_free_again(pool: SegmentPool) -> None:
     with pool.acquire(1) as segment:
         number = inode(segment.path)
     with pytest.raises(ValueError, match="abandoned"):
-        segment.seal("late")
+        segment.seal("000001-late-0-1.arrow")
     with pytest.raises(ValueError, match="abandoned"):
         _ = segment.memory
     segment.abandon()
@@ -72,18 +72,18 @@ def test_an_error_while_filling_leaves_nothing_visible(pool: SegmentPool) -> Non
     assert pool.free_bytes() == pool.used_bytes()
 
 
-@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up"])
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up", "000001-a-0-1.txt", "notes.txt"])
 def test_a_seal_never_leaves_the_directory_or_hides(pool: SegmentPool, name: str) -> None:
-    with pool.acquire(1) as segment, pytest.raises(ValueError, match="visible name"):
+    with pool.acquire(1) as segment, pytest.raises(ValueError, match="cannot be sealed as"):
         segment.seal(name)
 
 
 def test_a_published_name_is_never_replaced(pool: SegmentPool) -> None:
     with pool.acquire(1) as first, pool.acquire(1) as second:
         first.memory[:1] = b"1"
-        path = first.seal("same")
+        path = first.seal("000001-same-0-1.arrow")
         with pytest.raises(FileExistsError, match="generation"):
-            second.seal("same")
+            second.seal("000001-same-0-1.arrow")
     assert path.read_bytes()[:1] == b"1"
 
 
@@ -91,7 +91,7 @@ def test_sealing_after_the_directory_was_removed_says_so(pool: SegmentPool) -> N
     with pool.acquire(1) as segment:
         pool.remove()
         with pytest.raises(FileNotFoundError, match="swept under a live process"):
-            segment.seal("late")
+            segment.seal("000001-late-0-1.arrow")
 
 
 def test_releasing_twice_or_something_else(pool: SegmentPool) -> None:
@@ -105,7 +105,7 @@ def test_releasing_twice_or_something_else(pool: SegmentPool) -> None:
 
 def test_ordinary_files_count_and_are_removed_not_recycled(pool: SegmentPool) -> None:
     path, size = sealed(pool, MIB)
-    weights = pool.directory / "weights-3.safetensors"
+    weights = pool.directory / "weights-00000003.safetensors"
     weights.write_bytes(bytes(MIB))
     assert pool.used_bytes() == size + MIB
     with weights.open("rb") as reader:
@@ -159,7 +159,6 @@ def test_removing_a_run_leaves_readers_whole(pool: SegmentPool) -> None:
     leased, size = sealed(pool, MIB, fill=5)
     sealed(pool, MIB)
     pool.release(sealed(pool, 2 * MIB)[0])
-    (pool.directory / "owner.json").write_text("{}")
     with map_shared(leased, size) as mapped:
         pool.remove()
         assert not pool.directory.exists()

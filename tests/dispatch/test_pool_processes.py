@@ -87,7 +87,7 @@ def _live(pipe: Connection, directory: Path, seed: int) -> None:
             np.frombuffer(segment.memory, dtype=np.uint8)[:] = value
             if draw.random() < 0.1:
                 continue
-            path = segment.seal(f"{os.getpid()}-{segment.generation}-{value}.arrow")
+            path = segment.seal(f"{os.getpid():06d}-{value}-0-{segment.generation}.arrow")
         with suppress(ShardGone), map_shared(path, segment.size) as mapped:
             if (np.frombuffer(mapped.memory, dtype=np.uint8) != value).any():
                 raise AssertionError(f"{path} was overwritten")
@@ -127,7 +127,7 @@ def test_random_kills_leave_a_pool_that_empties(directory: Path) -> None:
 
 def _misuse(pipe: Connection, segment: Segment, directory: Path) -> None:
     try:
-        segment.seal("stolen")
+        segment.seal("000001-stolen-0-1.arrow")
     except ValueError as error:
         pipe.send(str(error))
     segment.abandon()
@@ -144,7 +144,7 @@ def test_a_forked_child_cannot_seal_or_abandon_the_parents_segment(pool: Segment
         assert path.read_bytes()[0] == 9
         assert inode(path) != inode(segment.path)
         assert pool.sweep_unsealed() == 0
-        assert segment.seal("own").exists()
+        assert segment.seal("000001-own-0-1.arrow").exists()
 
 
 def _spawned(directory: Path, path: Path, size: int) -> None:
@@ -196,7 +196,7 @@ def test_thousands_of_cycles_leak_neither_descriptors_nor_segments(pool: Segment
     for turn in range(3000):
         with pool.acquire(1 if turn % 2 else 30_000) as segment:
             if turn % 3:
-                assert pool.release(segment.seal(f"s-{segment.generation}"))
+                assert pool.release(segment.seal(f"000001-s-0-{segment.generation}.arrow"))
     # One more segment size stays mapped than before.
     assert descriptors() <= before + 1
     assert pool.used_bytes() == size_class(1) + size_class(30_000)

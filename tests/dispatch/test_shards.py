@@ -281,11 +281,11 @@ def test_a_shard_is_not_recycled_while_its_checksums_are_computed(store: ShardSt
 
 def test_adoption_keeps_what_manifests_name(store: ShardStore) -> None:
     kept, dropped = publish(store), publish(store)
-    (store.directory / "weights.safetensors").write_bytes(b"x")
-    (store.directory / "fetch-1-2.part").write_bytes(b"x")
+    (store.directory / "weights-00000001.safetensors").write_bytes(b"x")
+    (store.directory / "fetch-0123456789abcdef-2.part").write_bytes(b"x")
     assert store.adopt({kept.file}) == 2
     names = {path.name for path in store.directory.iterdir() if not path.name.startswith(".")}
-    assert names == {kept.file, "weights.safetensors"}
+    assert names == {kept.file, "weights-00000001.safetensors"}
     assert not store.path(dropped).exists()
     store.remove()
     assert not store.directory.exists()

@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import ShardStore
 from earl_core.dispatch.spill import ShardCorrupt, Spill, SpillError, SpillLost
-from tests.dispatch.spilled import columns, row, written
+from tests.dispatch.spilled import UID, columns, row, written
 
 
 def test_columns_and_ranges_come_back_without_the_rest(url: str, store: ShardStore) -> None:
     given = columns()
     entry = written(store, given)
-    spill = Spill(url, "run")
+    spill = Spill(url, UID)
     assert not spill.holds(entry)
     assert spill.put(store.path(entry), entry)
     assert spill.put(store.path(entry), entry)
@@ -47,7 +47,7 @@ def test_only_the_blocks_asked_for_are_read(
     store: ShardStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = written(store, columns())
-    spill = Spill(f"memory://{uuid.uuid4().hex}", "run")
+    spill = Spill(f"memory://{uuid.uuid4().hex}", UID)
     spill.put(store.path(entry), entry)
     storage = fsspec.filesystem("memory")
     read = []
@@ -71,13 +71,13 @@ def test_a_shard_is_restored_byte_for_byte_and_stock_arrow_opens_the_spill(
     entry = written(store, given)
     path = store.path(entry)
     before = path.read_bytes()
-    spill = Spill(url, "run")
+    spill = Spill(url, UID)
     spill.put(path, entry)
     path.unlink()
     spill.restore(entry, path)
     assert path.read_bytes() == before
     store.verify(entry, checksum=True)
-    with fsspec.open(f"{url}/run/{entry.file}", "rb") as stream:
+    with fsspec.open(f"{url}/{UID}/{entry.file}", "rb") as stream:
         batch = pa.ipc.open_file(pa.BufferReader(stream.read())).get_batch(0)
         batch.validate(full=True)
         assert batch.column("tokens")[3].as_py() == row(given, "tokens", 3).tolist()
@@ -87,7 +87,7 @@ def test_a_shard_is_restored_byte_for_byte_and_stock_arrow_opens_the_spill(
 def test_what_is_removed_is_gone_and_reading_it_is_one_error(url: str, store: ShardStore) -> None:
     first = written(store, columns(4, 50))
     second = written(store, columns(4, 50), stage="other")
-    spill = Spill(url, "run")
+    spill = Spill(url, UID)
     for entry in (first, second):
         spill.put(store.path(entry), entry)
     spill.delete([first.file, first.file, "never-there.arrow"])
@@ -109,9 +109,9 @@ def test_every_corrupt_byte_of_the_data_is_found(store: ShardStore, tmp_path: Pa
     given = columns(12, 9_000)
     entry = written(store, given)
     url = f"file://{tmp_path}/spill"
-    spill = Spill(url, "run")
+    spill = Spill(url, UID)
     spill.put(store.path(entry), entry)
-    file = tmp_path / "spill" / "run" / entry.file
+    file = tmp_path / "spill" / UID / entry.file
     whole = file.read_bytes()
     rng = np.random.default_rng(1)
     ends = (entry.body[0], entry.body[0] + entry.body[1])
@@ -143,14 +143,14 @@ def test_every_corrupt_byte_of_the_data_is_found(store: ShardStore, tmp_path: Pa
 def test_a_released_shard_is_not_spilled(store: ShardStore, tmp_path: Path) -> None:
     entry = written(store, columns(4, 50))
     store.release(entry)
-    spill = Spill(f"file://{tmp_path}/spill", "run")
+    spill = Spill(f"file://{tmp_path}/spill", UID)
     assert not spill.put(store.path(entry), entry)
     assert spill.names() == []
 
 
 def test_unknown_storage_and_contradicting_settings_are_one_clear_error() -> None:
     with pytest.raises(SpillError, match="spill_url"):
-        Spill("nothing-like-it://x", "run")
+        Spill("nothing-like-it://x", UID)
     with pytest.raises(ValidationError, match="contradict"):
         DispatchConfig(durability="spill")
     with pytest.raises(ValidationError, match="contradict"):
@@ -164,7 +164,7 @@ def test_a_full_disk_is_one_warning_and_loses_nothing(
     store: ShardStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = written(store, columns(4, 50))
-    spill = Spill(f"file://{tmp_path}/spill", "run")
+    spill = Spill(f"file://{tmp_path}/spill", UID)
     storage = type(fsspec.filesystem("file"))
 
     def full(self: Any, source: str, target: str, **more: Any) -> None:

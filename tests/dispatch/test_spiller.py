@@ -15,7 +15,7 @@ from earl_core.dispatch import Batch, Manifest, ManifestError, ShardEntry, Shard
 from earl_core.dispatch.spill import Spill
 from earl_core.dispatch.spiller import Spiller
 from earl_core.run import RunDirectory
-from tests.dispatch.spilled import columns, row, written
+from tests.dispatch.spilled import UID, columns, row, written
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def make_spiller(store: ShardStore) -> Iterator[Callable[[str], Spiller]]:
     made: list[Spiller] = []
 
     def make(url: str) -> Spiller:
-        made.append(Spiller(url, "run", store.directory))
+        made.append(Spiller(url, UID, store.directory))
         return made[-1]
 
     yield make
@@ -50,9 +50,9 @@ def test_shards_are_copied_in_the_background_restored_and_released(
     assert spiller.drain(60)
     with pytest.raises(ManifestError):
         spiller.restore(entries[0], 60)
-    assert Spill(url, "run").names() == sorted(entry.file for entry in entries[1:])
+    assert Spill(url, UID).names() == sorted(entry.file for entry in entries[1:])
     spiller.remove()
-    assert Spill(url, "run").names() == []
+    assert Spill(url, UID).names() == []
 
 
 def test_an_outage_is_one_warning_and_is_made_up_for(
@@ -75,7 +75,7 @@ def test_an_outage_is_one_warning_and_is_made_up_for(
     spiller.submit(entries[3:])
     assert spiller.drain(60)
     assert spiller.lag_bytes == 0
-    assert len(Spill(f"file://{blocked}", "run").names()) == 4
+    assert len(Spill(f"file://{blocked}", UID).names()) == 4
 
 
 def test_a_killed_copier_is_replaced(
@@ -94,7 +94,7 @@ def test_a_killed_copier_is_replaced(
         time.sleep(0.01)
     spiller.submit(entries[1:])
     assert spiller.drain(60)
-    assert len(Spill(f"file://{tmp_path}/spill", "run").names()) == 2
+    assert len(Spill(f"file://{tmp_path}/spill", UID).names()) == 2
 
 
 def configuration(tmp_path: Path, url: str) -> RunConfig:

@@ -33,7 +33,7 @@ class Recorded:
     def make(cls, root: Path, **update: Any) -> Recorded:
         save_model("llama", root / "model")
         (root / "run").mkdir()
-        write_record(root / "run", {"uid": "uid1"})
+        write_record(root / "run", {"uid": "0123456789ab"})
         config = {
             "name": "run",
             "iterations": 8,
@@ -92,7 +92,7 @@ class Recorded:
         }
         return [
             Manifest(
-                run="uid1",
+                run="0123456789ab",
                 iteration=iteration,
                 stage=stage,
                 key="k",

@@ -45,7 +45,9 @@ def weights_of(manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
 def shards(recorded: Recorded, entries: list[dict[str, Any]], column: str) -> dict[int, Any]:
     """The column of every row of the shards."""
     parsed = tuple(ShardEntry.model_validate(entry) for entry in entries)
-    manifest = Manifest(run="uid1", iteration=0, stage="s", key="", policy_version=0, shards=parsed)
+    manifest = Manifest(
+        run="0123456789ab", iteration=0, stage="s", key="", policy_version=0, shards=parsed
+    )
     with Batch(recorded.store, [manifest]) as batch:
         return {int(row): batch.row(column, number).copy() for number, row in enumerate(batch.rows)}
 

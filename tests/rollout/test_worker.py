@@ -63,7 +63,7 @@ class Setting:
         }
         run = root / "run"
         run.mkdir()
-        write_record(run, {"uid": "uid1"})
+        write_record(run, {"uid": "0123456789ab"})
 
     def worker(self, iteration: int = 0) -> RolloutWorker:
         context = WorkerContext(
@@ -97,7 +97,7 @@ class Setting:
 
     def table(self, result: dict[str, Any]) -> pa.Table:
         (entry,) = result["shards"]
-        with pa.memory_map(str(self.root / "shm" / "uid1" / entry["file"])) as source:
+        with pa.memory_map(str(self.root / "shm" / "0123456789ab" / entry["file"])) as source:
             return pa.ipc.open_file(source).read_all()
 
 

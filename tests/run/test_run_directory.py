@@ -229,7 +229,7 @@ def test_sweep_spares_live_and_waiting_runs(tmp_path: Path) -> None:
     assert sweep_unneeded(root, live.config.dispatch) == [finished.store.directory]
     assert sweep(root) == [waiting.store.directory]
     assert live.store.directory.exists()
-    stamp = json.loads((live.store.directory / "owner.json").read_text())["time"]
+    stamp = json.loads((live.store.directory / ".store.json").read_text())["time"]
     assert time.time() - stamp < 60
     live.close()
 
@@ -240,7 +240,7 @@ def test_stopped_runs_hold_a_bounded_number_of_bytes(tmp_path: Path) -> None:
     for number in range(3):
         run = RunDirectory.open(config_in(tmp_path, name=f"run{number}"))
         seal(run, 0, "rollout", "key")
-        owner = run.store.directory / "owner.json"
+        owner = run.store.directory / ".store.json"
         owner.write_text(
             json.dumps({**json.loads(owner.read_text()), "time": time.time() - 9 * (3 - number)})
         )
