@@ -46,12 +46,15 @@ def write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory and what is missing above it, each on disk when this returns."""
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory and what is missing above it, each on disk when this returns.
+
+    mode: who may enter the directory itself, where it is made here.
+    """
     if path.is_dir():
         return
     make_directory(path.parent)
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode=mode, exist_ok=True)
     sync(path.parent)
 
 
@@ -89,6 +92,11 @@ def is_regular(path: Path) -> bool:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:
         return False
+
+
+def private(name: str, flags: int) -> int:
+    """An `opener` for `open`: what it creates is readable by its owner alone."""
+    return os.open(name, flags, 0o600)
 
 
 def canonical_json(value: Any) -> bytes:

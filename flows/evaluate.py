@@ -12,6 +12,7 @@ from prefect.artifacts import acreate_table_artifact
 from pydantic import Field
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.secrets import redact_tree
 from flows.policy import PolicyPlayer, find_checkpoint
 
 _on_progress: Callable[[dict[str, Any]], None] | None = None
@@ -77,7 +78,7 @@ async def evaluate(
     ]
     name = Path(run).resolve().name.lower().replace("_", "-").replace(".", "-")
     await acreate_table_artifact(
-        rows,
+        redact_tree(rows),
         key=f"{name}-evaluation",
         description=f"{result['episodes']} held-out games with {result['checkpoint']}",
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.secrets import guard_logging, redact_error
 from flows.reaper import register_flow_run
 from tasks.session import Session, close_session, find_session, open_session
 from tasks.trust import distrust_servers
@@ -48,11 +49,14 @@ async def session_of(run: str) -> AsyncIterator[Session]:
 @asynccontextmanager
 async def opened(config: RunConfig) -> AsyncIterator[Session]:
     """Open the run of a configuration; close it however the flow ends."""
+    guard_logging()
     session = await asyncio.to_thread(open_session, config, _listener)
     with register_flow_run(config.runs_directory):
         try:
             yield session
-        except BaseException:
+        except BaseException as error:
             await asyncio.to_thread(close_session, session, failed=True)
+            # Prefect stores the message with the flow run's state.
+            redact_error(error)
             raise
         await asyncio.to_thread(close_session, session)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from earl_core.secrets import redact, redact_tree
 from tasks.tracking_details import sqlite_path
 from tasks.tracking_traces import EpisodeTrace
 
@@ -113,7 +114,9 @@ class MlflowRun:
         run began becomes a tag `changed.<key>`."""
         from mlflow.entities import Param
 
-        cut = {key[:_KEY_LIMIT]: value[:_PARAMETER_LIMIT] for key, value in parameters.items()}
+        cut = {
+            key[:_KEY_LIMIT]: redact(value)[:_PARAMETER_LIMIT] for key, value in parameters.items()
+        }
         found = _patient(lambda: self._client.get_run(self.run_id)).data
         there = found.params
         new = [Param(key, value) for key, value in cut.items() if key not in there]
@@ -131,7 +134,7 @@ class MlflowRun:
         """Set tags in as few calls as MLflow allows."""
         from mlflow.entities import RunTag
 
-        rows = [RunTag(key[:_KEY_LIMIT], value[:_TAG_LIMIT]) for key, value in tags.items()]
+        rows = [RunTag(key[:_KEY_LIMIT], redact(value)[:_TAG_LIMIT]) for key, value in tags.items()]
         self._log("tags", rows, _PARAMETERS_PER_CALL)
 
     def log_numbers(self, steps: Sequence[Numbers]) -> None:
@@ -160,7 +163,7 @@ class MlflowRun:
 
     def log_text(self, text: str, path: str) -> None:
         """Store an artifact, replacing the one at this path."""
-        _patient(lambda: self._client.log_text(self.run_id, text, path))
+        _patient(lambda: self._client.log_text(self.run_id, redact(text), path))
 
     def log_trace(self, trace: EpisodeTrace) -> None:
         """Store a trace linked to this run: all its spans in one call, then its summary."""
@@ -168,7 +171,7 @@ class MlflowRun:
         from mlflow.tracing.client import TracingClient
 
         client = TracingClient(self._uri)
-        spans = [Span.from_dict(span) for span in trace.spans]
+        spans = [Span.from_dict(redact_tree(span)) for span in trace.spans]
         _patient(lambda: client.log_spans(self.experiment_id, spans))
         info = TraceInfo(
             trace_id=trace.trace_id,
@@ -176,8 +179,8 @@ class MlflowRun:
             request_time=trace.start_ns // 1_000_000,
             execution_duration=(trace.end_ns - trace.start_ns) // 1_000_000,
             state=TraceState.OK,
-            request_preview=trace.request[:1000],
-            response_preview=trace.response[:1000],
+            request_preview=redact(trace.request)[:1000],
+            response_preview=redact(trace.response)[:1000],
             trace_metadata={"mlflow.sourceRun": self.run_id, "mlflow.trace_schema.version": "3"},
             tags={**trace.tags, "mlflow.traceName": trace.name},
         )

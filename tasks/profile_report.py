@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earl_core.config import RunConfig
+from earl_core.secrets import redact
 from earl_core.selector import NothingFits, ProfilePoint, ProfileTable, SelectionInput
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.explain import Row, summary
 from earl_core.selector.held_out import HeldOutError, held_out_errors
 from earl_core.selector.predict import gib
 from earl_core.selector.survey import at_context
-from tasks.tracking_details import default_uri, without_credentials
+from tasks.tracking_details import default_uri
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +121,8 @@ def track(config: RunConfig, mark: str, metrics: Mapping[str, float], text: str)
         line = (str(error).strip() or repr(error)).splitlines()[0]
         logger.warning(
             "MLflow at %s did not take the profile's report (%s): it is only printed",
-            without_credentials(uri),
-            line[:300],
+            redact(uri),
+            redact(line)[:300],
         )
         return None
     return run.run_id

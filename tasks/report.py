@@ -10,6 +10,7 @@ from prefect.artifacts import acreate_markdown_artifact
 
 from earl_core.dispatch import Manifest
 from earl_core.run.keys import STAGES
+from earl_core.secrets import redact
 from earl_core.selector import DeploymentPlan
 from earl_core.selector.observations import Observation
 from tasks.plan_report import plan_page
@@ -112,10 +113,12 @@ async def publish_artifacts(
     page = await asyncio.to_thread(plan_page, session.run, plan, before, seen)
     examples = manifests["rollout"].outputs.get("examples", [])
     await asyncio.gather(
-        acreate_markdown_artifact(page, key=f"{name}-plan", description=f"Plan of {iteration}"),
+        acreate_markdown_artifact(
+            redact(page), key=f"{name}-plan", description=f"Plan of {iteration}"
+        ),
         acreate_markdown_artifact(_curve(session), key=f"{name}-curve"),
         *(
-            acreate_markdown_artifact(_transcript(example), key=f"{name}-episode")
+            acreate_markdown_artifact(redact(_transcript(example)), key=f"{name}-episode")
             for example in examples[:1]
         ),
     )

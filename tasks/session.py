@@ -18,7 +18,7 @@ from typing import Any
 
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.cluster.placement import PLACED, Place, Site, Wish
-from earl_core.config import ConfigError, RunConfig
+from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.config.layout import check_devices, check_layout
 from earl_core.dispatch import PoolFull
 from earl_core.run import RunDirectory
@@ -84,6 +84,8 @@ class Session:
         self._live_version: int | None = None
         self._lock = threading.RLock()
         self._starting: defaultdict[Member, threading.RLock] = defaultdict(threading.RLock)
+        # From here on this process hides what they lead to.
+        check_references(self.config)
         self.hardware: Hardware = read_hardware()
         check_devices(self.config, self.hardware)
         self._prepare_model()

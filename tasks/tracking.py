@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from earl_core.run import RunDirectory
+from earl_core.secrets import redact
 from earl_core.selector import Hardware
 from tasks import tracking_details as details
 from tasks.mlflow_client import METRICS_PER_CALL, Numbers
@@ -89,7 +90,7 @@ class Tracker:
     @property
     def uri(self) -> str:
         """The tracking URI, without credentials."""
-        return details.without_credentials(self._uri)
+        return redact(self._uri)
 
     @property
     def run_id(self) -> str | None:
@@ -325,4 +326,4 @@ class Tracker:
             if sign in text:
                 return meaning
         line = text.splitlines()[0]
-        return details.hide_credentials(line, self._uri)[:_REASON_LIMIT]
+        return redact(line)[:_REASON_LIMIT]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from earl_core.config import dump_config
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
+from earl_core.secrets import redact
 from earl_core.selector import Hardware
 from tasks import tracking_details as details
 from tasks.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers, open_mlflow_run
@@ -54,7 +56,7 @@ class Delivery:
     def connect(self) -> None:
         """Find the run of an earlier attempt, or create it, and say what and where it is."""
         run, config = self._run, self._run.config
-        uri, record = details.without_credentials(self._uri), run.record.get("tracking") or {}
+        uri, record = redact(self._uri), run.record.get("tracking") or {}
         known = record.get("run_id") if record.get("uri") == uri else None
         client = open_mlflow_run(self._uri, config.tracking.experiment, config.name, run.uid, known)
         tags = details.tags(run.path, run.uid, self._hardware)
@@ -69,7 +71,7 @@ class Delivery:
     def record_ids(self) -> None:
         """Write into run.json where this run is tracked, for the next attempt."""
         ids = {
-            "uri": details.without_credentials(self._uri),
+            "uri": redact(self._uri),
             "run_id": self.run_id,
             "experiment_id": self.experiment_id,
         }
@@ -86,7 +88,7 @@ class Delivery:
 
     def send_config(self) -> None:
         """The resolved configuration as an artifact."""
-        self._mlflow.log_text(details.config_text(self._run.config), "config.yaml")
+        self._mlflow.log_text(dump_config(self._run.config), "config.yaml")
 
     def refuse(self, items: Sequence[Item]) -> None:
         """Never try these steps again."""

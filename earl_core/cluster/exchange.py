@@ -12,6 +12,7 @@ from earl_core.cluster import errors
 from earl_core.cluster.base import Progress
 from earl_core.cluster.monitor import Loss, Monitor
 from earl_core.cluster.rank import RankHandle
+from earl_core.secrets import redact, redact_tree
 
 STRAGGLER_SECONDS = 5.0
 """How long the other ranks may still answer after one has failed; they may wait for it for ever."""
@@ -142,9 +143,9 @@ class Exchange:
             _at(self._request.where, rank),
             reply["type"],
             reply["module"],
-            reply["message"],
-            reply["traceback"],
-            reply["payload"],
+            redact(reply["message"]),
+            redact(reply["traceback"]),
+            redact_tree(reply["payload"]),
             reply["out_of_memory_kills"],
         )
 

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from earl_core.secrets import redact
+
 TAIL_LINES = 40
 _TAIL_BYTES = 64 * 1024
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -19,7 +21,8 @@ class LogFile:
     offset: int = 0
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """Return the last lines written since this start, without colours and progress bars."""
+        """Return the last lines written since this start, without colours, progress bars and
+        secrets."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -30,4 +33,5 @@ class LogFile:
             return ""
         # A progress bar redraws its line after '\r'; only what it showed last matters.
         kept = [line.rstrip().rsplit("\r", 1)[-1] for line in text.split("\n")]
-        return "\n".join([_CONTROL.sub("", line) for line in kept if line.strip()][-lines:])
+        shown = [_CONTROL.sub("", line) for line in kept if line.strip()]
+        return redact("\n".join(shown[-lines:]))

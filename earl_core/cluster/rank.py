@@ -19,6 +19,7 @@ from earl_core.cluster.base import MemoryUse
 from earl_core.cluster.logs import LogFile
 from earl_core.cluster.processes import inspect
 from earl_core.cluster.wire import FrameBuffer
+from earl_core.files import private
 
 
 class RankHandle:
@@ -73,7 +74,7 @@ class RankHandle:
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         path = os.pathsep.join([root, *(entry for entry in paths if entry not in ("", root))])
         command = [sys.executable, "-P", "-m", "earl_core.cluster.supervisor"]
-        with self.log.path.open("ab") as log:
+        with open(self.log.path, "ab", opener=private) as log:
             return subprocess.Popen(
                 [*command, str(fds[0]), str(fds[1]), str(os.getpid()), self.mark],
                 pass_fds=fds,

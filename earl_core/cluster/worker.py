@@ -40,6 +40,7 @@ from earl_core.cluster.processes import (
     tree_private_bytes,
 )
 from earl_core.cluster.wire import Channel
+from earl_core.secrets import guard_output
 
 _MEMORY_SECONDS = 0.25
 _TRACEBACK_CHARACTERS = 12_000
@@ -281,7 +282,8 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
         cast(Any, stream).reconfigure(line_buffering=True, errors="backslashreplace")
-    faulthandler.enable()
+    guard_output()
+    faulthandler.enable(file=cast(TextIO, sys.__stderr__))
     faulthandler.register(signal.SIGUSR1, file=cast(TextIO, sys.__stderr__), all_threads=True)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

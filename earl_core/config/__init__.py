@@ -2,6 +2,15 @@
 
 from earl_core.config.base import ConfigError, Settings
 from earl_core.config.load import dump_config, load_config, parse_config
+from earl_core.config.references import check_references
 from earl_core.config.run import RunConfig
 
-__all__ = ["ConfigError", "RunConfig", "Settings", "dump_config", "load_config", "parse_config"]
+__all__ = [
+    "ConfigError",
+    "RunConfig",
+    "Settings",
+    "check_references",
+    "dump_config",
+    "load_config",
+    "parse_config",
+]

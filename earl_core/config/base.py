@@ -13,7 +13,12 @@ class Settings(BaseModel):
     it is stored as JSON, which has none."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        # What is wrong may be a secret.
+        hide_input_in_errors=True,
     )
 
 

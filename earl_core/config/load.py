@@ -11,8 +11,10 @@ import yaml
 from pydantic import ValidationError
 
 from earl_core.config.base import ConfigError
+from earl_core.config.refusal import refuse_override
 from earl_core.config.run import RunConfig
 from earl_core.files import read_file
+from earl_core.secrets import redact
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 """The run files that come with the package."""
@@ -37,7 +39,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         raw = yaml.safe_load(content.decode())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the configuration {file} is not valid YAML: {error}") from error
+        reason = redact(str(error))
+        raise ConfigError(f"the configuration {file} is not valid YAML: {reason}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"the configuration {file} must be a mapping of settings")
     return parse_config(apply_overrides(raw, overrides), source=str(file))
@@ -65,7 +68,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
             raise ConfigError(
-                f"the override {override!r} is not of the form a.b=c, for example "
+                f"the override {redact(override)!r} is not of the form a.b=c, for example "
                 "`update.learning_rate=1e-5`"
             )
         node = result
@@ -76,10 +79,12 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             elif isinstance(child, str) and key in ("advantage", "policy_loss", "aggregation"):
                 child = node[key] = {"name": child}
             if not isinstance(child, dict):
-                raise ConfigError(f"the override {override!r}: {key!r} is not a section")
+                raise ConfigError(f"the override {redact(override)!r}: {key!r} is not a section")
             node = child
         # A run may be called 7 or 1e5.
-        node[keys[-1]] = text if keys == ["name"] else _parse_value(text, override)
+        value = text if keys == ["name"] else _parse_value(text, override)
+        refuse_override(dotted.strip(), value)
+        node[keys[-1]] = value
     return result
 
 
@@ -100,7 +105,7 @@ def explain(error: ValidationError, source: str) -> str:
             message = "missing: give it a value"
         elif problem["type"] == "finite_number":
             message = f"{problem['input']} is not a finite number: give it one"
-        lines.append(f"  {key}: {message}")
+        lines.append(redact(f"  {key}: {message}"))
     return "\n".join(lines)
 
 
@@ -108,7 +113,8 @@ def _parse_value(text: str, override: str) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"the value of the override {override!r} is not valid YAML") from error
+        shown = redact(override)
+        raise ConfigError(f"the value of the override {shown!r} is not valid YAML") from error
     if isinstance(value, str):
         # YAML 1.1 reads 1e-5 as text; people who type it mean the number.
         try:

@@ -16,6 +16,7 @@ from earl_core.config.base import Settings
 from earl_core.config.experience import ExperienceConfig
 from earl_core.config.layout import LayoutConfig
 from earl_core.config.model import ModelConfig
+from earl_core.config.refusal import check_no_secrets
 from earl_core.config.rollout import EnvironmentConfig, RolloutConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
@@ -69,6 +70,11 @@ class RunConfig(Settings):
                 "choose another"
             )
         return value
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> RunConfig:
+        check_no_secrets(self.model_dump(mode="json"))
+        return self
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:

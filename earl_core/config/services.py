@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -40,7 +39,8 @@ class DispatchConfig(Settings):
     )
     spill_url: str | None = Field(
         default=None,
-        description="Any fsspec URL; credentials come from the storage's environment.",
+        description="Any fsspec URL, or a reference to one (env:NAME, file:PATH); credentials "
+        "come from the storage's environment.",
     )
 
     @model_validator(mode="after")
@@ -49,11 +49,6 @@ class DispatchConfig(Settings):
             raise ValueError(
                 "dispatch.durability and dispatch.spill_url contradict each other: set durability "
                 "to `spill` and give a URL, or neither"
-            )
-        if self.spill_url is not None and re.match(r"^[^/]*://[^/@]*:[^/@]*@", self.spill_url):
-            raise ValueError(
-                "dispatch.spill_url holds a password, which would be written into the run "
-                "directory: give credentials through the storage's environment variables"
             )
         return self
 
@@ -83,7 +78,9 @@ class TrackingConfig(Settings):
 
     enabled: bool = True
     uri: str | None = Field(
-        default=None, description="None: MLFLOW_TRACKING_URI, else a database beside the runs."
+        default=None,
+        description="A URI, or a reference to one (env:NAME, file:PATH). None: "
+        "MLFLOW_TRACKING_URI, else a database beside the runs.",
     )
     experiment: str = "earl"
     trace_episodes: int = Field(

@@ -27,7 +27,9 @@ import xxhash
 
 from earl_core.dispatch.manifest import ColumnRange, ManifestError, ShardCorrupt, ShardEntry
 from earl_core.dispatch.names import is_shard, is_uid
+from earl_core.files import private
 from earl_core.process import ProcessId
+from earl_core.secrets import redact, redact_error, resolve
 
 _MARK = "earl-spill.json"
 _FORMAT = "earl.spill/1"
@@ -44,7 +46,8 @@ class SpillLost(ManifestError):
 
 
 class Spill:
-    """The shards of one run under `url`. Credentials come from the storage's own environment.
+    """The shards of one run under `url`, which may be a reference to one (`env:NAME`, `file:PATH`).
+    Credentials come from the storage's own environment.
 
     Raises `SpillError` when the storage's package is missing or the URL is none, `ValueError` for
     what is no uid.
@@ -64,12 +67,14 @@ class Spill:
                 "`memory`"
             ) from error
         try:
-            self._storage, self._root = fsspec.core.url_to_fs(self.url)
+            location = f"{resolve(url).rstrip('/')}/{uid}"
+            self._storage, self._root = fsspec.core.url_to_fs(location)
         except (ImportError, ValueError) as error:
+            # An unresolvable reference is a ValueError too.
             raise SpillError(
-                f"dispatch.spill_url {url!r} cannot be used ({error}): install the storage's "
-                "package (s3fs for s3://, gcsfs for gs://), or correct the URL"
-            ) from error
+                f"dispatch.spill_url {url!r} cannot be used ({redact(str(error))}): install the "
+                "storage's package (s3fs for s3://, gcsfs for gs://), or correct the URL"
+            ) from redact_error(error)
         self._prepared = False
 
     def put(self, path: Path, entry: ShardEntry) -> bool:
@@ -141,7 +146,7 @@ class Spill:
         """
         aside = path.with_name(f".writing.{ProcessId.current()}.{entry.generation}")
         try:
-            with open(aside, "w+b", opener=_private) as stream:
+            with open(aside, "w+b", opener=private) as stream:
                 # A full tmpfs must be an error here and not a signal to whoever maps the file.
                 os.posix_fallocate(stream.fileno(), 0, max(1, entry.bytes))
                 self._copy(entry, stream)
@@ -305,7 +310,7 @@ class Spill:
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 advice = "it is full: free some space"
             else:
-                advice = f"{type(error).__name__}: {error}"
+                advice = redact(f"{type(error).__name__}: {error}")
             raise SpillError(
                 f"the spill {self.url} cannot be {what} ({advice}). Correct dispatch.spill_url or "
                 "the storage behind it, or set dispatch.durability to `memory`"
@@ -316,10 +321,6 @@ def _is_plain(info: dict[str, Any]) -> bool:
     """Whether this is an object, and on a file system one of this user and no link."""
     own = info.get("uid", os.geteuid()) == os.geteuid()
     return info["type"] == "file" and not info.get("islink") and own
-
-
-def _private(name: str, flags: int) -> int:
-    return os.open(name, flags, 0o600)
 
 
 def _block(entry: ShardEntry, number: int) -> tuple[int, int]:

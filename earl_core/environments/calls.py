@@ -11,6 +11,7 @@ from typing import Any
 
 from earl_core.environments.base import Environment, StepResult
 from earl_core.environments.wire import encode
+from earl_core.secrets import redact
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class Calls:
     def failure(call: int, reason: str, detail: str) -> bytes:
         """An encoded "failed" reply with the end of `detail`."""
         # Whoever prints it must be able to, also where the environment raised what is no UTF-8.
-        printable = detail.encode("utf-8", "backslashreplace").decode()
-        return encode(["failed", call, reason, printable[-_DETAIL_CHARACTERS:]])
+        printable = redact(detail.encode("utf-8", "backslashreplace").decode())
+        return encode(["failed", call, redact(reason), printable[-_DETAIL_CHARACTERS:]])
 
     def _close(self, episode: int) -> None:
         environment = self._environments.pop(episode, None)

@@ -26,6 +26,7 @@ from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.calls import Calls
 from earl_core.environments.lanes import SLOW_CALL_SECONDS, Call, Lanes
 from earl_core.environments.wire import FrameReader, encode, frame
+from earl_core.secrets import guard_output, redact
 
 _PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 1 << 20
@@ -110,7 +111,9 @@ class Host:
             self._send_all(frame([encode(["refused", str(error)])]))
             return None
         except BaseException as error:
-            text = f"The environment {name!r} cannot be made: {type(error).__name__}: {error}"
+            text = redact(
+                f"The environment {name!r} cannot be made: {type(error).__name__}: {error}"
+            )
             self._send_all(frame([encode(["refused", text])]))
             return None
         calls = Calls(partial(registry.create, name, options))
@@ -158,6 +161,7 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
     )
+    guard_output()
     connection = socket.socket(fileno=int(arguments[0]))
     connection.set_inheritable(False)
     connection.setblocking(False)

@@ -19,6 +19,8 @@ from typing import IO, Any
 from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.host import alive_interval
 from earl_core.environments.wire import FrameReader, WireError, encode, frame
+from earl_core.files import private
+from earl_core.secrets import redact
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +191,7 @@ class HostProcess(asyncio.Protocol):
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the host
         else:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = log_path.open("ab+")
+            self._log = open(log_path, "ab+", opener=private)  # noqa: SIM115
         self._log_start = self._log.seek(0, os.SEEK_END)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "earl_core.environments.host", str(theirs.fileno())]
@@ -268,7 +270,7 @@ class HostProcess(asyncio.Protocol):
         # The header that faulthandler writes when its timer ends the process.
         if "Timeout (" in tail and not self._ended_by_signal():
             self.timed_out = True
-        return tail
+        return redact(tail)
 
     def _ended_by_signal(self) -> bool:
         return self._process is None or (self._process.returncode or 0) < 0

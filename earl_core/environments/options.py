@@ -9,12 +9,15 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from earl_core.environments.base import EnvironmentConfigError
+from earl_core.secrets import redact
 
 
 class Options(BaseModel):
     """Base of all option models: unknown keys, NaN and infinity are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -41,7 +44,7 @@ def _line(model: type[Options], item: Any) -> str:
         return f"unknown option {path!r}; known here: {', '.join(sorted(known))}."
     if item["type"] == "missing":
         return f"option {path!r} is missing; add it."
-    return f"option {path!r}: {item['msg']} (it is {item['input']!r})."
+    return redact(f"option {path!r}: {item['msg']} (it is {item['input']!r}).")
 
 
 def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:

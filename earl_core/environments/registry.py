@@ -7,6 +7,7 @@ from typing import Any
 
 from earl_core.environments.base import Environment, EnvironmentConfigError
 from earl_core.environments.options import import_object, parse_options
+from earl_core.secrets import SecretUnavailable, redact, redact_error, resolve
 
 BUILT_IN: dict[str, str] = {
     "tic_tac_toe": "earl_core.environments.games.tic_tac_toe:TicTacToe",
@@ -21,9 +22,10 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
 
     name: a key of `BUILT_IN`, or `package.module:Class`; a class of your own is called as
         `Class(**options)`.
+    options: references in them (`env:NAME`, `file:PATH`) are resolved here.
     Raises EnvironmentConfigError when the name or an option is wrong.
     """
-    options = dict(options or {})
+    options = _resolved(name, options or {})
     if name in BUILT_IN:
         factory = import_object(BUILT_IN[name], "The environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
@@ -35,15 +37,24 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
         raise
     except Exception as error:
         raise EnvironmentConfigError(
-            f"The environment {name!r} cannot be made with the options {options!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+            redact(
+                f"The environment {name!r} cannot be made with the options {options!r}: "
+                f"{type(error).__name__}: {error}"
+            )
+        ) from redact_error(error)
     if not isinstance(created, Environment):
         raise EnvironmentConfigError(
             f"The environment {name!r} must have the methods reset(prompt, seed), step(text) and "
             f"close(); see earl_core.environments.base.Environment."
         )
     return created
+
+
+def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {key: resolve(value) for key, value in options.items()}
+    except SecretUnavailable as error:
+        raise EnvironmentConfigError(f"An option of the environment {name!r}: {error}") from None
 
 
 def environment_class(name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import ConfigError, parse_config
+from earl_core.secrets import SecretUnavailable, resolve
 
 
 class ModelBuilder:
@@ -38,7 +39,11 @@ class ModelBuilder:
             raise ConfigError(
                 f"model.builder {self._model.builder!r} cannot be imported: {error}"
             ) from error
-        build(path, **self._model.builder_options)
+        try:
+            options = resolve(self._model.builder_options)
+        except SecretUnavailable as error:
+            raise ConfigError(f"model.builder_options: {error}") from None
+        build(path, **options)
         if not (path / "config.json").is_file():
             raise ConfigError(f"model.builder {self._model.builder!r} made no model in {path}")
         return {"path": str(path)}

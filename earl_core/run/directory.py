@@ -46,6 +46,7 @@ from earl_core.run.record import (
     write_record,
 )
 from earl_core.run.shards import claim, run_spill, run_store
+from earl_core.secrets import redact
 from earl_core.weights import pages
 
 __all__ = ["RunDirectory", "RunInUse"]
@@ -134,7 +135,7 @@ class RunDirectory:
         edited.
         """
         path = Path(config.runs_directory) / config.name
-        make_directory(path)
+        make_directory(path, mode=0o700)
         return cls(path, config)
 
     @property
@@ -292,7 +293,7 @@ class RunDirectory:
             "attempt": self.attempt,
             "iteration": iteration,
             "stage": stage,
-            "event": event,
+            "event": redact(event),
         }
         self._ledger.append(line)
 

@@ -9,7 +9,10 @@ import sys
 def main() -> None:
     """Entry point of `earl`."""
     try:
+        from earl_core.secrets import guard_output
         from flows.cli.app import app
+
+        guard_output()
 
         # Environments, builders and reward functions by import path may lie in the working
         # directory.

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.config import ConfigError, RunConfig, check_references, load_config
 from earl_core.config.layout import check_devices, check_layout
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import RunInUse, is_locked
@@ -132,6 +132,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     Raises `ConfigError`, `EnvironmentConfigError` or `RunInUse`. The session checks again, and
     more: this is the part that takes no process.
     """
+    check_references(settings)
     model = Path(settings.model.path)
     if not (model / "config.json").is_file() and settings.model.builder is None:
         raise ConfigError(

@@ -277,3 +277,20 @@ def test_opening_a_run_adopts_its_shards_and_drops_the_rest(tmp_path: Path) -> N
     again.finish()
     assert not again.store.directory.exists()
     again.close()
+
+
+def test_only_the_owner_reads_what_may_hold_secrets(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        run = RunDirectory.open(config_in(tmp_path))
+        run.append_metrics(0, {"x": 1.0})
+        run.append_observation({"x": 1})
+        run.note(0, "rollout", "said")
+        seal(run, 0, "rollout", "key")
+        run.close()
+    finally:
+        os.umask(before)
+    files = [path for path in run.path.rglob("*") if path.is_file() and path.name != "lock"]
+    assert {"config.yaml", "run.json", "ledger.jsonl", "metrics.jsonl"} <= {p.name for p in files}
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o600"}
+    assert run.path.stat().st_mode & 0o777 == 0o700

@@ -214,24 +214,35 @@ def test_switched_off_it_does_nothing(runs: Runs) -> None:
 
 
 def test_credentials_reach_neither_logs_nor_records(
-    runs: Runs, caplog: pytest.LogCaptureFixture
+    runs: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = runs.run(
-        tracking={"uri": "http://me:hunter2@127.0.0.1:9"},
-        environment={"name": "tictactoe", "options": {"api_key": "hunter2", "max_tokens": 3}},
-    )
+    monkeypatch.setenv("TRACKER", "http://me:hunter2@127.0.0.1:9")
+    run = runs.run(tracking={"uri": "env:TRACKER"})
     tracker = runs.tracker(run)
     assert until(lambda: tracker.failing)
     tracker.close()
-    assert tracker.uri == "http://127.0.0.1:9"
+    assert tracker.uri == "http://(hidden)@127.0.0.1:9"
     assert len(warnings_in(caplog)) == 1
     assert "hunter2" not in caplog.text
 
-    from tasks import tracking_details as details
 
-    shown = details.parameters(run.config)
-    assert "hunter2" not in details.config_text(run.config) + str(shown)
-    assert shown["environment.options.max_tokens"] == "3"
+def test_what_an_environment_says_reaches_mlflow_without_secrets(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "sesame, open up"
+    monkeypatch.setenv("DOOR_PASSWORD", secret)
+    run = runs.run()
+    tracker = runs.tracker(run)
+    turn = {"observation": f"the door wants {secret}", "answer": secret, "reward": 0.0}
+    plan = {"stages": [], "reasons": {"update": f"because {secret}"}}
+    tracker.iteration_finished(
+        0, {"x": 1.0}, plan=plan, examples=[{"episode_id": 1, "turns": [turn]}], checkpoint=None
+    )
+    tracker.close()
+    stored = b"".join(p.read_bytes() for p in (runs.path / "runs").rglob("*") if p.is_file())
+    assert b"because (hidden)" in stored
+    assert b"the door wants (hidden)" in stored
+    assert secret.encode() not in stored
 
 
 def test_a_refused_value_loses_only_itself(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:

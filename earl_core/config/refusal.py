@@ -1,0 +1,59 @@
+"""No secret in a run file: what it says which is refused, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from earl_core.config.base import ConfigError
+from earl_core.secrets import find_secrets, is_reference
+
+REFERRING = (
+    "environment.options",
+    "evaluation.options",
+    "model.builder_options",
+    "dispatch.spill_url",
+    "tracking.uri",
+)
+"""Settings whose values may be references; the process that uses them resolves them."""
+
+
+def check_no_secrets(raw: Any) -> None:
+    """Raise `ValueError` for plain data with a secret in it, or with a reference where none is
+    resolved. Every place is named, no value is shown."""
+    problems = [
+        f"{found.key} holds a secret ({found.reason}), which would be stored and shown with the "
+        "run: write `env:NAME` (a variable exported before the command, also before a resume) or "
+        "`file:/whole/path` (readable by you alone) in its place"
+        for found in find_secrets(raw)
+    ]
+    problems += [
+        f"{key} is a reference, but none is resolved there, only in {', '.join(REFERRING)}: "
+        "write the value itself"
+        for key, text in _texts(raw, "")
+        if is_reference(text) and not key.startswith(REFERRING)
+    ]
+    if problems:
+        raise ValueError("\n  ".join(problems))
+
+
+def refuse_override(key: str, value: Any) -> None:
+    """Raise `ConfigError` for a secret that was given on a command line."""
+    for found in find_secrets(value, key):
+        raise ConfigError(
+            f"{found.key} holds a secret ({found.reason}), and everyone on this machine can read "
+            f"a command line: give {key}=env:NAME or {key}=file:/whole/path instead, and replace "
+            "the secret that you typed, because it stood in the list of processes and in the "
+            "shell's history"
+        )
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _texts(item, f"{key}.{number}")

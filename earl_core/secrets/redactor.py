@@ -1,0 +1,113 @@
+"""The one redactor: it hides secrets in what is stored or shown.
+
+It knows values: those that this process resolved from references, and the secrets in its
+environment. What looks like a secret by itself is hidden too, so that one that came another way
+than ours (in a library's error, from an environment) stays out.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from earl_core.secrets import detection
+from earl_core.secrets.names import is_secret_name, is_secret_parameter
+
+HIDDEN = "(hidden)"
+
+E = TypeVar("E", bound=BaseException)
+
+_SHORTEST = 4
+_SHORTEST_LINE = 16
+_lock = threading.Lock()
+_known: frozenset[str] = frozenset()
+
+
+def learn(value: str) -> None:
+    """Hide this value from now on, in this process; of a URL that lets in, what does so."""
+    global _known
+    values = _parts_that_let_in(value) or {value}
+    with _lock:
+        _known |= {item for item in values if len(item.strip()) >= _SHORTEST}
+
+
+def learn_url(url: str) -> None:
+    """Hide what in a URL lets in, if anything does."""
+    for part in _parts_that_let_in(url):
+        learn(part)
+
+
+def _parts_that_let_in(url: str) -> set[str]:
+    if "://" not in url:
+        return set()
+    users = {match[2] for match in detection.USERINFO.finditer(url)}
+    passwords = {user.partition(":")[2] for user in users}
+    given = [match for match in detection.PARAMETER.finditer(url) if is_secret_parameter(match[2])]
+    return users | passwords | {match[3] for match in given}
+
+
+def redact(text: str) -> str:
+    """The text with every known or recognisable secret replaced by `(hidden)`."""
+    values = _known | frozenset(detection.environment_secrets().values())
+    if values:
+        text = _pattern(values).sub(HIDDEN, text)
+    return _hide_recognisable(text)
+
+
+def redact_tree(value: Any) -> Any:
+    """Plain data with all its text redacted, keys included."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redact_tree(name): redact_tree(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(redact_tree(item) for item in value)
+    return value
+
+
+def redact_error(error: E) -> E:
+    """The same exception with secrets hidden in its texts, and in those of its causes."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        one.args = tuple(redact(item) if isinstance(item, str) else item for item in one.args)
+        if hasattr(one, "__notes__"):
+            one.__notes__ = [redact(str(note)) for note in one.__notes__]
+        one = one.__cause__ or one.__context__
+    return error
+
+
+@lru_cache(maxsize=8)
+def _pattern(values: frozenset[str]) -> re.Pattern[str]:
+    forms: set[str] = set()
+    for value in values:
+        lines = [line for line in value.splitlines() if len(line) >= _SHORTEST_LINE]
+        for form in (value, *lines):
+            plain = form.encode()
+            forms |= {form, quote(form, safe=""), json.dumps(form)[1:-1]}
+            forms |= {base64.b64encode(plain).decode(), base64.b64encode(b":" + plain).decode()}
+    longest_first = sorted(forms, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)))
+
+
+def _hide_recognisable(text: str) -> str:
+    def parameter(match: re.Match[str]) -> str:
+        secret = is_secret_parameter(match[2])
+        return f"{match[1]}{match[2]}={HIDDEN}" if secret else match[0]
+
+    def assignment(match: re.Match[str]) -> str:
+        return f"{match[1]}{HIDDEN}" if is_secret_name(match[2]) else match[0]
+
+    text = detection.PEM.sub(HIDDEN, text)
+    text = detection.KEYS.sub(HIDDEN, text)
+    text = detection.HEADER.sub(rf"\1{HIDDEN}", text)
+    if "://" in text:
+        text = detection.USERINFO.sub(rf"\1{HIDDEN}", text)
+        text = detection.PARAMETER.sub(parameter, text)
+    return detection.ASSIGNMENT.sub(assignment, text) if "=" in text else text
