@@ -40,7 +40,7 @@ from earl_core.cluster.processes import (
     tree_private_bytes,
 )
 from earl_core.cluster.wire import Channel
-from earl_core.secrets import guard_output
+from earl_core.secrets import guard_output, redact
 
 _MEMORY_SECONDS = 0.25
 _TRACEBACK_CHARACTERS = 12_000
@@ -198,11 +198,11 @@ class Rank:
         payload = getattr(error, "payload", None)
         if not isinstance(payload, dict):
             payload = None
-        text = "".join(traceback.format_exception(error))
+        text = redact("".join(traceback.format_exception(error)))
         described = {
             "type": type(error).__qualname__,
             "module": type(error).__module__,
-            "message": str(error)[:_TRACEBACK_CHARACTERS],
+            "message": redact(str(error))[:_TRACEBACK_CHARACTERS],
             "traceback": text[-_TRACEBACK_CHARACTERS:],
             "out_of_memory_kills": out_of_memory_kills_since(self._memory_kills),
             "memory": self._memory.read(),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from earl_core.secrets import detection
-from earl_core.secrets.names import is_secret_name, is_secret_parameter
+from earl_core.secrets.names import is_reference, is_secret_name, is_secret_parameter
 
 HIDDEN = "(hidden)"
 
@@ -102,7 +102,8 @@ def _hide_recognisable(text: str) -> str:
         return f"{match[1]}{match[2]}={HIDDEN}" if secret else match[0]
 
     def assignment(match: re.Match[str]) -> str:
-        return f"{match[1]}{HIDDEN}" if is_secret_name(match[2]) else match[0]
+        secret = is_secret_name(match[2]) and not is_reference(match[3])
+        return f"{match[1]}{HIDDEN}" if secret else match[0]
 
     text = detection.PEM.sub(HIDDEN, text)
     text = detection.KEYS.sub(HIDDEN, text)
