@@ -7,13 +7,16 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from earl_core.config.base import Options, Settings
+from earl_core.user_directory import user_directory
 
 
 class DispatchConfig(Settings):
     """Where shards live and how they are checked."""
 
     directory: str = Field(
-        default="/dev/shm/earl", description="A folder in shared memory, shared by all runs."
+        default_factory=lambda: str(user_directory()),
+        description="A folder in shared memory for the runs of one user, /dev/shm/earl-<user id> "
+        "unless set.",
     )
     max_bytes: int = Field(
         default=8 * 2**30, ge=1, description="Shared memory that one run may hold."

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from earl_core.dispatch.names import MARK, is_own_file, is_unfinished_mark, unlink_own
+from earl_core.user_directory import make_parent
 
 _FORMAT = "earl.store/1"
 _MOST_BYTES = 64 * 1024
@@ -56,14 +57,18 @@ def read_mark(directory: Path) -> StoreMark | None:
 def make_store(directory: Path) -> None:
     """Make a store's directory, mode 0700, and mark it; nothing happens to one that is marked.
 
-    Raises `NotOurs` for a link, a directory of another user, or one that holds anything; other
-    `OSError` when it cannot be made.
+    Raises `NotOurs` for a link, a directory of another user, or one that holds anything,
+    `NotPrivate` when the user's directory is not the user's alone; other `OSError` when it cannot
+    be made.
     """
+    make_parent(directory)
     if read_mark(directory) is not None:
         return
-    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         directory.mkdir(mode=0o700)
+    except FileNotFoundError:
+        # Another run, the last one in it, has just removed the parent.
+        return make_store(directory)
     except FileExistsError:
         _check_empty(directory)
         if read_mark(directory) is not None:

@@ -18,6 +18,7 @@ from earl_core.dispatch.pool import SegmentPool
 from earl_core.dispatch.shard import ShardWriter
 from earl_core.dispatch.skeleton import make_skeleton
 from earl_core.trajectory.samples import Columns, CopiedRows, RowSource
+from earl_core.user_directory import NotPrivate, check_user_directory, remove_when_empty
 
 # Texts of fixed width in the metadata, so that shards of one kind have one layout. No number equals
 # them. The real generation takes its place when the segment is had.
@@ -27,9 +28,9 @@ _NO_GENERATION, _NO_ITERATION = "@" * 20, "#" * 20
 class ShardStore:
     """All shards (and published weights) of one run on this host.
 
-    `directory` is `<dispatch.directory>/<run uid>`, made on first use with mode 0700. `max_bytes`
-    and `wait_seconds` are the pool's: the bytes that all its files may have, and how long a writer
-    waits for releases when there is no room.
+    `directory` is `<dispatch.directory>/<run uid>`, made and marked on first use with mode 0700.
+    `max_bytes` and `wait_seconds` are the pool's: the bytes that all its files may have, and how
+    long a writer waits for releases when there is no room.
     """
 
     def __init__(self, directory: Path, max_bytes: int, wait_seconds: float = 0.0) -> None:
@@ -38,9 +39,10 @@ class ShardStore:
 
     def prepare(self) -> None:
         """Make the directory; raise `OSError` with what to change if it cannot be made."""
+        check_user_directory(self.directory.parent)
         try:
             self.pool.make()
-        except NotOurs:
+        except (NotOurs, NotPrivate):
             raise
         except OSError as error:
             raise OSError(
@@ -206,3 +208,4 @@ class ShardStore:
     def remove(self) -> None:
         """Remove everything of this run; readers keep what they have mapped."""
         self.pool.remove()
+        remove_when_empty(self.directory.parent)

@@ -19,6 +19,7 @@ from earl_core.locks import FileLock, is_held
 from earl_core.run.identity import check_other_place, read_uid
 from earl_core.run.lock import RunInUse, is_locked
 from earl_core.run.record import RunDamaged, read_record
+from earl_core.user_directory import remove_when_empty
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ def _remove(root: Path, states: list[StoreState]) -> list[Path]:
         finally:
             lock.release()
         removed.append(state.directory)
+    remove_when_empty(root)
     _warn_of(foreign_folders(root), root)
     return removed
 

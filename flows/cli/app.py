@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from earl_core.user_directory import user_directory
 from flows.cli.errors import reported
 
 app = typer.Typer(
@@ -223,7 +224,7 @@ def server(
 Directory = Annotated[
     Path, typer.Option("--directory", help="The dispatch.directory of the runs' configurations.")
 ]
-_DEFAULT_DIRECTORY = Path("/dev/shm/earl")
+_DEFAULT_DIRECTORY = user_directory()
 
 
 @shards.command("list")

@@ -22,6 +22,8 @@ EXPECTED = WRONG_INPUT | {
     "MismatchError",
     "ModelBuildError",
     "NonFiniteGradientError",
+    "NotOurs",
+    "NotPrivate",
     "NothingFits",
     "PoolFull",
     "ProfileError",

@@ -9,6 +9,7 @@ from pathlib import Path
 from earl_core.config import RunConfig
 from earl_core.config.services import DispatchConfig
 from earl_core.run.shards import list_stores
+from earl_core.user_directory import NotPrivate, check_user_directory
 from flows.cli.checks.finding import Finding
 from flows.cli.checks.machine import existing
 from flows.cli.shards import shards_command
@@ -33,6 +34,11 @@ def check_shared_memory(config: RunConfig | None) -> Iterator[Finding]:
     status = os.statvfs(place)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     text = f"{free / _GIB:.1f} of {size / _GIB:.1f} GiB are free in {place}"
+    try:
+        check_user_directory(directory)
+    except NotPrivate as error:
+        yield Finding("blocks", TOPIC, str(error.strerror), "")
+        return
     if not os.access(place, os.W_OK | os.X_OK):
         advice = "set dispatch.directory to a folder you can write, best on tmpfs"
         yield Finding("blocks", TOPIC, f"{place} is not writable", advice)
