@@ -23,12 +23,24 @@ from earl_core.learner.context_parallel import attend_to_all_ranks
 __all__ = [
     "ATTENTION_NAME",
     "SampleBoundaries",
+    "UnsupportedAttention",
     "register_attention",
     "varlen_attention",
     "windows_seen",
 ]
 
 ATTENTION_NAME = "earl_varlen"
+
+# What some models ask of their attention and is not supported here: its name there, and in words.
+_REFUSED = {
+    "softcap": "soft caps on its attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias in its attention",
+}
+
+
+class UnsupportedAttention(ValueError):
+    """The model's attention needs what packed training does not compute."""
 
 
 def register_attention() -> str:
@@ -72,8 +84,8 @@ def varlen_attention(
     """Causal attention inside each sample of a pack; transformers' attention signature.
 
     query [1, heads, T, dim]; key, value [1, kv_heads, T, dim]; returns ([1, T, heads, dim], None).
-    Dropout is never applied: log-probs must be those of the policy that played. Raises ValueError
-    when the boundaries are missing or the model's attention needs what is not supported here.
+    Dropout is never applied: log-probs must be those of the policy that played. Raises
+    UnsupportedAttention when the boundaries are missing or it needs what is not supported here.
     """
     _check_supported(module, attention_mask, sample_boundaries, unsupported)
     assert sample_boundaries is not None
@@ -83,8 +95,11 @@ def varlen_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     attend = partial(_attend, sample_boundaries, scale, sliding_window)
     if sample_boundaries.exchange is None:
-        return attend(q, k, v)[None], None
-    return attend_to_all_ranks(q, k, v, sample_boundaries.exchange, attend)[None], None
+        attended = attend(q, k, v)
+    else:
+        attended = attend_to_all_ranks(q, k, v, sample_boundaries.exchange, attend)
+    # Some models look at it as [T, heads * dim], which takes contiguous memory.
+    return attended.contiguous()[None], None
 
 
 def _attend(
@@ -121,18 +136,22 @@ def _check_supported(
     unsupported: dict[str, Any],
 ) -> None:
     if boundaries is None:
-        raise ValueError(
-            f"{type(module).__name__} was called without `sample_boundaries`: either the model's "
-            "forward does not pass keyword arguments on to its attention, or it was called "
-            "directly; call it through earl_core.learner.model."
+        raise UnsupportedAttention(
+            f"{type(module).__name__} was called without `sample_boundaries`, because the layers "
+            "around it do not hand keyword arguments on to their attention. Choose a model whose "
+            "layers do."
         )
     if attention_mask is not None:
-        raise ValueError("Packed samples take no attention_mask: do not pass one to the model.")
-    for name in ("softcap", "s_aux", "position_bias"):
+        raise UnsupportedAttention(
+            "Packed samples take no attention_mask: do not pass one to the model."
+        )
+    for name, words in _REFUSED.items():
         if unsupported.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} uses `{name}` in its attention, which packed training "
-                "does not support: choose a model without it."
+            raise UnsupportedAttention(
+                f"{type(module).__name__} has {words} (`{name}`), which packed training does not "
+                "compute. Choose a model without."
             )
     if not getattr(module, "is_causal", True):
-        raise ValueError(f"{type(module).__name__} is not causal: choose a causal language model.")
+        raise UnsupportedAttention(
+            f"{type(module).__name__} is not causal: choose a causal language model."
+        )

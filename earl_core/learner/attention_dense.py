@@ -56,6 +56,19 @@ def attend_bucket(
     # Rotary embeddings leave query and key in float32 under autocast; the fused kernels want one
     # dtype, and the value's is the one that autocast chose.
     query, key = query.to(value.dtype), key.to(value.dtype)
+    width = value.shape[3]
+    if query.device.type == "cpu" and query.shape[3] != width:
+        # Latent attention (MLA). The fused kernel wants one width; without it torch computes all
+        # scores at once, T * T a head.
+        most = max(query.shape[3], width)
+        query, key, value = (F.pad(x, (0, most - x.shape[3])) for x in (query, key, value))
+    return _fused_attention(query, key, value, scale, window)[..., :width]
+
+
+def _fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    rows, columns = query.shape[2], key.shape[2]
     if rows != columns or (window is not None and window < rows):
         return _blocked_attention(query, key, value, scale, window)
     return F.scaled_dot_product_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -25,9 +25,9 @@ from earl_core.learner.attention import (
     ATTENTION_NAME,
     SampleBoundaries,
     register_attention,
-    windows_seen,
 )
 from earl_core.learner.packing import PackedMicrobatch
+from earl_core.learner.packing_check import check_packing, without_interface
 from earl_core.models.architecture import model_config
 
 if TYPE_CHECKING:
@@ -93,11 +93,7 @@ def load_policy(
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
             raise
-        # Its layers look their attention up in a table of their own.
-        raise ConfigError(
-            f"The model at {path} cannot be trained on packed samples: it does not call its "
-            "attention through transformers' attention interface. Choose a newer architecture."
-        ) from error
+        raise without_interface(f"The model at {path}") from error
     model = cast(PreTrainedModel, loaded)
     _own_memory(model)
     prepare_for_packing(model)
@@ -142,7 +138,7 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
     head.
     """
     settle(model)
-    _check_packing(model)
+    check_packing(model, decoder_of(model), head_of(model))
 
 
 def settle(model: PreTrainedModel) -> None:
@@ -171,88 +167,6 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
         decoder = model.base_model
     # Some say that their decoder is the whole model.
     return cast(nn.Module, cast(Any, model).model if decoder is model else decoder)
-
-
-@torch.no_grad()
-def _check_packing(model: PreTrainedModel) -> None:
-    """Two tiny samples, packed and alone, and the model's own logits must agree."""
-    device = next(model.parameters()).device
-    vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
-    name = type(model).__name__
-
-    def forward(
-        module: nn.Module, tokens: list[int], lengths: list[int], begin: int = 0
-    ) -> torch.Tensor:
-        """begin: the position of the first sample's first token."""
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        positions[: lengths[0]] += begin
-        output = module(
-            input_ids=torch.tensor([tokens], device=device) % vocabulary,
-            position_ids=positions[None].to(device),
-            use_cache=False,
-            sample_boundaries=SampleBoundaries.from_lengths(lengths, device),
-        )
-        return cast(torch.Tensor, output[0])[0].float()
-
-    first, second = [1, 3, 2, 4, 2], [5, 1, 7]
-    both, lengths = first + second, [len(first), len(second)]
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
-    try:
-        _check_config(model)
-        packed = forward(decoder_of(model), both, lengths)
-        # Few tokens stand for a long sample: what depends on the length depends on positions.
-        beside_long = forward(decoder_of(model), both, lengths, max(0, limit - len(first)))
-        with windows_seen() as windows:
-            alone = forward(decoder_of(model), second, [len(second)])
-        _check_windows(model, windows)
-        again = forward(decoder_of(model), second, [len(second)])
-        logits = forward(model, second, [len(second)])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} cannot be trained on packed samples: {error}") from error
-    scale = float(alone.abs().max())
-    if not torch.allclose(again, alone, atol=1e-3 * scale, rtol=1e-3):
-        raise ConfigError(
-            f"{name} gives other results each time (noise in its layers), so that log-probs would "
-            "not be those of the policy that played: choose a model without it."
-        )
-    if not torch.allclose(packed[len(first) :], alone, atol=1e-3 * scale, rtol=1e-3):
-        raise ConfigError(
-            f"{name} lets packed samples see each other (a recurrent or convolutional layer?): "
-            "choose a model whose layers mix tokens by attention only."
-        )
-    if not torch.allclose(beside_long[len(first) :], alone, atol=1e-3 * scale, rtol=1e-3):
-        raise ConfigError(
-            f"{name} chooses its position factors by the longest sample of a forward pass, so that "
-            "a sample's log-probs would depend on what it is packed with, and the engine's would "
-            "be others: choose a model whose factors are fixed, or one of rope type `longrope` or "
-            "`dynamic` as transformers has them, which are fixed by the model's limit."
-        )
-    own = head_of(model)(alone).float()
-    if not torch.allclose(own, logits, atol=1e-3 * float(logits.abs().max()), rtol=1e-3):
-        raise ConfigError(
-            f"{name} changes its logits after the output layer (scaling or soft caps), which "
-            "training does not reproduce: choose a model without that."
-        )
-
-
-def _check_config(model: PreTrainedModel) -> None:
-    """Raise ValueError for what no tiny sample would show."""
-    config: Any = model.config.get_text_config()
-    if getattr(config, "final_logit_softcapping", None):
-        raise ValueError("its logits have soft caps, which training does not reproduce")
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ValueError("it attends within chunks, which packed training does not reproduce")
-
-
-def _check_windows(model: PreTrainedModel, seen: Collection[int | None]) -> None:
-    """Raise ValueError for a sliding window that lies in a mask alone, which is not made here."""
-    config: Any = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    used = getattr(config, "use_sliding_window", True)
-    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
-    active = bool(window) and used and "sliding_attention" in kinds
-    if active and window < config.max_position_embeddings and not any(seen):
-        raise ValueError(f"its layers do not hand on their sliding window of {window} tokens")
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:

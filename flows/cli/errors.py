@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 import typer
 
-WRONG_INPUT = frozenset({"ConfigError", "EnvironmentConfigError", "AlgorithmConfigError"})
+WRONG_INPUT = frozenset(
+    {"ConfigError", "EnvironmentConfigError", "AlgorithmConfigError", "ModelRefused"}
+)
 """Errors in what was asked for; the command exits with 2."""
 
 EXPECTED = WRONG_INPUT | {

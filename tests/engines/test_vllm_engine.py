@@ -16,11 +16,15 @@ import psutil
 import pytest
 import torch
 
-from earl_core.rollout.engines.base import Completion, EngineLost
+from earl_core.models.architecture import model_config
+from earl_core.rollout.engines import vllm_environment
+from earl_core.rollout.engines.base import Completion, EngineLost, ModelRefused
 from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
 from tests.engines.models import make, prompt_of
 from tests.engines.starting import start
+from tests.learner.helpers import save_model
+from tests.learner.test_families import build
 
 pytest.importorskip("vllm")
 
@@ -177,3 +181,14 @@ def _difference(model: torch.nn.Module, prompt: list[int], answer: Completion) -
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, torch.tensor(answer.tokens)[:, None]).squeeze(1).numpy()
     return np.asarray(own - np.array(answer.logprobs))
+
+
+def test_heads_that_vllm_would_die_of_are_refused_before_it_starts(tmp_path: Path) -> None:
+    """It died at the first prompt, as EngineLost."""
+    vllm_environment.load()
+    directory = save_model(build("Llama"), tmp_path)
+    with pytest.raises(
+        ModelRefused, match=r"heads of 32, 64.*has heads of 16: use rollout\.engine"
+    ):
+        vllm_environment.check_heads(model_config(directory))
+    vllm_environment.check_heads(model_config(save_model(build("Qwen3", head_dim=32), tmp_path)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from earl_core.config import ConfigError
+from earl_core.learner.attention_dense import attend_bucket
+from earl_core.rollout.engines.base import ModelRefused
+from earl_core.rollout.engines.torch_engine import TorchEngine
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.test_policy_learner import TEMPERATURE, make_learner
 
@@ -21,6 +26,16 @@ _SHAPE: dict[str, Any] = {
 }  # fmt: skip
 _GEMMA = {"head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 32}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_AFMOE = {
+    "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+_LINEAR = {
+    "head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 _DEEPSEEK = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "moe_intermediate_size": 32, "q_lora_rank": None, "kv_lora_rank": 32,
@@ -49,6 +64,8 @@ def build(family: str, model: str = "", **more: Any) -> transformers.PreTrainedM
         ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "layerdrop": 0.5}),
         # Keys and values of different widths.
         ("DeepseekV3", _DEEPSEEK),
+        # Wants contiguous memory of its attention.
+        ("Afmoe", _AFMOE),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -73,6 +90,15 @@ def test_a_family_equals_plain_transformers(
         ("Falcon", "", {"new_decoder_architecture": True, "alibi": False}, "attention interface"),
         ("Gemma2", "", {**_GEMMA, "attn_logit_softcapping": None}, "logits have soft caps"),
         ("Phimoe", "", {**_EXPERTS, "sliding_window": 9}, "sliding window of 9 tokens"),
+        ("GptOss", "", {**_EXPERTS, "head_dim": 16, "sliding_window": 9}, "has attention sinks"),
+        (
+            "Qwen3_5Text", "Qwen3_5ForCausalLM", _LINEAR,
+            "layers of type linear_attention do more than attend",
+        ),
+        ("StableLm", "", {}, "do not hand keyword arguments on to their attention"),
+        ("Nemotron", "", {}, "do not hand keyword arguments on to their attention"),
+        ("Bloom", "", {"n_layer": 2, "n_head": 4}, "attention interface"),
+        ("Mpt", "", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "attention interface"),
         (
             "Llama4Text", "Llama4ForCausalLM",
             {"attention_chunk_size": 9, "num_local_experts": 2, "head_dim": 16,
@@ -80,7 +106,7 @@ def test_a_family_equals_plain_transformers(
             "attends within chunks",
         ),
     ],
-    ids=["falcon", "gemma2", "phimoe", "llama4"],
+    ids=lambda value: value if isinstance(value, str) and value.isalnum() else "",
 )  # fmt: skip
 def test_what_packing_would_get_wrong_is_refused(
     family: str, model: str, more: dict[str, Any], why: str, tmp_path: Path
@@ -88,3 +114,54 @@ def test_what_packing_would_get_wrong_is_refused(
     directory = save_model(build(family, model, **more), tmp_path)
     with pytest.raises(ConfigError, match=why):
         make_learner(directory)
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "more", "why"),
+    [
+        (
+            "Qwen3_5Text", "Qwen3_5ForCausalLM", _LINEAR,
+            "layers of type linear_attention, which neither the torch engine nor training",
+        ),
+        ("Granite", "", {"logits_scaling": 2.0}, "which neither the torch engine nor training"),
+        ("Bloom", "", {"n_layer": 2, "n_head": 4}, "cannot run bloom models"),
+        ("Afmoe", "", _AFMOE, r"the last 9 tokens only.*set rollout\.max_model_len to 9"),
+    ],
+    ids=["Qwen3_5", "Granite", "Bloom", "Afmoe"],
+)  # fmt: skip
+def test_the_torch_engine_advises_no_engine_for_what_training_refuses(
+    family: str, model: str, more: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    directory = save_model(build(family, model, **more), tmp_path)
+    engine = TorchEngine(directory)
+    with pytest.raises(ModelRefused, match=why):
+        asyncio.run(engine.start())
+
+
+class _Largest(TorchDispatchMode):
+    """The most numbers that any result of any operation has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, tuple | list) else [result]
+        sizes = [each.numel() for each in results if isinstance(each, torch.Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("value_width", [24, 48])
+def test_heads_of_two_widths_make_no_square_of_the_length(value_width: int) -> None:
+    """Latent attention (MLA) has them; the fused CPU kernel wants one."""
+    torch.manual_seed(0)
+    tokens, heads = 1500, 2
+    query, key = (torch.randn(1, heads, tokens, 32, requires_grad=True) for _ in range(2))
+    value = torch.randn(1, heads, tokens, value_width, requires_grad=True)
+    with _Largest() as largest:
+        found = attend_bucket(query, key, value, 32**-0.5, None)
+        found.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert largest.numbers < tokens * tokens / 2
+    scores = (query @ key.transpose(2, 3) * 32**-0.5).detach()
+    scores.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
+    torch.testing.assert_close(found, scores.softmax(-1) @ value, atol=2e-5, rtol=1e-4)

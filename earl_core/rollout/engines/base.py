@@ -26,6 +26,10 @@ class EngineUnavailable(EngineError):
     """The engine's library is missing or does not load; the message says what to install."""
 
 
+class ModelRefused(EngineError):
+    """The engine cannot compute this model, or not rightly; the message says why."""
+
+
 class EngineLost(EngineError):
     """The engine died, or an update failed half-way: stop it and start a fresh one."""
 

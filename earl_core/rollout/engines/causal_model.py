@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from earl_core.models.architecture import model_config
-from earl_core.rollout.engines.base import EngineError
+from earl_core.rollout.engines.base import ModelRefused
 from earl_core.rollout.engines.slot_cache import ATTENTION
 
 
@@ -22,19 +22,19 @@ def load_causal_model(
 ) -> tuple[PreTrainedModel, int]:
     """The model in evaluation mode, without gradients, and its context in tokens.
 
-    `max_model_len` 0 means the model's own position range. Raises `EngineError` for a model that
+    `max_model_len` 0 means the model's own position range. Raises `ModelRefused` for a model that
     would be computed wrongly.
     """
     config = model_config(directory, trust_remote_code)
     positions = int(getattr(config, "max_position_embeddings", 0) or 0)
     if positions and max_model_len > positions:
-        raise EngineError(
+        raise ModelRefused(
             f"max_model_len {max_model_len} exceeds the model's {positions} positions: "
             "lower rollout.max_model_len"
         )
     max_model_len = max_model_len or positions
     if not max_model_len:
-        raise EngineError("the model names no position range: set rollout.max_model_len")
+        raise ModelRefused("the model names no position range: set rollout.max_model_len")
     _refuse_windows(config, max_model_len)
     model = AutoModelForCausalLM.from_pretrained(
         directory,
@@ -51,27 +51,42 @@ def load_causal_model(
 @torch.inference_mode()
 def _check_head(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
     """Last hidden state times head must be the model's logits (no scaling or capping)."""
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    kind = model.config.model_type
+    tokens = torch.tensor([[1, 3]], device=device)
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=device)
     inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-    own = model.get_output_embeddings()(model.base_model(**inputs).last_hidden_state).float()
-    full = model(**inputs).logits.float()
-    if not torch.allclose(own, full, atol=1e-2, rtol=1e-2, equal_nan=True):
-        raise EngineError(
-            f"{model.config.model_type} models change their logits after the output layer, which "
-            "the torch engine does not: use rollout.engine=vllm"
+    try:
+        own = model.get_output_embeddings()(model.base_model(**inputs).last_hidden_state).float()
+        full = model(**inputs).logits.float()
+    except Exception as error:
+        raise ModelRefused(
+            f"the torch engine cannot run {kind} models ({type(error).__name__}: {error}): choose "
+            "another model, or rollout.engine=vllm if training takes this one"
+        ) from error
+    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    # Weights that have diverged are told when they answer.
+    near = 1e-2 * float(full.nan_to_num().abs().max())
+    if capped or not torch.allclose(own, full, atol=near, rtol=1e-2, equal_nan=True):
+        raise ModelRefused(
+            f"{kind} models change their logits after the output layer (scaling or soft caps), "
+            "which neither the torch engine nor training reproduces: choose another model"
         )
 
 
 def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
     """One causal mask serves all layers, so a window shorter than the context would be ignored."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other:
+        raise ModelRefused(
+            f"{config.model_type} models have layers of type {', '.join(sorted(other))}, which "
+            "neither the torch engine nor training computes: choose another model"
+        )
     window = getattr(config, "sliding_window", None)
-    windowed = "sliding_attention" in kinds or (window and not hasattr(config, "layer_types"))
-    if kinds - {"full_attention", "sliding_attention"} or (
-        windowed and window and window < max_model_len
-    ):
-        raise EngineError(
-            f"{config.model_type} layers attend to less than the whole context ({sorted(kinds)}, "
-            f"window {window}): use rollout.engine=vllm, or a smaller rollout.max_model_len"
+    windowed = "sliding_attention" in kinds or not hasattr(config, "layer_types")
+    if windowed and window and window < max_model_len:
+        raise ModelRefused(
+            f"{config.model_type} layers attend to the last {window} tokens only, not to the whole "
+            f"context of {max_model_len}: set rollout.max_model_len to {window}, or use "
+            "rollout.engine=vllm if training takes this model"
         )

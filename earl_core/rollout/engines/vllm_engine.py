@@ -110,6 +110,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config = model_config(self._directory, self._trust_remote_code)
+        vllm_environment.check_heads(config)
         positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self.max_model_len = self.max_model_len or positions
         if not 0 < self.max_model_len <= (positions or self.max_model_len):

@@ -7,11 +7,14 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from earl_core.config.rollout import VllmConfig
 from earl_core.models.architecture import pin_positions
-from earl_core.rollout.engines.base import EngineError, EngineUnavailable
+from earl_core.rollout.engines.base import EngineError, EngineUnavailable, ModelRefused
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _GIB = 1 << 30
 # A socket's path may have 107 bytes; vLLM's names have 36, our directory 10, separators 2.
@@ -82,6 +85,25 @@ def load() -> None:
             "`pip uninstall -y torchvision torchaudio torchcodec` (their builds do not fit the "
             "CPU build of torch). On a GPU: `pip install vllm`. Or set rollout.engine=torch"
         ) from error
+
+
+def check_heads(config: PretrainedConfig) -> None:
+    """Raise `ModelRefused` for a size of attention heads with which vLLM's CPU backend would die
+    at the first prompt."""
+    from vllm.platforms import current_platform
+
+    text: Any = config.get_text_config()
+    if not current_platform.is_cpu() or getattr(text, "kv_lora_rank", None):
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise ModelRefused(
+            f"vLLM on a CPU takes attention heads of {', '.join(map(str, sizes))} numbers, this "
+            f"{text.model_type} model has heads of {size}: use rollout.engine=torch"
+        )
 
 
 def engine_arguments(

@@ -1,0 +1,145 @@
+"""Whether a model can be trained on packed samples exactly: tried on two tiny ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from earl_core.config.base import ConfigError
+from earl_core.huggingface import PreTrainedModel
+from earl_core.learner.attention import SampleBoundaries, UnsupportedAttention, windows_seen
+
+# Kinds of layers, as configurations name them, that attend and carry no state along.
+_ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+_FIRST, _SECOND = (1, 3, 2, 4, 2), (5, 1, 7)
+
+
+@torch.no_grad()
+def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> None:
+    """Two tiny samples, packed and alone, and the model's own logits must agree.
+
+    decoder: the model below its head. Raises ConfigError with what the model does that packed
+    training does not reproduce.
+    """
+    name = type(model).__name__
+    _check_config(model)
+    lengths = (len(_FIRST), len(_SECOND))
+    limit = getattr(_text_config(model), "max_position_embeddings", None) or 0
+    with windows_seen() as windows:
+        try:
+            alone = _forward(decoder, model, _SECOND, (len(_SECOND),))
+        except Exception as error:
+            raise _refusal(name, error, attended=bool(windows)) from error
+    if not windows:
+        raise without_interface(name)
+    _check_windows(model, windows)
+    again = _forward(decoder, model, _SECOND, (len(_SECOND),))
+    packed = _forward(decoder, model, _FIRST + _SECOND, lengths)[lengths[0] :]
+    # Few tokens stand for a long sample: what depends on the length depends on positions.
+    begin = max(0, limit - lengths[0])
+    beside_long = _forward(decoder, model, _FIRST + _SECOND, lengths, begin)[lengths[0] :]
+    if not _equal(again, alone):
+        raise ConfigError(
+            f"{name} gives other results each time (noise in its layers), so that log-probs would "
+            "not be those of the policy that played: choose a model without it."
+        )
+    if not _equal(packed, alone):
+        carrying = sorted(set(getattr(_text_config(model), "layer_types", None) or ()) - _ATTENDING)
+        what = f"its layers of type {', '.join(carrying)} do" if carrying else "some layers do"
+        raise ConfigError(
+            f"{name} lets packed samples see each other: {what} more than attend (a recurrence or "
+            "a convolution): choose a model whose layers mix tokens by attention only."
+        )
+    if not _equal(beside_long, alone):
+        raise ConfigError(
+            f"{name} chooses its position factors by the longest sample of a forward pass, so that "
+            "a sample's log-probs would depend on what it is packed with, and the engine's would "
+            "be others: choose a model whose factors are fixed, or one of rope type `longrope` or "
+            "`dynamic` as transformers has them, which are fixed by the model's limit."
+        )
+    logits = _forward(model, model, _SECOND, (len(_SECOND),))
+    if not _equal(head(alone).float(), logits):
+        raise ConfigError(
+            f"{name} changes its logits after the output layer (scaling or soft caps), which "
+            "training does not reproduce: choose a model without that."
+        )
+
+
+def _forward(
+    module: nn.Module,
+    model: PreTrainedModel,
+    tokens: tuple[int, ...],
+    lengths: tuple[int, ...],
+    begin: int = 0,
+) -> torch.Tensor:
+    """The module's first output, float32 [T, ...]; begin: the first sample's first position."""
+    embeddings = cast(torch.Tensor, cast(Any, model).get_input_embeddings().weight)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    positions[: lengths[0]] += begin
+    output = module(
+        input_ids=torch.tensor([tokens], device=embeddings.device) % embeddings.shape[0],
+        position_ids=positions[None].to(embeddings.device),
+        use_cache=False,
+        sample_boundaries=SampleBoundaries.from_lengths(lengths, embeddings.device),
+    )
+    return cast(torch.Tensor, output[0])[0].float()
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, atol=1e-3 * float(expected.abs().max()), rtol=1e-3)
+
+
+def _text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config()
+
+
+def _refusal(name: str, error: Exception, *, attended: bool) -> ConfigError:
+    if isinstance(error, UnsupportedAttention):
+        return ConfigError(f"{name} cannot be trained on packed samples: {error}")
+    if not attended:
+        return without_interface(name)
+    return ConfigError(
+        f"{name} cannot be trained on packed samples: its forward pass fails without an attention "
+        f"mask ({type(error).__name__}: {error}). Choose another model."
+    )
+
+
+def without_interface(name: str) -> ConfigError:
+    """Its layers look their attention up elsewhere, compute it themselves, or have none."""
+    return ConfigError(
+        f"{name} cannot be trained on packed samples: it does not call its attention through "
+        "transformers' attention interface. Choose a newer architecture."
+    )
+
+
+def _check_config(model: PreTrainedModel) -> None:
+    """Refuse what no tiny sample would show."""
+    config, name = _text_config(model), type(model).__name__
+    if getattr(config, "final_logit_softcapping", None):
+        raise ConfigError(
+            f"{name} cannot be trained: its logits have soft caps, which training does not "
+            "reproduce. Choose a model without them."
+        )
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ConfigError(
+            f"{name} cannot be trained on packed samples: it attends within chunks, which packed "
+            "training does not reproduce. Choose a model without them."
+        )
+
+
+def _check_windows(model: PreTrainedModel, seen: Collection[int | None]) -> None:
+    """Refuse a sliding window that lies in a mask alone, which is not made here."""
+    config = _text_config(model)
+    window = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    active = bool(window) and used and "sliding_attention" in kinds
+    if active and window < config.max_position_embeddings and not any(seen):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be trained on packed samples: its layers do not hand "
+            f"on their sliding window of {window} tokens. Choose a model without one."
+        )
