@@ -24,8 +24,8 @@ from earl_core.models.tiny import character_tokenizer
 from earl_core.run.record import write_record
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.survey import generated_tokens
+from tasks.groups import TARGETS
 from tasks.hardware import read_hardware, read_model_shape
-from tasks.session import TARGETS
 
 VOCABULARY = 2048
 _DEADLINE = 600.0

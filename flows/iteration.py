@@ -24,6 +24,7 @@ from earl_core.dispatch import Manifest
 from earl_core.selector import NothingFits
 from flows.running import session_of
 from tasks.advantage import advantage
+from tasks.ahead import start_ahead
 from tasks.fit import RanksLost, StageDoesNotFit, require_another
 from tasks.publish import input_weights, publish
 from tasks.reference import reference
@@ -134,6 +135,8 @@ async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
     misfit = None
     while True:
         plan = await stages.choose(misfit)
+        chosen = plan_of(stages.session, await result(plan))
+        await asyncio.to_thread(start_ahead, stages.session, stages.iteration, chosen)
         try:
             return await work(plan)
         except StageDoesNotFit as error:

@@ -35,7 +35,7 @@ def advantage(
 
     def in_every_rank(method: str, **arguments: Any) -> list[dict[str, Any]]:
         manifests = [manifest.model_dump(mode="json") for manifest in inputs]
-        return session.call_all(
+        return session.groups.call_all(
             deployment,
             "experience",
             method,

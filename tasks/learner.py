@@ -28,7 +28,7 @@ def ensure_learner(session: Session, deployment: StageDeployment, iteration: int
     """
     with timing_switch(session, "update", deployment, iteration):
         saved = _take_layout(session, deployment, iteration)
-        session.group("update", deployment)
+        session.groups.get("update", deployment)
         if session.live_version is None:
             source = saved or _last(session, iteration)
             result = call_learner(session, deployment, "restore", iteration, checkpoint=source)
@@ -71,9 +71,9 @@ def call_together(
     middle of an exchange would be answered later with what was meant for that.
     """
     try:
-        return session.call_all(deployment, role, method, iteration, **arguments)
+        return session.groups.call_all(deployment, role, method, iteration, **arguments)
     except WorkerCallFailed:
-        group = session.live(role)
+        group = session.groups.live(role)
         if group is not None and deployment.world_size > 1:
             group.stop()
         raise
@@ -84,7 +84,7 @@ def _take_layout(session: Session, deployment: StageDeployment, iteration: int) 
 
     Returns the directory that a fresh group must restore from, if its state was put into one.
     """
-    group = session.live("update")
+    group = session.groups.live("update")
     if group is None or group.deployment is None or session.live_version is None:
         drop_handoff(session)
         return None
@@ -93,7 +93,7 @@ def _take_layout(session: Session, deployment: StageDeployment, iteration: int) 
     current = StageDeployment.model_validate(group.deployment)
     try:
         if current.world_size == deployment.world_size:
-            moved = session.relayout("update", deployment, iteration)
+            moved = session.groups.relayout("update", deployment, iteration)
             session.run.note(iteration, "update", f"laid out anew in {moved['seconds']:.2f} s")
             return None
         covered = session.run.checkpoint_path(session.live_version - 1)

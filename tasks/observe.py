@@ -64,7 +64,11 @@ def observe_stage(
     ruler = _Ruler.of(session, stage, deployment, iteration)
     if ruler is None:
         return
-    peak = device_peak_bytes if session.hardware.gpus else session.peak_bytes(stage) / ruler.devices
+    peak = (
+        device_peak_bytes
+        if session.hardware.gpus
+        else session.groups.peak_bytes(stage) / ruler.devices
+    )
     layout = ruler.layout
     if stage == "rollout":
         rate = decode_rate(ruler.predictor.roofline, layout, load, seconds)
@@ -117,7 +121,7 @@ def reserved_bytes(session: Session, stage: str) -> float:
     """Bytes of the host that others than the stage's own processes hold right now."""
     if session.hardware.gpus:
         return 0.0
-    return max(0.0, memory_in_use() - session.bytes_now(stage))
+    return max(0.0, memory_in_use() - session.groups.bytes_now(stage))
 
 
 @contextmanager
@@ -186,7 +190,7 @@ def _misfit(
         return seen
     load = load or ruler.predictor.now
     devices = 1 if session.hardware.gpus else ruler.devices
-    peak = 0.0 if session.hardware.gpus else session.peak_bytes(stage)
+    peak = 0.0 if session.hardware.gpus else session.groups.peak_bytes(stage)
     if stage != "rollout":
         # All that there was for the stage was not enough, whatever a sample of its use has caught.
         # Engines take what they are given: of them the layout is ruled out, and no size.
@@ -214,14 +218,16 @@ def timing_switch(
 ) -> Iterator[None]:
     """Around what brings a stage's group into its layout: writes down what that took, if processes
     were started or live ones exchanged their state."""
-    before = session.live(stage)
+    before = session.groups.live(stage)
     layout = before.deployment if before is not None else None
     started = time.perf_counter()
     yield
-    after, seconds = session.live(stage), time.perf_counter() - started
+    after, seconds = session.groups.live(stage), time.perf_counter() - started
     if after is None:
         return
-    if after is not before:
+    if ahead := session.groups.started_ahead(stage):
+        observe_switch(session, stage, deployment, iteration, ahead.seconds(started))
+    elif after is not before:
         observe_switch(session, stage, deployment, iteration, seconds)
     elif layout is not None:
         old = Candidate.of(StageDeployment.model_validate(layout))

@@ -33,13 +33,13 @@ def reference(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> St
         load = load_of(played.metrics)
         with fitting(session, "reference", iteration, deployment, load):
             with timing_switch(session, "reference", deployment, iteration):
-                session.group("reference", deployment)
+                session.groups.get("reference", deployment)
             results = call_together(
                 session, deployment, "reference", "score", iteration, manifests=manifests
             )
         result = merge_results(results, _RULES)
         metrics = result["metrics"]
-        metrics["peak_bytes"] = session.peak_bytes("reference")
+        metrics["peak_bytes"] = session.groups.peak_bytes("reference")
         peak = metrics.get("peak_cuda_bytes", 0.0)
         seconds = metrics["seconds"]
         observe_stage(session, "reference", deployment, iteration, load, seconds, peak)

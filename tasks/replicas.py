@@ -125,7 +125,7 @@ def run(session: Session, deployment: StageDeployment, job: Job) -> tuple[list[P
     Each engine first takes the weights. Raises `ReplicasLost`, what a worker raised, or, with one
     engine only, what lost it.
     """
-    session.retire("rollout", deployment.replicas)
+    session.groups.retire("rollout", deployment.replicas)
     engines = Engines(session, deployment, job)
     asyncio.run(engines.work())
     engines.write_down()
@@ -212,9 +212,12 @@ class Engines:
             await self._lose(member, share, error)
 
     async def _ensure(self, member: int) -> None:
-        started, before = time.perf_counter(), self.session.live("rollout", member)
+        started, before = time.perf_counter(), self.session.groups.live("rollout", member)
         await self._call(member, "ensure", weights=self.job.weights)
-        if self.session.live("rollout", member) is not before:
+        ahead = self.session.groups.started_ahead("rollout", member)
+        if ahead is not None:
+            self._built.append(ahead.seconds(started))
+        elif self.session.groups.live("rollout", member) is not before:
             self._built.append(time.perf_counter() - started)
 
     async def _next(self, member: int) -> Share | None:
@@ -271,7 +274,7 @@ class Engines:
 
     async def _call(self, member: int, method: str, **arguments: Any) -> dict[str, Any]:
         session, job = self.session, self.job
-        group = await asyncio.to_thread(session.group, "rollout", self.deployment, member)
+        group = await asyncio.to_thread(session.groups.get, "rollout", self.deployment, member)
         results: list[dict[str, Any]] = await group.acall(
             method,
             stage=job.stage,

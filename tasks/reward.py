@@ -22,7 +22,7 @@ def reward(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> Stage
 
     def body() -> dict[str, Any]:
         manifests = [played.model_dump(mode="json")]
-        results = session.call_all(
+        results = session.groups.call_all(
             deployment, "experience", "reward", iteration, stage="reward", manifests=manifests
         )
         return merge_results(results, REWARD_RULES)

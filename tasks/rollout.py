@@ -24,7 +24,7 @@ def rollout(run: str, iteration: int, plan: StageRef) -> StageRef:
     def body() -> dict[str, Any]:
         with fitting(session, "rollout", iteration, chosen["rollout"]):
             result = play_rollout(session, chosen["rollout"], iteration, weights)
-        metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("rollout")}
+        metrics = {**result["metrics"], "peak_bytes": session.groups.peak_bytes("rollout")}
         metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
         if not metrics["replicas_lost"]:
             load = load_of(metrics)

@@ -52,7 +52,7 @@ def update(
         warning = session.config.mismatch_watch.warning(result["metrics"], iteration)
         if warning:
             logger.warning("%s", warning)
-        metrics = {**result["metrics"], "peak_bytes": session.peak_bytes("update")}
+        metrics = {**result["metrics"], "peak_bytes": session.groups.peak_bytes("update")}
         if result["steps_applied"]:
             peak, seconds = metrics.get("peak_cuda_bytes", 0.0), metrics["seconds"]
             observe_stage(session, "update", deployment, iteration, load, seconds, peak)

@@ -82,26 +82,32 @@ class RolloutWorker:
         self._positions: int | None = None
         self._pools: dict[str, EnvironmentPool] = {}
 
+    async def prepare(self) -> None:
+        """Start the engine, with the model's initial weights; raises as `ensure` does."""
+        if self._engine is not None:
+            return
+        self._chat = load_chat_tokenizer(self._config)
+        self._positions = model_positions(self._config)
+        engine = build_engine(self._config, self._deployment)
+        try:
+            await engine.start()
+        except BaseException:
+            await engine.stop()
+            raise
+        self._engine = engine
+
     async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Make the engine run these weights (a dumped `WeightsManifest`).
 
-        The first call builds the engine; weights are loaded only when version or digest differ.
-        Raises `WeightSyncError`, `EngineLost` or `OutOfMemory`; after a lost engine the next call
-        builds anew.
+        The first call, or `prepare`, builds the engine; weights are loaded only when version or
+        digest differ. Raises `WeightSyncError`, `EngineLost` or `OutOfMemory`; after a lost engine
+        the next call builds anew.
         """
         manifest = WeightsManifest.model_validate(weights)
         started = time.perf_counter()
-        if self._engine is None:
-            self._chat = load_chat_tokenizer(self._config)
-            self._positions = model_positions(self._config)
-            engine = build_engine(self._config, self._deployment)
-            try:
-                await engine.start()
-            except BaseException:
-                await engine.stop()
-                raise
-            self._engine = engine
+        await self.prepare()
         engine = self._engine
+        assert engine is not None
         loaded = (engine.policy_version, self._digest) != (
             manifest.policy_version,
             manifest.digest,

@@ -17,7 +17,7 @@ import yaml
 
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.experience.statistics import merge_statistics
-from tasks.session import TARGETS
+from tasks.groups import TARGETS
 from tests.flows.runs import KILLED, Runs
 from tests.flows.server import ask, flow_runs
 

@@ -111,7 +111,7 @@ def test_engines_come_and_go_and_change_nothing(
     alone = play_rollout(session, engines(1), 0, weights)
     alone["rows"] = rows(session, alone)
     greedy = play_evaluation(session, engines(1), 0, weights)
-    first = session.live("rollout")
+    first = session.groups.live("rollout")
     together = play_rollout(session, engines(3), 0, weights)
     assert_equal(session, together, alone)
     assert [len(alone["shards"]), len(together["shards"])] == [1, 3]
@@ -120,7 +120,7 @@ def test_engines_come_and_go_and_change_nothing(
     assert evaluated["outcomes"] == greedy["outcomes"]
     assert numbers(evaluated) == pytest.approx(numbers(greedy))
     # What needs no other layout stays as it is.
-    assert session.live("rollout") is first
+    assert session.groups.live("rollout") is first
 
     (tmp_path / "hold").touch()
     killer = threading.Thread(target=kill_the_held_engine, args=(session, tmp_path))
@@ -137,9 +137,9 @@ def test_engines_come_and_go_and_change_nothing(
     again = play_rollout(session, engines(2), 0, weights)
     assert again["metrics"]["replicas_lost"] == 0
     assert_equal(session, again, alone)
-    assert session.live("rollout", 1) is not None
-    assert session.live("rollout", 2) is None
-    assert session.peak_bytes("rollout") > 10**7
+    assert session.groups.live("rollout", 1) is not None
+    assert session.groups.live("rollout", 2) is None
+    assert session.groups.peak_bytes("rollout") > 10**7
 
 
 def kill_the_held_engine(session: Session, folder: Path, child: str = "") -> None:
@@ -147,7 +147,7 @@ def kill_the_held_engine(session: Session, folder: Path, child: str = "") -> Non
     while not (held := list(folder.glob("held-*"))):
         time.sleep(0.02)
     parents = {p.pid for p in psutil.Process(int(held[0].name.split("-")[1])).parents()}
-    groups = [session.live("rollout", member) for member in range(3)]
+    groups = [session.groups.live("rollout", member) for member in range(3)]
     (victim,) = {pid for group in groups if group for pid in group.pids} & parents
     if child:
         below = psutil.Process(victim).children(recursive=True)
