@@ -1,0 +1,156 @@
+"""Worker groups that are started side by side: each once, and none left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from earl_core.cluster.errors import WorkerCallFailed
+from earl_core.cluster.processes import inspect
+from earl_core.config import parse_config
+from earl_core.run import RunDirectory
+from earl_core.selector import Hardware, StageDeployment
+from tasks import groups as groups_module
+from tasks.groups import SessionInterrupted, WorkerGroups
+
+ROLLOUT = ("rollout", StageDeployment(stage="rollout"))
+UPDATE = ("update", StageDeployment(stage="update"))
+Events = list[tuple[str, bool]]
+Make = Callable[[str], tuple[WorkerGroups, Events]]
+
+
+class Slow:
+    """A target that takes two seconds to build."""
+
+    def __init__(self, context: Any, deployment: dict[str, Any], **arguments: Any) -> None:
+        time.sleep(2.0)
+
+    def prepare(self) -> str:
+        return "prepared"
+
+    def answer(self) -> int:
+        return 42
+
+
+class Broken(Slow):
+    """A target that cannot be built."""
+
+    def __init__(self, context: Any, deployment: dict[str, Any], **arguments: Any) -> None:
+        raise ValueError("cannot be built")
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Groups of light targets, `update` of the given class, and what was said when they began."""
+    config = parse_config(
+        {
+            "name": "run",
+            "runs_directory": str(tmp_path / "runs"),
+            "iterations": 1,
+            "model": {"path": str(tmp_path)},
+            "environment": {"name": "tic_tac_toe"},
+            "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_turns": 1},
+            "dispatch": {"directory": str(tmp_path / "shm")},
+        }
+    )
+    run = RunDirectory.open(config)
+    events: Events = []
+
+    def make(update: str) -> tuple[WorkerGroups, Events]:
+        here = "tests.flows.test_start_ahead"
+        targets = {"rollout": f"{here}:Slow", "update": f"{here}:{update}"}
+        monkeypatch.setattr(groups_module, "TARGETS", targets)
+
+        def listen(role: str, iteration: int, event: dict[str, Any]) -> None:
+            live = [groups.live(name) is not None for name in ("rollout", "update")]
+            events.append((role, any(live)))
+
+        groups = WorkerGroups(run, Hardware(cpu_cores=2, memory_bytes=2**33), listen, lambda: 0)
+        opened.append(groups)
+        return groups, events
+
+    opened: list[WorkerGroups] = []
+    yield make
+    for groups in opened:
+        groups.close()
+    run.close()
+
+
+def answer(groups: WorkerGroups, wanted: tuple[str, StageDeployment]) -> int:
+    role, deployment = wanted
+    results: list[Any] = groups.call_all(deployment, role, "answer", 0)
+    return int(results[0])
+
+
+def assert_nothing_left(groups: WorkerGroups, pids: list[int]) -> None:
+    groups.close()
+    assert [pid for pid in pids if inspect(pid) is not None] == []
+    assert groups.live("rollout") is groups.live("update") is None
+    with pytest.raises(SessionInterrupted):
+        groups.get(*ROLLOUT)
+
+
+def test_groups_start_side_by_side_and_once(
+    made: Make,
+) -> None:
+    groups, events = made("Slow")
+    groups.start_ahead([ROLLOUT, UPDATE])
+    assert answer(groups, UPDATE) == answer(groups, ROLLOUT) == 42
+    # Both had begun before either was there.
+    assert sorted(events) == [("rollout", False), ("update", False)]
+    ahead = groups.started_ahead("rollout")
+    assert ahead is not None
+    assert ahead.done - ahead.begun > 2.0
+    assert groups.started_ahead("rollout") is None
+    # What lives is left alone, whatever its layout: its stage lays it out anew.
+    first = groups.live("rollout")
+    groups.start_ahead([("rollout", StageDeployment(stage="rollout", threads=2))])
+    assert answer(groups, ROLLOUT) == 42
+    assert groups.live("rollout") is first
+
+
+def test_a_start_that_fails_leaves_nothing_of_the_other(
+    made: Make,
+) -> None:
+    groups, _ = made("Broken")
+    groups.start_ahead([ROLLOUT, UPDATE])
+    with pytest.raises(WorkerCallFailed, match="cannot be built"):
+        groups.get(*UPDATE)
+    assert_nothing_left(groups, started(groups))
+
+
+def test_an_interrupt_while_groups_start_ends_them(
+    made: Make,
+) -> None:
+    groups, _ = made("Slow")
+    groups.start_ahead([ROLLOUT, UPDATE])
+    pids = started(groups)
+    began = time.monotonic()
+    groups.interrupt()
+    with pytest.raises(SessionInterrupted):
+        groups.get(*UPDATE)
+    assert_nothing_left(groups, pids)
+    assert time.monotonic() - began < 20
+
+
+def started(groups: WorkerGroups) -> list[int]:
+    """Processes of a rank that is being started: the supervisors that this process has."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        found = [p for p in psutil.Process().children(recursive=True) if _is_rank(p)]
+        if found:
+            return [process.pid for process in found]
+        time.sleep(0.05)
+    raise AssertionError("no rank was started")
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return "earl_core.cluster" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
