@@ -92,7 +92,14 @@ class HostKeeper:
 
     async def start(self) -> None:
         """Starts the process. Raises EnvironmentConfigError or HostStartError."""
-        self._process = await self._start_process(self._on_message, self._on_lost)
+        for left in reversed(range(_MAX_FAILED_STARTS)):
+            try:
+                self._process = await self._start_process(self._on_message, self._on_lost)
+                break
+            except HostStartError as error:
+                # A fault of its own would come again.
+                if not error.killed or not left:
+                    raise
         self._ready = True
 
     async def stop(self) -> None:

@@ -32,7 +32,11 @@ _TAIL_BYTES = 4000
 
 
 class HostStartError(RuntimeError):
-    """A host process did not become ready."""
+    """A host process did not become ready. killed: by a signal of someone else's."""
+
+    def __init__(self, message: str, *, killed: bool = False) -> None:
+        super().__init__(message)
+        self.killed = killed
 
 
 class HostProcess(asyncio.Protocol):
@@ -98,8 +102,10 @@ class HostProcess(asyncio.Protocol):
                 f"host's log ends:\n{tail}"
             ) from None
         except HostStartError as error:
+            lost = host.lost
             tail = await host.abandon()
-            raise HostStartError(f"{error} Its log ends:\n{tail}") from None
+            killed = lost and host.killed_from_outside
+            raise HostStartError(f"{error} Its log ends:\n{tail}", killed=killed) from None
         except BaseException:
             await host.abandon()
             raise

@@ -223,6 +223,14 @@ async def test_a_host_that_dies_by_chance_fails_nobody(tmp_path: Path) -> None:
         assert two == expected(2, 7, ["x"])[-1]
 
 
+async def test_a_host_killed_as_it_starts_is_started_again(tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "killed")}
+    async with running(f"{USER}:KilledOnce", options=options) as pool:
+        await pool.reset(1, 1, 7)
+        assert isinstance(await pool.step(1, "a"), StepResult)
+    assert (tmp_path / "killed").exists()
+
+
 async def test_an_environment_that_cannot_be_rebuilt_says_so() -> None:
     async with running(f"{USER}:Unseeded") as pool:
         await pool.reset(1, 1, 7)

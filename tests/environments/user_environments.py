@@ -108,6 +108,16 @@ class Counting:
                 stream.write("x")
 
 
+class KilledOnce(Counting):
+    """Its process is killed as it is made, the first time."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        if not Path(path).exists():
+            Path(path).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Serial(Counting):
     """Must not run beside another of its kind; checks that it does not."""
 

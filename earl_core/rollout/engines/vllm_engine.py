@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
+import re
 import shutil
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # vLLM's processes give each other 5 and 4 s to end before they use force.
 _STOP_SECONDS = 20.0
+
+_ENDED_BY_SIGNAL = re.compile(r"proc\(s\): \{[^}]*: -\d")
 
 
 class VllmEngine:
@@ -134,7 +137,9 @@ class VllmEngine:
             starved = self._starved(error, "starting vLLM")
             if starved is not None:
                 raise starved from error
-            raise EngineError(
+            # The exit code of a process that a signal ended is negative.
+            killed = _ENDED_BY_SIGNAL.search(str(error)) is not None
+            raise (EngineLost if killed else EngineError)(
                 f"vLLM did not start ({error}); its own messages stand above in this log"
             ) from error
         self._remains.record(self.pids())
