@@ -32,6 +32,8 @@ from typing import Any
 import psutil
 import yaml
 
+from earl_core.learner.checkpoint import verify_training_state
+
 REPOSITORY = Path(__file__).parents[2]
 MARK = "EARL_CAMPAIGN"
 ITERATIONS = 4
@@ -215,8 +217,8 @@ class Trial:
         found = weights(self.run_directory)
         if expected is not None and found != expected:
             self.problems.append(f"other weights: {found}, not {expected}")
-        state = self.run_directory / "checkpoints" / f"{ITERATIONS - 1:06d}" / "state.json"
-        version = json.loads(state.read_text())["policy_version"]
+        checkpoint = self.run_directory / "checkpoints" / f"{ITERATIONS - 1:06d}"
+        version = verify_training_state(checkpoint)["policy_version"]
         if version != ITERATIONS:
             self.problems.append(f"{version} updates in {ITERATIONS} iterations")
         if left := [path.name for path in (self.scratch / "shm").rglob("*.arrow")]:
