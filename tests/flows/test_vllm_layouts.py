@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from earl_core.selector import StageDeployment
@@ -58,6 +61,35 @@ def test_runs_with_engines_of_two_devices(runs: Runs, layout: list[str]) -> None
         assert line["update/mismatch_max"] < 1e-4
     assert runs.shared_memory() == []
     runs.wait_for_workers_to_end()
+
+
+def test_the_only_vllm_process_is_killed_as_it_starts_and_at_work(runs: Runs) -> None:
+    """The ranks live on; the rollout is repeated with a fresh engine."""
+    process = runs.start(*VLLM, "iterations=2")
+    kill_engine(process.pid)
+    while (1, "rollout") not in runs.executed("started"):
+        assert process.poll() is None, runs.output_path(0).read_text()
+        time.sleep(0.05)
+    kill_engine(process.pid)
+    assert process.wait(300) == 0, runs.output_path(0).read_text()
+    lost = [x for x in runs.ledger() if "the stage is repeated" in x["event"]]
+    assert (lost[-1]["iteration"], lost[-1]["stage"]) == (1, "rollout")
+    assert "EngineLost" in lost[-1]["event"]
+    assert runs.shared_memory() == []
+    runs.wait_for_workers_to_end()
+
+
+def kill_engine(controller: int) -> None:
+    """SIGKILL to vLLM's engine process as soon as there is one."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        for child in psutil.Process(controller).children(recursive=True):
+            with suppress(psutil.Error):
+                if "EngineCor" in child.name():
+                    child.kill()
+                    return
+        time.sleep(0.05)
+    raise AssertionError("no engine process appeared")
 
 
 def test_a_killed_vllm_process_costs_its_engine_only(
