@@ -37,7 +37,6 @@ from earl_core.learner.checkpoint import verify_training_state
 REPOSITORY = Path(__file__).parents[2]
 MARK = "EARL_CAMPAIGN"
 ITERATIONS = 4
-_MEAN_PAUSE_SECONDS = 6.0
 _TRIAL_SECONDS = 1800.0
 _ENDING_SECONDS = 60.0
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -64,7 +63,8 @@ def main() -> int:
             break
         variant = number % len(_VARIANTS)
         expected = undisturbed(directory, variant)
-        found = Trial(directory, number, variant, options.seed).run(options.kills, expected)
+        trial = Trial(directory, number, variant, options.seed, options.pause)
+        found = trial.run(options.kills, expected)
         with results.open("a") as stream:
             stream.write(json.dumps(found) + "\n")
         print(
@@ -79,8 +79,10 @@ def main() -> int:
 class Trial:
     """One run and those who kill it."""
 
-    def __init__(self, directory: Path, number: int, variant: int, seed: int) -> None:
-        self.number, self.variant = number, variant
+    def __init__(
+        self, directory: Path, number: int, variant: int, seed: int, mean_pause: float = 1.0
+    ) -> None:
+        self.number, self.variant, self.mean_pause = number, variant, mean_pause
         self.scratch = directory / f"trial-{number}"
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
@@ -147,7 +149,7 @@ class Trial:
 
     def pause(self, process: subprocess.Popen[bytes]) -> None:
         """A random while, or until the process ends."""
-        until = time.monotonic() + self.chance.expovariate(1 / _MEAN_PAUSE_SECONDS)
+        until = time.monotonic() + self.chance.expovariate(1 / self.mean_pause)
         while process.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
 
@@ -328,6 +330,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=8, help="In each trial, at the most.")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="No trial after that.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=6.0,
+        help="Mean seconds between kills; more where a run is slow.",
+    )
     parser.add_argument("--nice", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="Two trials of three kills.")
     options = parser.parse_args()
