@@ -37,6 +37,9 @@ from earl_core.learner.checkpoint import verify_training_state
 REPOSITORY = Path(__file__).parents[2]
 MARK = "EARL_CAMPAIGN"
 ITERATIONS = 4
+_MANY_KINDS, _SPARED = 4, 0.8
+"""A process that only starts, with few kinds of others beside it, is mostly left alone: it takes
+as long as several iterations, and would get most of the kills."""
 _TRIAL_SECONDS = 1800.0
 _ENDING_SECONDS = 60.0
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -161,7 +164,8 @@ class Trial:
         for each in self.marked():
             if kind := self.kind_of(each, process.pid):
                 kinds.setdefault(kind, []).append(each)
-        if not kinds:
+        few = len(kinds) < _MANY_KINDS and self.chance.random() < _SPARED
+        if few or not kinds:
             return
         kind = self.chance.choice(sorted(kinds))
         victim = self.chance.choice(sorted(kinds[kind], key=lambda each: each.pid))
