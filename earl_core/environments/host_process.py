@@ -200,7 +200,9 @@ class HostProcess(asyncio.Protocol):
             self._log = open(log_path, "ab+", opener=private)  # noqa: SIM115
         self._log_start = self._log.seek(0, os.SEEK_END)
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "earl_core.environments.host", str(theirs.fileno())]
+        # -P: the working directory comes last, where `path` has it.
+        command = [sys.executable, "-P", "-m", "earl_core.environments.host"]
+        command.append(str(theirs.fileno()))
         # The death signal belongs to the thread that starts the process: only the main one lives as
         # long as this process does.
         if threading.current_thread() is threading.main_thread():

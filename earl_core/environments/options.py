@@ -68,6 +68,10 @@ def import_object(path: str, what: str) -> Any:
         raise EnvironmentConfigError(
             f"{what} is {path!r}; write an import path like 'package.module:name'."
         )
+    if module_name.partition(".")[0] in ("flows", "tasks"):
+        raise EnvironmentConfigError(
+            f"{what} {path!r}: EARL has a package of that name itself. Rename the module."
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

@@ -1,0 +1,53 @@
+"""Makes `earl_core`, `tasks` and `flows` mean this project's, whatever else a process finds.
+
+`tasks` and `flows` are names that others give to their own files, Prefect's users above all. Where
+the working directory or PYTHONPATH comes before the installed packages, theirs would be imported
+in place of ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+PACKAGES = ("earl_core", "tasks", "flows")
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def prepare() -> None:
+    """Bind our packages to the folder that this file lies in; the working directory comes last.
+
+    Environments, builders and reward functions by import path may lie there.
+
+    Raises `ImportError` with one sentence when another module was imported under such a name.
+    """
+    for name in PACKAGES:
+        home = _ROOT / name / "__init__.py"
+        known = sys.modules.get(name)
+        if known is None:
+            _load(name, home)
+        elif Path(getattr(known, "__file__", None) or "").resolve() != home:
+            where = getattr(known, "__file__", None) or list(getattr(known, "__path__", "?"))[0]
+            raise ImportError(
+                f"{where} was imported as {name!r}, the name of a package of EARL: rename it, or "
+                "take its folder out of PYTHONPATH"
+            )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _load(name: str, home: Path) -> None:
+    folder = [str(home.parent)]
+    found = importlib.util.spec_from_file_location(name, home, submodule_search_locations=folder)
+    if found is None or found.loader is None:
+        raise ImportError(f"{home} is missing: install EARL again")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
