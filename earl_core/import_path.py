@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGES = ("earl_core", "tasks", "flows")
@@ -30,13 +31,22 @@ def prepare() -> None:
         if known is None:
             _load(name, home)
         elif Path(getattr(known, "__file__", None) or "").resolve() != home:
-            where = getattr(known, "__file__", None) or list(getattr(known, "__path__", "?"))[0]
+            where = getattr(known, "__file__", None) or ", ".join(known.__path__)
             raise ImportError(
                 f"{where} was imported as {name!r}, the name of a package of EARL: rename it, or "
                 "take its folder out of PYTHONPATH"
             )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+
+
+def child_path(environment: Mapping[str, str]) -> str:
+    """The PYTHONPATH with which `python -P -m` finds this code first; the rest as it was.
+
+    -P keeps the working directory from coming before everything.
+    """
+    known = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(_ROOT), *(e for e in known if e not in ("", str(_ROOT)))])
 
 
 def _load(name: str, home: Path) -> None:

@@ -61,8 +61,10 @@ def install(target: str, dev: bool, dry_run: bool) -> str:
 
 def _uv(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "uv", "pip", command, "--quiet", "--no-config"]
-        + ["--python", sys.executable, *arguments],
+        [
+            *(sys.executable, "-m", "uv", "pip", command, "--quiet", "--no-config"),
+            *("--python", sys.executable, *arguments),
+        ],
         env={**os.environ, **sources(_pip_configuration())},
         stderr=subprocess.PIPE,
         text=True,

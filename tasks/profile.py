@@ -169,7 +169,7 @@ class Profiler:
     def _prepare_model(self) -> None:
         path = Path(self.config.model.path)
         if not (path / "config.json").is_file():
-            if self.config.model.builder is None:
+            if self.config.model.maker is None:
                 raise ConfigError(
                     f"model.path {str(path)!r} is not a model directory (no config.json), and "
                     "there is no model.builder that could make it: correct the path"

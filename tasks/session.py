@@ -56,7 +56,8 @@ class Session:
     def _prepare_model(self) -> None:
         path = Path(self.config.model.path)
         if not (path / "config.json").is_file():
-            self.listener("model", 0, {"building": str(path)})
+            what = "downloading" if self.config.model.from_hub else "building"
+            self.listener("model", 0, {what: str(path)})
             deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
             self.groups.call(deployment, "model", "build", 0)
             self.groups.retire("model", 0)

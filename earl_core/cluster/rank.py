@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.base import MemoryUse
@@ -20,6 +19,7 @@ from earl_core.cluster.logs import LogFile
 from earl_core.cluster.processes import inspect
 from earl_core.cluster.wire import FrameBuffer
 from earl_core.files import private
+from earl_core.import_path import child_path
 
 
 class RankHandle:
@@ -69,10 +69,6 @@ class RankHandle:
     def _spawn(
         self, fds: tuple[int, ...], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        # -P keeps the working directory from shadowing modules; -m needs this package on the path.
-        root = str(Path(__file__).resolve().parents[2])
-        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-        path = os.pathsep.join([root, *(entry for entry in paths if entry not in ("", root))])
         command = [sys.executable, "-P", "-m", "earl_core.cluster.supervisor"]
         with open(self.log.path, "ab", opener=private) as log:
             return subprocess.Popen(
@@ -81,7 +77,7 @@ class RankHandle:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment, "PYTHONPATH": path},
+                env={**environment, "PYTHONPATH": child_path(environment)},
                 # A session of its own: Ctrl-C on the terminal reaches the controller only.
                 start_new_session=True,
             )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import Field, field_validator
 
 from earl_core.config.base import Options, Settings
+
+# `models/` is where recipes and documentation keep directories.
+_HUB_NAME = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB = "earl_core.models.hub:build"
 
 
 class ModelConfig(Settings):
     """The initial policy: any causal language model that transformers loads."""
 
     path: str = Field(
-        description="A Hugging Face model directory (weights, config and tokenizer). "
-        "Relative paths are relative to the working directory."
+        description="A Hugging Face model directory (weights, config and tokenizer), relative to "
+        "the working directory. Where there is none and no builder, `org/name` names a model of "
+        "the hub, downloaded once; ./org/name is always a directory."
     )
     builder: str | None = Field(
         default=None,
@@ -26,6 +33,16 @@ class ModelConfig(Settings):
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model directory."
     )
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether the model hub is asked when `path` does not exist."""
+        return self.builder is None and _HUB_NAME.fullmatch(self.path) is not None
+
+    @property
+    def maker(self) -> str | None:
+        """`package.module:function` that makes the model when `path` does not exist; None: none."""
+        return _HUB if self.from_hub else self.builder
 
     @field_validator("builder")
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 from earl_core.dispatch.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.names import is_uid
 from earl_core.dispatch.spill import SpillError
+from earl_core.import_path import child_path
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +140,8 @@ class Spiller:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "earl_core.dispatch.spill_process", *self._arguments],
+            [sys.executable, "-P", "-m", "earl_core.dispatch.spill_process", *self._arguments],
+            env={**os.environ, "PYTHONPATH": child_path(os.environ)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

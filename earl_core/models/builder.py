@@ -1,4 +1,4 @@
-"""Makes the initial model when `model.path` does not exist: runs `model.builder` in a worker."""
+"""Makes the initial model when `model.path` does not exist: in a worker."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ class ModelBuilder:
     def build(self) -> dict[str, Any]:
         """Make the model directory; raises `ConfigError` when that cannot work."""
         path = Path(self._model.path)
-        if self._model.builder is None:
+        maker = self._model.maker
+        if maker is None:
             raise ConfigError(
                 f"model.path {str(path)!r} is not a model directory (no config.json) and there is "
                 "no model.builder that could make it: correct the path"
             )
-        module, _, name = self._model.builder.partition(":")
+        module, _, name = maker.partition(":")
         try:
             build = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"model.builder {self._model.builder!r} cannot be imported: {error}"
-            ) from error
+            raise ConfigError(f"model.builder {maker!r} cannot be imported: {error}") from error
         try:
             options = resolve(self._model.builder_options)
         except SecretUnavailable as error:
             raise ConfigError(f"model.builder_options: {error}") from None
         build(path, **options)
         if not (path / "config.json").is_file():
-            raise ConfigError(f"model.builder {self._model.builder!r} made no model in {path}")
+            raise ConfigError(f"model.builder {maker!r} made no model in {path}")
         return {"path": str(path)}

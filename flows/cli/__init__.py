@@ -1,4 +1,6 @@
-"""The command line, started by `earl_core.command`; prefect is imported by the commands that need it.
+"""The command line. Prefect is imported by the commands that need it.
+
+`earl` starts in `earl_core.command`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from flows.cli.errors import reported
 
 app = typer.Typer(
     help="Train language models by reinforcement learning in games and tools.",
-    epilog="Start with: earl doctor, then earl train tictactoe_tiny",
+    epilog="Start with: earl doctor, then earl demo or earl train tictactoe_tiny",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -66,6 +66,21 @@ def train(
         given = [f"name={name}"] if name else []
         given += [f"iterations={iterations}"] if iterations else []
         run_training(config, [*(overrides or []), *given], plain)
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
+    plain: Plain = False,
+    debug: Debug = False,
+) -> None:
+    """Train SmolLM2-135M at tic-tac-toe, in minutes on two CPU cores: the recipe `demo`."""
+    with reported(debug):
+        from flows.cli.demo import demo as run_demo
+
+        given = [f"iterations={iterations}"] if iterations else []
+        run_demo([*(overrides or []), *given], plain)
 
 
 @app.command()

@@ -19,6 +19,7 @@ from flows.cli.progress import (
     EvaluationRow,
     IterationRow,
     Progress,
+    getting_model,
     layout_news,
     preparation,
 )
@@ -182,8 +183,8 @@ class PlainDisplay(_Base):
             return told
         if preparing := preparation(event):
             return preparing
-        if "building" in event:
-            return f"building the model {event['building']}"
+        if getting := getting_model(event):
+            return getting
         if event.get("stage_started"):
             return f"iteration {iteration}: {stage} started"
         # Progress comes several times a second; half of the way is enough of it.

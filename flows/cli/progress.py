@@ -141,8 +141,8 @@ class Progress:
         with self._lock:
             if event.get("finished"):
                 self._finish(stage, iteration, event.get("metrics", {}))
-            elif "building" in event:
-                self._activity = Activity(stage=f"building the model {event['building']}")
+            elif getting := getting_model(event):
+                self._activity = Activity(stage=getting)
             elif layout_news(iteration, event):
                 # A line that stays; what goes on goes on.
                 return
@@ -190,6 +190,13 @@ class Progress:
                 seconds=time.monotonic() - self._started,
                 iteration_seconds=pace,
             )
+
+
+def getting_model(event: Mapping[str, Any]) -> str:
+    """What an event says about a model that is made first; empty: nothing."""
+    if "downloading" in event:
+        return f"downloading the model {event['downloading']} from the model hub"
+    return f"building the model {event['building']}" if "building" in event else ""
 
 
 def preparation(event: Mapping[str, Any]) -> str:

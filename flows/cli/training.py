@@ -134,7 +134,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     """
     check_references(settings)
     model = Path(settings.model.path)
-    if not (model / "config.json").is_file() and settings.model.builder is None:
+    if not (model / "config.json").is_file() and settings.model.maker is None:
         raise ConfigError(
             f"model.path {str(model)!r} is not a model directory (no config.json), and there is no "
             "model.builder that could make it: correct the path, or prepare the model first"

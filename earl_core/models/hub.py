@@ -1,0 +1,73 @@
+"""A model of the model hub: downloaded once, before anything else of a run starts.
+
+Runs in a process of its own, the only one of EARL's that may ask the hub. The files lie in
+huggingface_hub's own cache, which other programs share; a link with the model's name points there
+from the working directory, and keeps the revision.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from earl_core.models import ModelBuildError
+
+_READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
+
+
+def build(directory: Path) -> None:
+    """Download the model `org/name`, which is also the relative path of the link that is made.
+
+    Does nothing when there is a model already. Raises `ModelBuildError` with what to do when the
+    hub cannot be reached, has no such model, or does not give it to this user.
+    """
+    if (directory / "config.json").is_file():
+        return
+    snapshot = _download(directory.as_posix())
+    if directory.is_symlink():
+        directory.unlink()  # to a snapshot that was removed from the cache
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.symlink_to(snapshot, target_is_directory=True)
+    except OSError as error:
+        raise ModelBuildError(
+            f"{directory} cannot be made ({error.strerror}): move what is there out of the way, or "
+            f"set model.path to {snapshot}, where the model lies now"
+        ) from error
+
+
+def _download(name: str) -> Path:
+    # Read when the library is imported, which this process has not done yet.
+    os.environ["HF_HUB_OFFLINE"] = "0"
+    os.environ.pop("TRANSFORMERS_OFFLINE", None)
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        found = HfApi().model_info(name)
+        files = needed_files([item.rfilename for item in found.siblings or ()])
+        return Path(snapshot_download(name, revision=found.sha, allow_patterns=files))
+    except RepositoryNotFoundError as error:  # or one that wants a token
+        raise ModelBuildError(
+            f"model.path {name!r} is no directory here, and the model hub gives this user no model "
+            "of that name: correct model.path, or, where the model's licence must be accepted "
+            "first, accept it there and set HF_TOKEN"
+        ) from error
+    except HfHubHTTPError as error:
+        why = f"answered with {error.response.status_code}"
+    except Exception as error:  # of whichever HTTP library it uses
+        why = f"cannot be reached: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    raise ModelBuildError(
+        f"model.path {name!r} is no directory here, and the model hub, from which a model of that "
+        f"name would be downloaded, {why}. Set model.path to a directory with a model, or copy "
+        f"the model into ./{name}"
+    )
+
+
+def needed_files(names: Sequence[str]) -> list[str]:
+    """Of a repository's files: weights in one format, configuration, tokenizer, no sub-folders."""
+    top = [name for name in names if PurePosixPath(name).parent == PurePosixPath(".")]
+    weights = [name for name in top if name.endswith(".safetensors")]
+    weights = weights or [name for name in top if name.startswith("pytorch_model")]
+    return [name for name in top if name in weights or PurePosixPath(name).suffix in _READ]
