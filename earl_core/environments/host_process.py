@@ -208,6 +208,8 @@ class HostProcess(asyncio.Protocol):
         if threading.current_thread() is threading.main_thread():
             command.append("--die-with-parent")
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        # An engine beside it may want this; a user's own scripts may not.
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
         try:
             self._process = subprocess.Popen(
                 command,
@@ -216,7 +218,7 @@ class HostProcess(asyncio.Protocol):
                 stderr=self._log,
                 pass_fds=[theirs.fileno()],
                 # Equal hashes let an environment that iterates over sets be rebuilt.
-                env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+                env={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
                 start_new_session=True,
             )
         except BaseException:

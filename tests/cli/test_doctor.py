@@ -53,13 +53,16 @@ def test_libraries_that_break_vllm_are_found(monkeypatch: pytest.MonkeyPatch) ->
         return known[name]
 
     monkeypatch.setattr(packages, "version", version)
+    wants = ["prefect==3.7.7", "torch>=2.11,<2.13", "vllm==0.32.0; extra == 'vllm'"]
+    monkeypatch.setattr(packages, "requires", lambda name: wants)
     wanting = load_config(CONFIG, ["rollout.engine=vllm"])
     findings = list(packages.check_packages(wanting))
     trap = [finding for finding in findings if "torchvision 0.28.0" in finding.text]
     assert [finding.level for finding in trap] == ["blocks"]
     assert "pip uninstall -y torchvision torchaudio torchcodec" in trap[0].advice
     missing = {finding.text for finding in findings if finding.level == "blocks"}
-    assert "prefect is not installed" in missing
+    assert "prefect is not installed; ==3.7.7 is wanted" in missing
+    assert "torch 2.13.0+cpu is installed; <2.13,>=2.11 is wanted" in missing
     del known["torchvision"]
     assert not [f for f in packages.check_packages(wanting) if "torchvision" in f.text]
 

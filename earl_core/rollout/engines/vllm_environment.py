@@ -62,6 +62,8 @@ def prepare(scratch: Path, ranks: int, threads: int, cores: Sequence[int]) -> No
         # What its processes listen on asks for no password.
         VLLM_HOST_IP="127.0.0.1",
         VLLM_LOOPBACK_IP="127.0.0.1",
+        # vLLM runs modules with -m, before whose imports the working directory's files come.
+        PYTHONSAFEPATH="1",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
     )
