@@ -1,0 +1,39 @@
+"""A run's life with each of its I/O calls failing, or ended there by a kill or a power cut."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.crash_sweep import KINDS
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> dict[str, Any]:
+    ended = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT, timeout=300, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_whatever_happens_at_any_io_call(kind: str) -> None:
+    found = run("tests.run.crash_sweep", kind)
+    # A whole life makes about 370 calls; one that makes few tests little.
+    assert found["calls"] > 200
+    assert found["failed"] > (200 if KINDS[kind] is None else 30)
+    assert sum(found["ends"].values()) == found["failed"]
+    assert found["ends"].get("killed", 0) == (found["failed"] if kind == "kill" else 0)
+
+
+def test_a_run_goes_on_after_a_power_cut_at_any_write() -> None:
+    assert run("tests.run.power_cuts", "1")["cuts"] > 150
