@@ -16,6 +16,7 @@ from earl_core.run.checkpoints import remove_leftovers
 from earl_core.run.journal import Journal, read_lines
 from earl_core.run.record import RunDamaged, read_record
 from tests.run.life import life_config
+from tests.run.test_run_directory import seal
 
 
 def test_a_torn_line_never_eats_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,7 +81,7 @@ def test_an_edited_or_lost_run_json_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RunDamaged, match=reason):
             RunDirectory.open(config)
     path.unlink()
-    with pytest.raises(RunDamaged, match="holds a run but no run.json"):
+    with pytest.raises(RunDamaged, match=r"holds a run but no run\.json"):
         RunDirectory.open(config)
     path.write_text(whole)
     RunDirectory.open(config).close()
@@ -132,8 +133,6 @@ def test_a_stage_repeated_after_its_release_is_released_again(tmp_path: Path) ->
     path = run.stage_path(0, "rollout").with_suffix(".released")
     path.parent.mkdir()
     path.touch()
-    from tests.run.test_run_directory import seal
-
     entry = seal(run, 0, "rollout", "key").shards[0]
     run.close()
     again = RunDirectory.open(run.config)
