@@ -60,7 +60,7 @@ def test_nothing_but_a_file_is_read_and_nothing_blocks(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     write_atomic(tmp_path / "file", b"x")
     for name in ("fifo", "folder", "link"):
-        with pytest.raises(OSError, match="regular file|directory"):
+        with pytest.raises(OSError, match=r"regular file|directory"):
             read_file(tmp_path / name)
     assert read_file(tmp_path / "link", follow_links=True) == b"x"
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
