@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from earl_core.dispatch.names import MARK, is_own_file, is_unfinished_mark, unlink_own
+from earl_core.files import write_all
 from earl_core.user_directory import make_parent
 
 _FORMAT = "earl.store/1"
@@ -91,7 +92,7 @@ def write_mark(directory: Path, run_directory: Path | None) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(aside, flags, 0o600)
         try:
-            os.write(descriptor, json.dumps(content).encode())
+            write_all(descriptor, json.dumps(content).encode())
         finally:
             os.close(descriptor)
         os.replace(aside, directory / MARK)

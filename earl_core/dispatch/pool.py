@@ -163,8 +163,10 @@ class SegmentPool:
             if is_ours(name):
                 unlink_own(self.directory / name)
         if set(self._files.names()) <= {MARK, LIVE}:
-            for name in (LIVE, MARK):
-                unlink_own(self.directory / name)
+            unlink_own(self.directory / LIVE)
+            # Whatever could not be removed needs the mark: without it nobody may touch it.
+            if self._files.names() == [MARK]:
+                unlink_own(self.directory / MARK)
             with suppress(OSError):
                 self.directory.rmdir()
 

@@ -15,7 +15,7 @@ from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import remove_leftovers
 from earl_core.run.journal import Journal, read_lines
 from earl_core.run.record import RunDamaged, read_record
-from tests.run.life import life_config
+from tests.durability.life import life_config
 from tests.run.test_run_directory import seal
 
 

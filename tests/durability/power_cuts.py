@@ -1,4 +1,4 @@
-"""`python -m tests.run.power_cuts`: the power fails at any write of a run's life.
+"""`python -m tests.durability.power_cuts`: the power fails at any write of a run's life.
 
 What no sync has reached is gone, or a part of it, and shared memory is. Whatever is left must open,
 with the metrics of all that is STABLE, and end with the weights of an undisturbed life.
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.run.crash_sweep import SweepFailed, in_child, life_after, warm
-from tests.run.io_calls import CHANGES, intercepted
-from tests.run.life import life_config, live
+from tests.durability.crash_sweep import SweepFailed, in_child, life_after, warm
+from tests.durability.io_calls import CHANGES, intercepted
+from tests.durability.life import life_config, live
 
 Tree = dict[str, "Tree | bytes"]
 

@@ -1,4 +1,4 @@
-"""`python -m tests.run.crash_sweep KIND`: a run's life with one of its I/O calls failing, each.
+"""`python -m tests.durability.crash_sweep KIND`: a run's life with one of its I/O calls failing, each.
 
 For every call of a whole life: a process lives until that call and is killed there, or the call
 fails; another process opens the run, finds all that was acknowledged and lives on. Its weights, the
@@ -26,8 +26,8 @@ from earl_core.config import ConfigError
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory, directory
 from earl_core.run.record import RunDamaged
-from tests.run.io_calls import intercepted
-from tests.run.life import ITERATIONS, Life, life_config, live, weights_of
+from tests.durability.io_calls import intercepted
+from tests.durability.life import ITERATIONS, Life, life_config, live, weights_of
 
 _DESCRIPTORS = frozenset({"open", "scandir", "listdir"})
 _SPACE = frozenset(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.run.crash_sweep import KINDS
+from tests.durability.crash_sweep import KINDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def run(*command: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_whatever_happens_at_any_io_call(kind: str) -> None:
-    found = run("tests.run.crash_sweep", kind)
+    found = run("tests.durability.crash_sweep", kind)
     # A whole life makes about 370 calls; one that makes few tests little.
     assert found["calls"] > 200
     assert found["failed"] > (200 if KINDS[kind] is None else 30)
@@ -36,4 +36,4 @@ def test_a_run_goes_on_whatever_happens_at_any_io_call(kind: str) -> None:
 
 
 def test_a_run_goes_on_after_a_power_cut_at_any_write() -> None:
-    assert run("tests.run.power_cuts", "1")["cuts"] > 150
+    assert run("tests.durability.power_cuts", "1")["cuts"] > 150
