@@ -1,4 +1,4 @@
-"""`python -m tests.durability.crash_sweep KIND`: a run's life with one of its I/O calls failing, each.
+"""`python -m tests.durability.crash_sweep KIND`: a run's life with each of its I/O calls failing.
 
 For every call of a whole life: a process lives until that call and is killed there, or the call
 fails; another process opens the run, finds all that was acknowledged and lives on. Its weights, the
