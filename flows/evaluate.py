@@ -13,6 +13,7 @@ from pydantic import Field
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.secrets import redact_tree
+from flows.overrides import Overrides
 from flows.policy import PolicyPlayer, find_checkpoint
 
 _on_progress: Callable[[dict[str, Any]], None] | None = None
@@ -61,9 +62,7 @@ async def evaluate(
     temperature: Annotated[
         float | None, Field(ge=0, description="0: greedy; empty: as the run's own evaluations")
     ] = None,
-    overrides: Annotated[
-        list[str], Field(description="Settings that differ from the run's, each as a.b=c")
-    ] = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
+    overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any]:
     """Count the outcomes of held-out games with 95 % intervals.
 

@@ -14,6 +14,7 @@ from pydantic import Field
 from earl_core.config import load_config
 from earl_core.selector.profile_table import table_path
 from earl_core.selector.survey import Point
+from flows.overrides import Overrides
 from flows.reaper import reap, register_flow_run
 from tasks.plan_report import markdown_table
 from tasks.profile import Profiler, describe, measure, open_profiler
@@ -47,7 +48,7 @@ async def profile(
     context: Annotated[
         int | None, Field(ge=8, description="Longest context to measure; empty: the model's range")
     ] = None,
-    overrides: Annotated[list[str], Field(description="Further settings, each as a.b=c")] = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
+    overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any]:
     """Measure the points that matter most for the selector's choices until the minutes are over.
 

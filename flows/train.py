@@ -11,6 +11,7 @@ from pydantic import Field
 from earl_core.config import RunConfig, load_config
 from flows.evaluation import evaluate_if_due
 from flows.iteration import iteration
+from flows.overrides import Overrides
 from flows.reaper import reap
 from flows.running import opened
 from tasks.select import select_inputs
@@ -31,7 +32,7 @@ async def train(
     prompts_per_iteration: Annotated[int | None, Field(ge=1)] = None,
     group_size: Annotated[int | None, Field(ge=1)] = None,
     learning_rate: Annotated[float | None, Field(gt=0)] = None,
-    overrides: Annotated[list[str], Field(description="Further settings, each as a.b=c")] = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
+    overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any]:
     """Train until `iterations` are done; a run that exists is continued."""
     common = {

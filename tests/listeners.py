@@ -1,4 +1,4 @@
-"""Which sockets processes listen on, as Linux shows them in /proc."""
+"""Which sockets processes listen on, as Linux shows them in /proc, and what they want to know."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterable
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from earl_core.cluster.processes import descendants
+
 _LISTENING = "0A"
+_PAUSE_SECONDS = 0.2
 
 
 class Listener(NamedTuple):
@@ -27,6 +31,47 @@ class Listener(NamedTuple):
     def on_loopback(self) -> bool:
         """Whether only processes of this machine reach it."""
         return ipaddress.ip_address(self.address).is_loopback
+
+
+@contextmanager
+def watching(pid: int) -> Iterator[dict[Listener, str]]:
+    """Collect all that the process's descendants listen on, until the block ends: each listener
+    and the first line of its answer to an HTTP request without a password."""
+    seen: dict[Listener, str] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_PAUSE_SECONDS):
+            for listener in listeners(process.pid for process in descendants(pid)):
+                if listener not in seen:
+                    seen[listener] = ask_http(listener) if owner(listener) == "other" else ""
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def owner(listener: Listener) -> str:
+    """Whose socket it is: torch, for the ranks of a mesh; vllm, for an engine; other."""
+    if "VLLM" in listener.command or "vllm" in listener.command:
+        return "vllm"
+    return "torch" if "earl_core.cluster.worker" in listener.command else "other"
+
+
+def ask_http(listener: Listener) -> str:
+    """The first line of the answer to who knows no password."""
+    if listener.kind != "tcp":
+        return ""
+    try:
+        with socket.create_connection((listener.address, listener.port), timeout=5) as asking:
+            asking.sendall(b"GET /api/admin/version HTTP/1.0\r\n\r\n")
+            return asking.recv(4096).split(b"\r\n")[0].decode(errors="replace")
+    except OSError as error:
+        return repr(error)
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:

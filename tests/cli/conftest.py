@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows import server
+from tests.listeners import Listener, watching
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "earl_core" / "recipes" / "tictactoe_tiny.yaml"
@@ -128,8 +129,17 @@ def fresh_earl(tmp_path: Path, shared_memory: Path) -> Earl:
 
 
 @pytest.fixture(scope="session")
-def finished_run(earl: Earl) -> subprocess.CompletedProcess[str]:
-    """A run named `done` of two iterations in `earl`'s directory."""
-    done = earl.run("train", str(CONFIG), "--name", "done", *earl.settings())
+def heard() -> dict[Listener, str]:
+    """What the processes of `finished_run`, and its server, listened on; filled by it."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def finished_run(earl: Earl, heard: dict[Listener, str]) -> subprocess.CompletedProcess[str]:
+    """A run named `done` of two iterations in `earl`'s directory, its update on two ranks."""
+    settings = earl.settings(layout__update__replicate="2")
+    with watching(os.getpid()) as seen:
+        done = earl.run("train", str(CONFIG), "--name", "done", *settings)
+    heard.update(seen)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
