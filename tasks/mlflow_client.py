@@ -264,6 +264,8 @@ def _first_use(uri: str) -> Iterator[None]:
                         "file if no run is starting"
                     ) from None
                 time.sleep(0.05)
+        # What environments said stands in it; SQLite's other files take its mode.
+        os.close(os.open(database, os.O_RDWR | os.O_CREAT, 0o600))
         yield
 
 

@@ -232,6 +232,7 @@ def test_what_an_environment_says_reaches_mlflow_without_secrets(
     secret = "sesame, open up"
     monkeypatch.setenv("DOOR_PASSWORD", secret)
     run = runs.run()
+    (runs.path / "runs" / "mlflow.db").unlink(missing_ok=True)
     tracker = runs.tracker(run)
     turn = {"observation": f"the door wants {secret}", "answer": secret, "reward": 0.0}
     plan = {"stages": [], "reasons": {"update": f"because {secret}"}}
@@ -243,6 +244,7 @@ def test_what_an_environment_says_reaches_mlflow_without_secrets(
     assert b"because (hidden)" in stored
     assert b"the door wants (hidden)" in stored
     assert secret.encode() not in stored
+    assert (runs.path / "runs" / "mlflow.db").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_refused_value_loses_only_itself(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
