@@ -30,6 +30,11 @@ class ModelConfig(Settings):
     chat_template: str | None = Field(
         default=None, description="A Jinja file that replaces the tokenizer's chat template."
     )
+    float32_head: bool = Field(
+        default=False,
+        description="Compute the logits in float32 in engine, trainer and reference, where the "
+        "rest is in bf16.",
+    )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model directory."
     )

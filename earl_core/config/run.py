@@ -94,6 +94,11 @@ class RunConfig(Settings):
                 "algorithm.kl.placement and algorithm.kl.coefficient contradict each other: set "
                 "placement to `loss` or `reward` and a positive coefficient, or neither"
             )
+        if self.model.float32_head and self._all_float32:
+            raise ValueError(
+                "model.float32_head changes nothing where rollout.dtype is float32 and "
+                "update.precision fp32: leave it out"
+            )
         budget = rollout.max_tokens_per_turn
         if budget is not None and budget > self.update.max_tokens_per_microbatch:
             raise ValueError(
@@ -119,9 +124,11 @@ class RunConfig(Settings):
     @property
     def mismatch_watch(self) -> MismatchWatch:
         """What judges the difference between the engine's log-probs and the trainer's."""
-        rollout, update = self.rollout, self.update
-        float32 = rollout.dtype == "float32" and update.precision == "fp32"
-        return MismatchWatch(float32, rollout.temperature, update.max_mismatch)
+        return MismatchWatch(self._all_float32, self.rollout.temperature, self.update.max_mismatch)
+
+    @property
+    def _all_float32(self) -> bool:
+        return self.rollout.dtype == "float32" and self.update.precision == "fp32"
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -185,6 +185,7 @@ def logprobs_of_trained(
     entropy: EntropyMode = "none",
     chunk_tokens: int | None = None,
     vocabulary: VocabularyShard | None = None,
+    float32_head: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (and entropies) of the trained tokens under softmax(logits / temperature).
 
@@ -192,6 +193,7 @@ def logprobs_of_trained(
     in chunks of `chunk_tokens`, or of as many as give `LOGITS_PER_CHUNK` logits; with more than
     one chunk each is recomputed in the backward pass, so memory holds one chunk whatever T' is.
     vocabulary: this rank's part where the head is split over ranks; the result is the whole one.
+    float32_head: the logits are computed in float32 also under autocast.
     """
     decoder = decoder_of(model)
     output = decoder(
@@ -202,17 +204,53 @@ def logprobs_of_trained(
     )
     hidden = output[0][0].index_select(0, packed.predictors)
     head = head_of(model)
+    settings = packed.targets, temperature, entropy, chunk_tokens, vocabulary
+    if not float32_head:
+        return _score_in_chunks(head, hidden, *settings)
+    device = hidden.device.type
+    rounded = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    with torch.autocast(device, enabled=False):
+        return _score_in_chunks(Float32Head(head, rounded), hidden.float(), *settings)
+
+
+class Float32Head:
+    """An output layer that multiplies in float32.
+
+    rounded: the dtype in which the engine has the weights; they are rounded to it, so that both
+    sides multiply with the same numbers. Gradients reach the weights unrounded.
+    """
+
+    def __init__(self, head: nn.Module, rounded: torch.dtype | None) -> None:
+        weight = cast(torch.Tensor, head.weight).float()
+        if rounded is not None:
+            weight = weight + (weight.to(rounded).float() - weight).detach()
+        self.weight = weight
+        self.bias = cast("torch.Tensor | None", getattr(head, "bias", None))
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+
+def _score_in_chunks(
+    head: nn.Module | Float32Head,
+    hidden: torch.Tensor,
+    all_targets: torch.Tensor,
+    temperature: float,
+    entropy: EntropyMode,
+    chunk_tokens: int | None,
+    vocabulary: VocabularyShard | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     score: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _score_positions
     width = cast(torch.Tensor, head.weight).shape[0]
     if vocabulary is not None:
         hidden, score, width = vocabulary.enter(hidden), vocabulary.score, vocabulary.most
     chunk = chunk_tokens or max(1, LOGITS_PER_CHUNK // width)
     if hidden.shape[0] <= chunk:
-        return score(head, hidden, packed.targets, temperature, entropy)
+        return score(head, hidden, all_targets, temperature, entropy)
     parts = [
         checkpoint(score, head, part, targets, temperature, entropy, use_reentrant=False)
         for part, targets in zip(
-            torch.split(hidden, chunk), torch.split(packed.targets, chunk), strict=True
+            torch.split(hidden, chunk), torch.split(all_targets, chunk), strict=True
         )
     ]
     logprobs = torch.cat([part[0] for part in parts])
@@ -220,7 +258,7 @@ def logprobs_of_trained(
 
 
 def _score_positions(
-    head: nn.Module,
+    head: nn.Module | Float32Head,
     hidden: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
@@ -246,10 +284,12 @@ class PolicyModule(nn.Module):
         *,
         chunk_tokens: int | None = None,
         vocabulary: VocabularyShard | None = None,
+        float32_head: bool = False,
     ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
+        self.float32_head = float32_head
         self.vocabulary = vocabulary
 
     def forward(
@@ -262,5 +302,6 @@ class PolicyModule(nn.Module):
             temperature=temperature,
             entropy=entropy,
             chunk_tokens=self.chunk_tokens,
+            float32_head=self.float32_head,
             vocabulary=self.vocabulary,
         )

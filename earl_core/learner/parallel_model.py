@@ -66,19 +66,26 @@ class ParallelModel:
 
 
 def parallelize(
-    model: PreTrainedModel, mesh: UpdateMesh, *, chunk_tokens: int | None = None
+    model: PreTrainedModel,
+    mesh: UpdateMesh,
+    *,
+    chunk_tokens: int | None = None,
+    float32_head: bool = False,
 ) -> ParallelModel:
     """Lay a model out in place on the mesh's device.
 
     The model may be on the meta device and stays there; else every rank has the same whole
-    weights, of which it keeps its parts. chunk_tokens: as in `logprobs_of_trained`.
+    weights, of which it keeps its parts. chunk_tokens, float32_head: as in
+    `logprobs_of_trained`.
 
     Raises ConfigError, with the degrees that work, when it cannot be split so often.
     """
     vocabulary = None
     if mesh.shape.tensor > 1:
         vocabulary = split_over_ranks(model, mesh.submesh("tensor"))
-    module = PolicyModule(model, chunk_tokens=chunk_tokens, vocabulary=vocabulary)
+    module = PolicyModule(
+        model, chunk_tokens=chunk_tokens, vocabulary=vocabulary, float32_head=float32_head
+    )
     if mesh.group("parameters") is not None:
         parameters = mesh.parameter_mesh
         for layer in _layers(model):
@@ -106,7 +113,10 @@ def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
     settle(model)
     if source.model.is_gradient_checkpointing:
         checkpoint_activations(model)
-    return parallelize(model, mesh, chunk_tokens=source.module.chunk_tokens)
+    module = source.module
+    return parallelize(
+        model, mesh, chunk_tokens=module.chunk_tokens, float32_head=module.float32_head
+    )
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -83,7 +83,10 @@ class PolicyLearner:
         )
         self.tokenizer = load_tokenizer(model, directory)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
-        self.adopt(parallelize(loaded, mesh, chunk_tokens=logits_chunk_tokens), {})
+        parallel = parallelize(
+            loaded, mesh, chunk_tokens=logits_chunk_tokens, float32_head=model.float32_head
+        )
+        self.adopt(parallel, {})
 
     def adopt(
         self, parallel: ParallelModel, state: Mapping[str, Mapping[str, torch.Tensor]]

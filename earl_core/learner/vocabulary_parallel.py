@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from earl_core.learner.model import EntropyMode
+    from earl_core.learner.model import EntropyMode, Float32Head
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class VocabularyShard:
 
     def score(
         self,
-        head: nn.Module,
+        head: nn.Module | Float32Head,
         hidden: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,

@@ -13,17 +13,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from earl_core.config.base import ConfigError
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
 def model_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration in a model directory, its positions pinned."""
+    """The configuration in a model directory, its positions pinned.
+
+    Raises ConfigError for a directory with code of its own that nobody trusts.
+    """
     from transformers import AutoConfig
 
-    found = AutoConfig.from_pretrained(
-        directory, trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    try:
+        found = AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            f"the model in {directory} brings Python code of its own, which is not run unasked: "
+            "read it, then set model.trust_remote_code to true, or choose another model"
+        ) from error
     return pin_positions(found)
 
 

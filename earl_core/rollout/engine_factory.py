@@ -57,6 +57,7 @@ def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
             max_running_requests=running,
             max_model_len=max_model_len,
             threads=threads,
+            float32_head=config.model.float32_head,
             trust_remote_code=config.model.trust_remote_code,
         )
     from earl_core.rollout.engines.vllm_engine import VllmEngine
@@ -70,6 +71,7 @@ def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
         threads=threads,
         tensor_parallel=deployment.tensor_parallel,
         settings=rollout.vllm,
+        float32_head=config.model.float32_head,
         trust_remote_code=config.model.trust_remote_code,
     )
 

@@ -105,7 +105,8 @@ def plain_ppo_step(
         policy = -torch.min(ratio * advantage, clipped * advantage)
         policy = policy * torch.clip(torch.exp(old - rollout), max=1.5)
         gap = reference - logprobs
-        per_token = policy + 0.1 * (torch.exp(gap) - gap - 1) - 0.01 * entropy
+        divergence = torch.clip(torch.exp(gap) - gap - 1, max=10)
+        per_token = policy + 0.1 * divergence - 0.01 * entropy
         if weigh == "token_mean":
             total = total + per_token.sum() / sum(trained.values())
         elif weigh == "sequence_mean_token_mean":

@@ -182,3 +182,12 @@ def _attention(
 
 
 AttentionInterface.register(ATTENTION, _attention)
+
+
+def common_prefix(cached: list[int], prompt: list[int]) -> int:
+    """How many tokens both begin with."""
+    if cached == prompt[: len(cached)]:
+        return len(cached)
+    pairs = zip(cached, prompt, strict=False)
+    differing = (index for index, (old, new) in enumerate(pairs) if old != new)
+    return next(differing, min(len(cached), len(prompt)))

@@ -27,9 +27,9 @@ from earl_core.rollout.engines.base import (
     answer_budget,
     check_requests,
 )
-from earl_core.rollout.engines.causal_model import load_causal_model
+from earl_core.rollout.engines.causal_model import OutputLayer, load_causal_model
 from earl_core.rollout.engines.counter_random import sample, uniform
-from earl_core.rollout.engines.slot_cache import Row, SlotCache
+from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
 from earl_core.weights.match import match
@@ -75,6 +75,7 @@ class TorchEngine:
         max_running_requests: int = 256,
         max_model_len: int | None = None,
         threads: int = 0,
+        float32_head: bool = False,
         trust_remote_code: bool = False,
         device: str | None = None,
     ) -> None:
@@ -84,6 +85,8 @@ class TorchEngine:
         self._dtype = resolve_dtype(dtype)
         self._max_running_requests = max_running_requests
         self._trust_remote_code = trust_remote_code
+        self._float32_head = float32_head
+        self._output: OutputLayer | None = None
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         # One thread computes: calls run one after another while the event loop stays free.
         self._executor = ThreadPoolExecutor(
@@ -204,6 +207,7 @@ class TorchEngine:
             max_model_len=self.max_model_len,
             trust_remote_code=self._trust_remote_code,
         )
+        self._output = OutputLayer(self._model, self._float32_head)
         self._config_digest = config_digest(self._model.config.to_dict())
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
 
@@ -259,7 +263,7 @@ class TorchEngine:
         for sequence_id, sampling in by_id.items():
             row, prompt = self._cache.row(sequence_id), list(sampling.request.tokens)
             # At least one token is computed anew, for its logits.
-            kept = min(_common_prefix(row.tokens, prompt), len(prompt) - 1)
+            kept = min(common_prefix(row.tokens, prompt), len(prompt) - 1)
             del row.tokens[kept:]
             todo[sequence_id] = prompt[kept:]
             self._totals["prompt_tokens"] += len(prompt)
@@ -291,6 +295,7 @@ class TorchEngine:
     def _forward(self, rows: list[Row], pieces: list[list[int]]) -> torch.Tensor:
         """Append a piece of tokens to each row; logits [rows, vocabulary] after its last one."""
         assert self._model is not None
+        assert self._output is not None
         width = max(len(piece) for piece in pieces)
         lengths = np.array([len(piece) for piece in pieces])
         starts = np.array([len(row.tokens) for row in rows])
@@ -316,7 +321,7 @@ class TorchEngine:
             row.tokens.extend(piece)
         last = torch.from_numpy(np.maximum(lengths - 1, 0)).to(self._device)
         picked = hidden[torch.arange(len(rows), device=self._device), last]
-        return self._model.get_output_embeddings()(picked)
+        return self._output.logits(picked)
 
     def _sample_next(self, running: list[_Sampling], logits: torch.Tensor) -> None:
         seeds = np.array([s.request.seed for s in running], dtype=np.uint64)
@@ -375,11 +380,13 @@ class TorchEngine:
                     raise
                 raise WeightSyncError(f"{self._lost}: {error}", engine_lost=True) from error
             self._cache.clear()
+            self._output = OutputLayer(self._model, self._float32_head)
             self.policy_version = manifest.policy_version
 
     def _release(self) -> None:
         with self._lock:
             self._cache.clear()
+            self._output = None
             self._released = True
             if self._device.type == "cuda" and self._model is not None:
                 self._model.to("cpu")
@@ -388,12 +395,5 @@ class TorchEngine:
     def _restore(self) -> None:
         if self._model is not None:
             self._model.to(self._device)
+            self._output = OutputLayer(self._model, self._float32_head)
         self._released = False
-
-
-def _common_prefix(cached: list[int], prompt: list[int]) -> int:
-    if cached == prompt[: len(cached)]:
-        return len(cached)
-    pairs = zip(cached, prompt, strict=False)
-    differing = (index for index, (old, new) in enumerate(pairs) if old != new)
-    return next(differing, min(len(cached), len(prompt)))

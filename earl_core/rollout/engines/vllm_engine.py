@@ -65,6 +65,7 @@ class VllmEngine:
         tensor_parallel: int = 1,
         settings: VllmConfig | None = None,
         scratch: Path | None = None,
+        float32_head: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         """`cores` are the CPU cores to use (all allowed ones when empty), `threads` how many of
@@ -78,6 +79,7 @@ class VllmEngine:
         self._settings = settings or VllmConfig()
         self._scratch = scratch
         self._sockets: Path | None = None
+        self._float32_head = float32_head
         self._trust_remote_code = trust_remote_code
         self._engine: Any = None
         self._parameters: Mapping[str, torch.Tensor] = {}
@@ -128,6 +130,7 @@ class VllmEngine:
             max_running_requests=self._max_running_requests,
             max_model_len=self.max_model_len,
             tensor_parallel=ranks,
+            float32_head=self._float32_head,
             trust_remote_code=self._trust_remote_code,
         )
         self._memory = MemoryWatch()

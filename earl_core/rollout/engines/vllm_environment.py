@@ -6,6 +6,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,14 @@ def load() -> None:
         ) from error
 
 
+def overrides(config: PretrainedConfig, float32_head: bool) -> PretrainedConfig:
+    """The model's configuration as vLLM's processes are to take it."""
+    config = pin_positions(config)
+    if float32_head:
+        config.head_dtype = "float32"
+    return config
+
+
 def check_heads(config: PretrainedConfig) -> None:
     """Raise `ModelRefused` for a size of attention heads with which vLLM's CPU backend would die
     at the first prompt."""
@@ -116,6 +125,7 @@ def engine_arguments(
     max_running_requests: int,
     max_model_len: int,
     tensor_parallel: int,
+    float32_head: bool,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
@@ -132,7 +142,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "hf_overrides": pin_positions,
+        "hf_overrides": partial(overrides, float32_head=float32_head),
         # Raw log-probs, the default, are not those of the tempered distribution sampled from.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "earl_core.rollout.engines.vllm_worker.PolicyWeights",
