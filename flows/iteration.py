@@ -135,8 +135,8 @@ async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
     misfit = None
     while True:
         plan = await stages.choose(misfit)
-        chosen = plan_of(stages.session, await result(plan))
-        await asyncio.to_thread(start_ahead, stages.session, stages.iteration, chosen)
+        session, chosen = stages.session, plan_of(stages.session, await result(plan))
+        await asyncio.to_thread(start_ahead, session.groups, session.run, stages.iteration, chosen)
         try:
             return await work(plan)
         except StageDoesNotFit as error:

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
+from earl_core.dispatch import ManifestError
+from earl_core.run import RunDirectory
 from earl_core.selector import DeploymentPlan
-from tasks.session import Session
+from tasks.groups import WorkerGroups
 
 
-def start_ahead(session: Session, iteration: int, plan: DeploymentPlan) -> None:
+def start_ahead(
+    groups: WorkerGroups, run: RunDirectory, iteration: int, plan: DeploymentPlan
+) -> None:
     """Begin to start the groups of the stages that are not sealed yet; returns at once.
 
-    A seal is a hint only: a stage whose seal does not count starts its group itself.
+    In the order of need. A seal is a hint only: a stage whose seal does not count starts its group
+    itself.
     """
 
     def unsealed(*stages: str) -> bool:
-        paths = (session.run.stage_path(iteration, stage) for stage in stages)
-        return not all(path.is_file() for path in paths)
+        return not all(run.stage_path(iteration, stage).is_file() for stage in stages)
 
-    if iteration >= session.config.iterations:
+    if iteration >= run.config.iterations:
         needed = {"rollout": unsealed("evaluation")}
     else:
         needed = {
             "rollout": unsealed("rollout"),
-            "update": unsealed("update", "publish"),
             "reference": unsealed("reference"),
+            "update": unsealed("update", "publish"),
         }
     roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
-    session.groups.start_ahead((role, plan.stages[role]) for role in roles)
+    groups.start_ahead((role, plan.stages[role]) for role in roles)
+
+
+def start_as_before(groups: WorkerGroups, run: RunDirectory, iteration: int) -> None:
+    """`start_ahead` by the plan that an earlier process has sealed, if it has.
+
+    Should another one be chosen, a stage rebuilds its group.
+    """
+    try:
+        sealed = run.manifest(iteration, "select").outputs["plan"]
+        plan = DeploymentPlan.model_validate(sealed)
+    except (ManifestError, ValidationError, KeyError):
+        return
+    start_ahead(groups, run, iteration, plan)

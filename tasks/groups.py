@@ -95,7 +95,7 @@ class WorkerGroups:
         self._released: set[Member] = set()
         self._lock = threading.RLock()
         self._starting: defaultdict[Member, threading.RLock] = defaultdict(threading.RLock)
-        self._turns = threading.BoundedSemaphore(max(2, hardware.cpu_cores // 2))
+        self._turns = threading.BoundedSemaphore(max(1, hardware.cpu_cores // 2))
         self._threads: list[threading.Thread] = []
         self._ahead: dict[Member, Ahead] = {}
 
@@ -223,7 +223,8 @@ class WorkerGroups:
 
         A stage that needs one of them waits for it. Groups that live are left alone, for only
         their stage knows how to bring their state into another layout, and so are those that must
-        not use a device beside others. An error is the stage's to raise: it starts the group again.
+        not use a device beside others. Half of the cores start groups ahead, for a stage may start
+        one of its own meanwhile. An error is the stage's to raise: it starts the group again.
         """
         for role, deployment in wanted:
             if self.hardware.gpus and self._config.layout.placed.gives_way(role):

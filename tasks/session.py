@@ -16,6 +16,7 @@ from earl_core.dispatch import PoolFull
 from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment, experience_deployment
+from tasks.ahead import start_as_before
 from tasks.groups import Progress, WorkerGroups
 from tasks.hardware import read_hardware, read_model_shape
 from tasks.observed import LearntProfile, Observed
@@ -49,6 +50,7 @@ class Session:
         self.model: ModelShape = read_model_shape(Path(self.config.model.path))
         check_layout(self.config, self.model, self.hardware)
         self._check_shared_memory()
+        start_as_before(self.groups, run, self.next_iteration())
         self._check_environment()
         run.store_config()
         self.tracker = Tracker(run, self.hardware)
