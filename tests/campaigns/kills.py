@@ -37,9 +37,12 @@ from earl_core.learner.checkpoint import verify_training_state
 REPOSITORY = Path(__file__).parents[2]
 MARK = "EARL_CAMPAIGN"
 ITERATIONS = 4
-_MANY_KINDS, _SPARED = 4, 0.8
+_MANY_KINDS, _SPARED = 5, 0.8
 """A process that only starts, with few kinds of others beside it, is mostly left alone: it takes
 as long as several iterations, and would get most of the kills."""
+_ENDS_THE_PROCESS = ("controller", "Prefect's server")
+_SELDOM = 0.3
+"""How often these are chosen, to any other kind's once: after them all has to start again."""
 _TRIAL_SECONDS = 1800.0
 _ENDING_SECONDS = 60.0
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -167,7 +170,9 @@ class Trial:
         few = len(kinds) < _MANY_KINDS and self.chance.random() < _SPARED
         if few or not kinds:
             return
-        kind = self.chance.choice(sorted(kinds))
+        names = sorted(kinds)
+        weights = [_SELDOM if name in _ENDS_THE_PROCESS else 1.0 for name in names]
+        (kind,) = self.chance.choices(names, weights)
         victim = self.chance.choice(sorted(kinds[kind], key=lambda each: each.pid))
         last = json.loads((self.run_directory / "ledger.jsonl").read_bytes().splitlines()[-1])
         at = f"{last['stage']} {last['iteration']} {last['event'][:40]}"
