@@ -278,8 +278,8 @@ def settings(scratch: Path, model: Path, variant: int) -> dict[str, Any]:
 
 
 def undisturbed(directory: Path, variant: int) -> str:
-    """Digest of the weights of a run that nobody kills, made once."""
-    known = directory / f"undisturbed-{variant}.txt"
+    """Digest of the weights of a run that nobody kills, made once for each state of the code."""
+    known = directory / f"undisturbed-{variant}-{code_digest()}.txt"
     if not known.exists():
         trial = Trial(directory, -1 - variant, variant, 0)
         found = trial.run(0, None)
@@ -288,6 +288,15 @@ def undisturbed(directory: Path, variant: int) -> str:
             raise SystemExit(f"the undisturbed run failed: {found['problems']}\n{output}")
         known.write_text(weights(trial.run_directory))
     return known.read_text()
+
+
+def code_digest() -> str:
+    """Of everything that may change what a run computes."""
+    digest = hashlib.sha256()
+    for package in ("earl_core", "tasks", "flows"):
+        for file in sorted((REPOSITORY / package).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def weights(run: Path) -> str:
