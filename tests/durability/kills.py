@@ -1,6 +1,6 @@
 """SIGKILLs at random times over every process of a run, whose weights must not show them.
 
-    python -m tests.campaigns.kills --directory DIRECTORY [--trials 50] [--minutes 30] [--quick]
+    python -m tests.durability.kills --directory DIRECTORY [--trials 50] [--minutes 30] [--quick]
 
 Each trial is a run of its own. While it trains, processes of it are killed one after another: the
 controller, ranks of every role, supervisors, environment hosts, Prefect's server, the spill. A run
