@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from prefect import flow, task
+from prefect import State, flow, task
 from prefect.artifacts import acreate_table_artifact
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.secrets import redact_tree
 from flows.overrides import Overrides
 from flows.policy import PolicyPlayer, find_checkpoint
+from flows.running import HOOKS, recorded
 
 _on_progress: Callable[[dict[str, Any]], None] | None = None
 
@@ -50,7 +51,7 @@ def play_held_out(
     }
 
 
-@flow(name="evaluate", flow_run_name="evaluate {run} {checkpoint}", persist_result=False)
+@flow(name="evaluate", flow_run_name="evaluate {run} {checkpoint}", persist_result=False, **HOOKS)
 async def evaluate(
     run: Annotated[str, Field(description="The run's directory, for example runs/demo")],
     checkpoint: Annotated[
@@ -63,12 +64,20 @@ async def evaluate(
         float | None, Field(ge=0, description="0: greedy; empty: as the run's own evaluations")
     ] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
-) -> dict[str, Any]:
+) -> dict[str, Any] | State[Any]:
     """Count the outcomes of held-out games with 95 % intervals.
 
     The prompts and seeds are those of the evaluations inside `train`, so that equal numbers of
     episodes compare like with like. The run is not locked and may be training.
     """
+    return await recorded(
+        Path(run).parent, _evaluate(run, checkpoint, episodes, temperature, overrides)
+    )
+
+
+async def _evaluate(
+    run: str, checkpoint: str, episodes: int | None, temperature: float | None, overrides: list[str]
+) -> dict[str, Any]:
     future = play_held_out.submit(run, checkpoint, episodes, temperature, overrides)
     result: dict[str, Any] = await asyncio.to_thread(future.result)
     rows = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prefect import State, Task, flow
@@ -22,7 +23,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from earl_core.config import ConfigError
 from earl_core.dispatch import Manifest
 from earl_core.selector import NothingFits
-from flows.running import session_of
+from flows.running import HOOKS, recorded, session_of
 from tasks.advantage import advantage
 from tasks.ahead import start_ahead
 from tasks.fit import RanksLost, StageDoesNotFit, require_another
@@ -46,6 +47,7 @@ Plan = PrefectFuture[StageRef]
     task_runner=ThreadPoolTaskRunner(max_workers=4),
     validate_parameters=True,
     persist_result=False,
+    **HOOKS,
 )
 async def iteration(run: str, number: int | None = None) -> dict[str, Any] | State[dict[str, Any]]:
     """Do one iteration of the run in directory `run`; by default the next unfinished one.
@@ -56,6 +58,10 @@ async def iteration(run: str, number: int | None = None) -> dict[str, Any] | Sta
     schedule that outlives the run raises no alarm, and its message says what to change. A `number`
     that the run does not have is a wrong parameter: the flow run fails with `ConfigError`.
     """
+    return await recorded(Path(run).parent, _numbered(run, number), Path(run), number)
+
+
+async def _numbered(run: str, number: int | None) -> dict[str, Any] | State[dict[str, Any]]:
     async with session_of(run) as session:
         wanted = session.config.iterations
         if number is None or 0 <= number < wanted:

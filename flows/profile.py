@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from prefect import flow
+from prefect import State, flow
 from prefect.artifacts import acreate_table_artifact
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from earl_core.config import load_config
+from earl_core.config import RunConfig, load_config
 from earl_core.selector.profile_table import table_path
 from earl_core.selector.survey import Point
 from flows.overrides import Overrides
-from flows.reaper import reap, register_flow_run
+from flows.running import HOOKS, recorded
 from tasks.plan_report import markdown_table
 from tasks.profile import Profiler, describe, measure, open_profiler
 from tasks.profile_report import report, track
@@ -39,6 +39,7 @@ def _say(text: str) -> None:
     flow_run_name="profile {config}",
     task_runner=ThreadPoolTaskRunner(max_workers=1),
     persist_result=False,
+    **HOOKS,
 )
 async def profile(
     config: Annotated[str, Field(description="A recipe, for example demo, or a run file")],
@@ -49,16 +50,18 @@ async def profile(
         int | None, Field(ge=8, description="Longest context to measure; empty: the model's range")
     ] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
-) -> dict[str, Any]:
+) -> dict[str, Any] | State[Any]:
     """Measure the points that matter most for the selector's choices until the minutes are over.
 
     A profile that was stopped goes on where it ended; a finished one says so at once. No run is
     read, locked or changed.
     """
     settings = load_config(config, overrides)
-    await reap(settings.runs_directory)
-    noted = register_flow_run(settings.runs_directory)
-    with noted, open_profiler(settings, minutes, context) as profiler:
+    return await recorded(settings.runs_directory, _profile(settings, minutes, context))
+
+
+async def _profile(settings: RunConfig, minutes: float, context: int | None) -> dict[str, Any]:
+    with open_profiler(settings, minutes, context) as profiler:
         await _measure_all(profiler)
     found = await asyncio.to_thread(report, profiler.given, profiler.table)
     if profiler.measured:

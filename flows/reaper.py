@@ -1,88 +1,157 @@
-"""Prefect flow runs whose process is gone are forced to CRASHED, so that they free their slot.
+"""Makes the states of flow runs at a Prefect server equal to what this machine knows of them.
 
-With the worker alive Prefect notices a killed flow process itself. With both gone the run would
-stay RUNNING for ever and hold its concurrency slot. Each flow run of ours leaves a note with the
-id of its process; whoever starts next looks at the notes.
+A killed controller tells its server nothing, and a server that died is told nothing: such a flow
+run would stay Running for ever and hold its concurrency slot. Every process of ours with a flow
+looks at the notes and the tags of flow runs at its start and every few seconds, and so does each
+`earl` command that finds a server. No module of Prefect is needed, so that it takes no time.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+import urllib.error
+from datetime import datetime
 from pathlib import Path
-from uuid import UUID
+from typing import Any
 
-from prefect.client.orchestration import get_client
-from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound
-from prefect.states import Crashed
-
-from earl_core.process import ProcessId
+from flows import flow_notes
+from flows.flow_notes import Note
+from flows.server_access import Access
 
 logger = logging.getLogger(__name__)
 
+EVERY_SECONDS = 20.0
 
-def _notes(runs_directory: str | Path) -> Path:
-    return Path(runs_directory) / ".flow_runs"
+_FLOWS = ["train", "iteration", "evaluate", "profile"]
+_OPEN = ["PENDING", "RUNNING", "CANCELLING"]
+_FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+_UNOWNED_SECONDS = 30.0
+"""From Running to its first line, where it is noted, a flow takes milliseconds; so does its end."""
+
+_FORGOTTEN_SECONDS = 7 * 86400.0
+
+_MESSAGES = {
+    "COMPLETED": "Its run directory says so.",
+    "FAILED": "It failed; found later, because the server was not told.",
+    "CRASHED": "Its process is gone; found by another.",
+    "CANCELLED": "It was stopped; found later, because the server was not told.",
+    "RUNNING": "Its process lives.",
+}
 
 
-@contextmanager
-def register_flow_run(runs_directory: str | Path) -> Iterator[None]:
-    """Leave a note about the current flow run while it runs."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        yield
-        return
-    note = _notes(runs_directory) / f"{context.flow_run.id}.json"
-    note.parent.mkdir(parents=True, exist_ok=True)
-    owner = {"host": socket.gethostname(), "process": str(ProcessId.current())}
-    note.write_text(json.dumps(owner))
+def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0) -> list[str]:
+    """Correct the states of this host's flow runs; the ids of those that were wrong.
+
+    Raises `OSError` or `ValueError` when the server cannot be asked.
+    """
+    notes = [note for note in flow_notes.read_all(runs_directory) if note.here]
+    corrected = [note.flow_run for note in notes if _settle(access, runs_directory, note, timeout)]
+    known = {note.flow_run for note in notes}
+    chosen = {
+        "flow_runs": {
+            "tags": {"all_": [flow_notes.TAG]},
+            "state": {"type": {"any_": _OPEN}},
+        },
+        "flows": {"name": {"any_": _FLOWS}},
+        "limit": 200,
+    }
+    for found in access.ask("flow_runs/filter", chosen, timeout=timeout):
+        identity, tags = str(found["id"]), list(found["tags"])
+        if identity in known or flow_notes.of_other_runs(tags, runs_directory):
+            continue
+        note = flow_notes.note_from_tags(identity, tags)
+        if note is None:
+            dead = found["state_type"] == "RUNNING" and _age(found) > _UNOWNED_SECONDS
+        else:
+            dead = note.here and not note.alive
+        # One that began meanwhile has a note by now.
+        if dead and flow_notes.read(runs_directory, identity) is None:
+            _set(access, identity, "CRASHED", timeout)
+            corrected.append(identity)
+    return corrected
+
+
+def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: float) -> bool:
+    """Give the flow run of a note its state; whether it had another. What is settled is removed."""
+    age = flow_notes.age(runs_directory, note)
+    if note.alive and note.outcome is not None and age < _UNOWNED_SECONDS:
+        return False  # Prefect is about to tell the server itself
     try:
-        yield
-    finally:
-        note.unlink(missing_ok=True)
+        state = str(access.ask(f"flow_runs/{note.flow_run}", timeout=timeout)["state_type"])
+    except urllib.error.HTTPError as error:
+        if error.code != 404:
+            raise
+        # It is at another server, or that one's database is gone.
+        if not note.alive and age > _FORGOTTEN_SECONDS:
+            flow_notes.remove(runs_directory, note.flow_run)
+        return False
+    if flow_notes.read(runs_directory, note.flow_run) != note:
+        return False  # it has just ended
+    wanted = note.outcome or ("RUNNING" if note.alive else _verdict(note))
+    if wanted == "RUNNING" or note.outcome is None:
+        wrong = (state in _FINAL) == (wanted == "RUNNING")
+    else:
+        wrong = state != wanted
+    if wrong:
+        _set(access, note.flow_run, wanted, timeout)
+    if wanted != "RUNNING":
+        flow_notes.remove(runs_directory, note.flow_run)
+    return wrong
 
 
-async def reap(runs_directory: str | Path) -> list[str]:
-    """Force this host's flow runs without a process to CRASHED; returns their ids."""
-    reaped = []
-    for note in sorted(_notes(runs_directory).glob("*.json")):
-        try:
-            owner = json.loads(note.read_text())
-            process = ProcessId.parse(owner["process"])
-        except (OSError, ValueError, KeyError):
-            continue
-        if owner.get("host") != socket.gethostname() or process is None or process.alive():
-            continue
-        reaped.extend(await _crash(UUID(note.stem)))
-        note.unlink(missing_ok=True)
-    return reaped
+def _verdict(note: Note) -> str:
+    """How a flow ended whose process was killed: its run directory may say that it was done."""
+    if not note.run:
+        return "CRASHED"
+    # Every command imports this module, and this takes longer than the rest together.
+    from earl_core.run.record import is_finished
+
+    if note.iteration is None:
+        done = is_finished(Path(note.run))
+    else:
+        place = Path(note.run) / "checkpoints" / f"{note.iteration:06d}"
+        done = (place / "STABLE").exists()
+    return "COMPLETED" if done else "CRASHED"
 
 
-async def _crash(flow_run_id: UUID) -> list[str]:
-    message = "Its process is gone; found at the start of another run."
-    reaped = []
-    async with get_client() as client:
-        try:
-            known = await client.read_flow_run(flow_run_id)
-        except ObjectNotFound:
-            return []
-        children = await _children(client, flow_run_id)
-        for flow_run in [known, *children]:
-            if flow_run.state is not None and not flow_run.state.is_final():
-                await client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
-                reaped.append(str(flow_run.id))
-    return reaped
+def _age(flow_run: dict[str, Any]) -> float:
+    since = datetime.fromisoformat(flow_run["state"]["timestamp"].replace("Z", "+00:00"))
+    return time.time() - since.timestamp()
 
 
-async def _children(client, parent: UUID):  # type: ignore[no-untyped-def]
-    from prefect.client.schemas.filters import (
-        FlowRunFilter,
-        FlowRunFilterParentFlowRunId,
-    )
+def _set(access: Access, flow_run: str, wanted: str, timeout: float) -> None:
+    state = {"type": wanted, "name": wanted.capitalize(), "message": _MESSAGES[wanted]}
+    path = f"flow_runs/{flow_run}/set_state"
+    access.ask(path, {"state": state, "force": True}, timeout=timeout)
 
-    only = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[parent]))
-    return await client.read_flow_runs(flow_run_filter=only)
+
+def try_to_reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0) -> None:
+    """As `reconcile`; a server that cannot be asked now is asked the next time."""
+    try:
+        for flow_run in reconcile(access, runs_directory, timeout):
+            logger.info("corrected the state of flow run %s", flow_run)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.debug("the states of flow runs were not looked at: %s", error)
+
+
+_watched: set[tuple[Access, str]] = set()
+_lock = threading.Lock()
+
+
+def keep_reconciled(access: Access, runs_directory: str | Path) -> None:
+    """Reconcile now, and every few seconds for as long as this process lives."""
+    key = access, str(Path(runs_directory).resolve())
+    with _lock:
+        if key in _watched:
+            return
+        _watched.add(key)
+    try_to_reconcile(*key)
+
+    def again() -> None:
+        while True:
+            time.sleep(EVERY_SECONDS)
+            try_to_reconcile(*key)
+
+    threading.Thread(target=again, name="reaper", daemon=True).start()

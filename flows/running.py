@@ -1,28 +1,121 @@
-"""Opening a run for a flow: found if this process has it open, else opened and closed here."""
+"""What every flow does around its work: notes for the server's sake, and an open run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from prefect import Flow, State, tags
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+from prefect.states import Cancelled
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.secrets import guard_logging, redact_error
-from flows.reaper import register_flow_run
-from tasks.session import Session, close_session, find_session, open_session
+from flows import flow_notes
+from flows.flow_notes import Note
+from flows.reaper import keep_reconciled
+from flows.server_access import Access
+from tasks.session import Session, close_session, find_session, open_session, open_sessions
 from tasks.trust import distrust_servers
 
 distrust_servers()
 
+T = TypeVar("T")
+
 _listener: Callable[[str, int, dict[str, Any]], None] | None = None
+_noted: dict[str, tuple[str, Note]] = {}
+"""Flow runs of this process that go on: their runs directory and note."""
+
+_stopped: list[str] = []
+"""The outcome of what this process was told to stop, once it was."""
 
 
 def set_listener(listener: Callable[[str, int, dict[str, Any]], None] | None) -> None:
     """Have sessions opened in this process report their progress, for a display."""
     global _listener
     _listener = listener
+
+
+def stop_flows(outcome: str = "CANCELLED") -> None:
+    """Have every flow of this process end, from any thread; may be called again and again.
+
+    outcome: the type of state that the flows end in.
+    """
+    if not _stopped:
+        _stopped.append(outcome)
+    for runs_directory, note in list(_noted.values()):
+        flow_notes.end(runs_directory, note, _stopped[0])
+    for session in open_sessions():
+        session.interrupt()
+
+
+def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
+    """Run a flow to its end, made with the tags by which it is found if it is killed early."""
+    with tags(*flow_notes.owner_tags(runs_directory)):
+        return asyncio.run(flow(**parameters))
+
+
+async def recorded(
+    runs_directory: str | Path,
+    work: Awaitable[T],
+    run: Path | None = None,
+    iteration: int | None = None,
+) -> T | State[Any]:
+    """Do a flow's work with a note about it; a flow that was stopped ends Cancelled, not Failed.
+
+    run, iteration: what it works on, for whoever finds it killed.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return await work
+    runs = str(runs_directory)
+    identity = str(context.flow_run.id)
+    note = flow_notes.note_of(identity, str(run.resolve()) if run else "", iteration)
+    flow_notes.write(runs, note)
+    _noted[identity] = runs, note
+    try:
+        await asyncio.to_thread(_tell_owner, context.flow_run, runs)
+        value = await work
+        flow_notes.end(runs, note, "COMPLETED")
+        return value
+    except Exception:
+        if _stopped and _stopped[0] == "CANCELLED":
+            flow_notes.end(runs, note, "CANCELLED")
+            return Cancelled(message="Stopped. What is finished is kept.")
+        flow_notes.end(runs, note, "FAILED")
+        raise
+
+
+def _tell_owner(flow_run: FlowRun, runs_directory: str) -> None:
+    url = PREFECT_API_URL.value()
+    if not url:
+        return
+    access = Access(url, PREFECT_API_AUTH_STRING.value())
+    known = set(flow_run.tags)
+    if missing := set(flow_notes.owner_tags(runs_directory)) - known:
+        # Made by a worker, or by a program of the user's.
+        with suppress(OSError, ValueError):
+            body = {"tags": sorted(known | missing)}
+            access.ask(f"flow_runs/{flow_run.id}", body, method="PATCH")
+    keep_reconciled(access, runs_directory)
+
+
+def forget(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Prefect calls this when its server has a flow run's final state."""
+    runs, _ = _noted.pop(str(flow_run.id), (None, None))
+    if runs is not None:
+        flow_notes.remove(runs, str(flow_run.id))
+
+
+HOOKS: dict[str, Any] = {
+    name: [forget] for name in ("on_completion", "on_failure", "on_cancellation", "on_crashed")
+}
+"""Arguments for `@flow`."""
 
 
 @asynccontextmanager
@@ -51,12 +144,11 @@ async def opened(config: RunConfig) -> AsyncIterator[Session]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
     session = await asyncio.to_thread(open_session, config, _listener)
-    with register_flow_run(config.runs_directory):
-        try:
-            yield session
-        except BaseException as error:
-            await asyncio.to_thread(close_session, session, failed=True)
-            # Prefect stores the message with the flow run's state.
-            redact_error(error)
-            raise
-        await asyncio.to_thread(close_session, session)
+    try:
+        yield session
+    except BaseException as error:
+        await asyncio.to_thread(close_session, session, failed=True)
+        # Prefect stores the message with the flow run's state.
+        redact_error(error)
+        raise
+    await asyncio.to_thread(close_session, session)

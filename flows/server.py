@@ -98,17 +98,18 @@ def _close_to_others(home: Path) -> None:
                 path.chmod(known.st_mode & 0o700)
 
 
-def running_server(home: Path) -> Access | None:
+def running_server(home: Path, patience: float = 5 * PROBE_SECONDS) -> Access | None:
     """A server to use, None when there is none that is trusted.
 
     What PREFECT_API_URL names, then what the active profile of the Prefect home names, then the
     server of `earl server` with this home, then one of this user at the default port.
+    patience: seconds to wait for one that was asked for by name.
     Raises `ServerUnavailable` when a server was asked for by name and does not answer.
     """
     asked = os.environ.get("PREFECT_API_URL")
     profile = named_by_profile(home)
     if asked:
-        if not healthy(asked, timeout=5 * PROBE_SECONDS):
+        if not healthy(asked, timeout=patience):
             raise ServerUnavailable(
                 f"the Prefect server at PREFECT_API_URL={asked} does not answer: start it with "
                 "`earl server`, or unset PREFECT_API_URL to use a temporary server"
@@ -260,6 +261,8 @@ def _server_environment(home: Path, access: Access, site: str) -> dict[str, str]
         "PREFECT_API_AUTH_STRING": access.auth or "",
         "PREFECT_API_URL": access.url,
         "PREFECT_UI_API_URL": access.url,
+        # Three quarters of what the database grows by; flow runs, tasks and logs do not need it.
+        "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         "PREFECT_UI_STATIC_DIRECTORY": str(home / "pages"),
         # By default any web page in this user's browser may read runs and set states.
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": site,

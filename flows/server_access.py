@@ -29,8 +29,14 @@ class Access(NamedTuple):
     url: str
     auth: str | None = None
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = 10.0) -> Any:
-        """POST to the API (GET without a body); the decoded JSON.
+    def ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float = 10.0,
+        method: str | None = None,
+    ) -> Any:
+        """POST to the API (GET without a body; or `method`); the decoded JSON.
 
         Raises `OSError` (an `HTTPError` for an answer such as 404) or `ValueError`.
         """
@@ -40,7 +46,9 @@ class Access(NamedTuple):
         elif key := os.environ.get("PREFECT_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", data, headers)
+        request = urllib.request.Request(
+            f"{self.url.rstrip('/')}/{path}", data, headers, method=method
+        )
         with _opener().open(request, timeout=timeout) as answer:
             text = answer.read()
         return json.loads(text) if text else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from prefect import flow
+from prefect import State, flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
@@ -12,8 +13,7 @@ from earl_core.config import RunConfig, load_config
 from flows.evaluation import evaluate_if_due
 from flows.iteration import iteration
 from flows.overrides import Overrides
-from flows.reaper import reap
-from flows.running import opened
+from flows.running import HOOKS, opened, recorded
 from tasks.select import select_inputs
 from tasks.session import Session, StateLost
 
@@ -23,6 +23,7 @@ from tasks.session import Session, StateLost
     flow_run_name="train {config}",
     task_runner=ThreadPoolTaskRunner(max_workers=2),
     persist_result=False,
+    **HOOKS,
 )
 async def train(
     config: Annotated[str, Field(description="A recipe, for example demo, or a run file")],
@@ -33,7 +34,7 @@ async def train(
     group_size: Annotated[int | None, Field(ge=1)] = None,
     learning_rate: Annotated[float | None, Field(gt=0)] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
-) -> dict[str, Any]:
+) -> dict[str, Any] | State[Any]:
     """Train until `iterations` are done; a run that exists is continued."""
     common = {
         "name": name,
@@ -45,7 +46,11 @@ async def train(
     }
     given = [f"{key}={value}" for key, value in common.items() if value is not None]
     settings: RunConfig = load_config(config, [*given, *overrides])
-    await reap(settings.runs_directory)
+    runs = Path(settings.runs_directory)
+    return await recorded(runs, _train(settings), runs / settings.name)
+
+
+async def _train(settings: RunConfig) -> dict[str, Any]:
     async with opened(settings) as session:
         run = str(session.run.path)
         returned: set[tuple[int, str, int]] = set()

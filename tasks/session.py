@@ -45,6 +45,8 @@ class Session:
         self.hardware: Hardware = read_hardware()
         self.groups = WorkerGroups(run, self.hardware, self.listener, self.next_iteration)
         self.stop_requested = self.groups.stop_requested
+        # Whoever handles a signal finds it while its first workers start, too.
+        _sessions[_name(run.path)] = self
         check_devices(self.config, self.hardware)
         self._prepare_model()
         self.model: ModelShape = read_model_shape(Path(self.config.model.path))
@@ -127,16 +129,19 @@ def open_session(config: RunConfig, listener: Progress | None = None) -> Session
     try:
         session.__init__(run, listener)  # type: ignore[misc]
     except BaseException:
-        session.close()
+        close_session(session, failed=True)
         raise
-    _sessions[_name(run.path)] = session
     return session
 
 
 def close_session(session: Session, failed: bool = False) -> None:
     """Close and forget a session; the tracker is told how it ended."""
     _sessions.pop(_name(session.run.path), None)
-    interrupted = session.stop_requested.is_set()
+    # One that could not be opened may not have come that far.
+    stop_requested = getattr(session, "stop_requested", None)
+    interrupted = stop_requested is not None and stop_requested.is_set()
+    event = "interrupted" if interrupted else "failed" if failed else "ended"
+    session.run.note(session.next_iteration(), "run", event)
     session.close("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
 
 

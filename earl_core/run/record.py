@@ -49,6 +49,14 @@ def read_record(run_directory: Path) -> dict[str, Any]:
     return record
 
 
+def is_finished(run_directory: Path) -> bool:
+    """Whether the run says of itself that it is over; not where its record cannot be read."""
+    try:
+        return read_record(run_directory).get("finished") is True
+    except (FileNotFoundError, RunDamaged):
+        return False
+
+
 def write_record(run_directory: Path, record: Mapping[str, Any]) -> None:
     """Write `run.json`; on disk when this returns."""
     content = {"format": FORMAT, **record}

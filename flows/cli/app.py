@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +49,14 @@ Temperature = Annotated[
     float | None,
     typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.  As in the run."),
 ]
+
+
+@app.callback()
+def _before_every_command() -> None:
+    if not {"-h", "--help"} & set(sys.argv):
+        from flows.cli.settling import settle
+
+        settle(Path("runs"))
 
 
 @app.command()

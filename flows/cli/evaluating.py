@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from flows import server
 from flows.cli.display import make_display
-from flows.cli.interrupt import Interrupted, leave, run_interruptible
+from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
 from flows.cli.runs import find_run, stored_config
 from flows.cli.tables import duration, make_console, signed
 from flows.policy import find_checkpoint, stop_players
@@ -38,23 +37,28 @@ def evaluate(
         prefect_server = server.start(home)
         from flows.evaluate import evaluate as evaluate_flow
         from flows.evaluate import set_progress
+        from flows.running import run_flow
 
         prefect_server.ready()
         display.say(f"starting the rollout worker with {found.label}")
         set_progress(lambda progress: display.listen("evaluation", found.version, progress))
-        return asyncio.run(
-            evaluate_flow(
-                run=str(path),
-                checkpoint=checkpoint,
-                episodes=episodes,
-                temperature=temperature,
-                overrides=overrides,
-            )
+        return run_flow(
+            evaluate_flow,
+            path.parent,
+            run=str(path),
+            checkpoint=checkpoint,
+            episodes=episodes,
+            temperature=temperature,
+            overrides=overrides,
         )
+
+    def stop() -> None:
+        stop_flows()
+        stop_players()
 
     try:
         with display:
-            result = run_interruptible(work, stop_players, lambda: display.warn("Stopping."))
+            result = run_interruptible(work, stop, lambda: display.warn("Stopping."))
             display.say("finished")
     except Interrupted as interrupted:
         print("Stopped; nothing of the evaluation is kept.", file=sys.stderr)

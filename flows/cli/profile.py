@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from earl_core.config import load_config
 from flows import server
 from flows.cli.display import make_display
-from flows.cli.interrupt import Interrupted, leave, run_interruptible
+from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
 from flows.cli.plan import parse_contexts, print_rows
 from flows.cli.tables import duration, make_console
 
@@ -31,12 +30,12 @@ def profile(
         prefect_server = server.start(home)
         from flows.profile import profile as profile_flow
         from flows.profile import set_progress
+        from flows.running import run_flow
 
         prefect_server.ready()
         set_progress(display.say)
-        return asyncio.run(
-            profile_flow(config=config, minutes=minutes, context=longest, overrides=overrides)
-        )
+        given = {"config": config, "minutes": minutes, "context": longest, "overrides": overrides}
+        return run_flow(profile_flow, settings.runs_directory, **given)
 
     def on_signal() -> None:
         display.warn("Stopping the workers; a second Ctrl-C ends everything at once.")
@@ -51,6 +50,7 @@ def profile(
 
 
 def _stop() -> None:
+    stop_flows()
     # Before the flow is imported there is nothing to stop.
     module = sys.modules.get("tasks.profile")
     if module is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from flows import server
 from flows.cli.errors import UsageProblem
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
+from flows.reaper import keep_reconciled
 from flows.server_access import STANDING, is_mine, read_access
 
 
@@ -30,6 +31,7 @@ def serve(runs_directory: str, port: int) -> None:
     def work() -> None:
         started.ready()
         _say(started, home)
+        keep_reconciled(started.access, runs_directory)
         while not ended.wait(1.0):
             if started.ended:
                 raise server.ServerUnavailable(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import sys
 import threading
 from pathlib import Path
@@ -13,12 +11,13 @@ from earl_core.config import ConfigError, RunConfig, check_references, load_conf
 from earl_core.config.layout import check_devices, check_layout
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import RunInUse, is_locked
+from earl_core.run.record import is_finished
 from flows import server
 from flows.cli.checks.model import missing_files
 from flows.cli.display import make_display
 from flows.cli.ending import print_ending, shell_name
 from flows.cli.errors import WRONG_INPUT_CODE, exit_code
-from flows.cli.interrupt import Interrupted, leave, run_interruptible
+from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
 from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
 from flows.cli.tables import make_console, resolved_table
 from flows.server_watch import ServerLost, ServerWatch
@@ -55,11 +54,12 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
     prefect_server: list[server.Server] = []
     watch: list[ServerWatch] = []
     started = threading.Event()
+    outcome = ["CANCELLED"]
 
     def work() -> dict[str, Any]:
         display.say("starting Prefect")
         prefect_server.append(server.start(home))
-        from flows.running import set_listener
+        from flows.running import run_flow, set_listener
         from flows.train import train as train_flow
 
         prefect_server[0].ready()
@@ -67,16 +67,20 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
         watch[0].start()
         started.set()
         set_listener(display.listen)
-        return asyncio.run(train_flow(config=config, overrides=overrides))
+        return run_flow(train_flow, settings.runs_directory, config=config, overrides=overrides)
 
     def stop() -> None:
         if prefect_server and not started.is_set():
             prefect_server[0].stop()
-        interrupt_sessions()
+        stop_flows(outcome[0])
 
     def check() -> None:
-        for item in watch:
-            item.check()
+        try:
+            for item in watch:
+                item.check()
+        except ServerLost:
+            outcome[0] = "CRASHED"
+            raise
 
     def on_signal() -> None:
         display.warn("Stopping the workers; a second Ctrl-C ends everything at once.")
@@ -106,24 +110,11 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
 
 def _require_finished(run: Path) -> None:
     """The run directory says whether a run is over, whatever the Prefect server says."""
-    try:
-        finished = json.loads((run / "run.json").read_text(encoding="utf-8"))["finished"]
-    except (OSError, ValueError, KeyError, TypeError):
-        finished = False
-    if finished is not True:
+    if not is_finished(run):
         raise RunUnfinished(
             f"Prefect says that the run is over, its directory {run} says that it is not: continue "
             f"with earl resume {shell_name(run)}"
         )
-
-
-def interrupt_sessions() -> None:
-    """Stop the workers of every run that this process has open."""
-    # Before the first session is opened there is nothing to stop, and no need for the import.
-    module = sys.modules.get("tasks.session")
-    if module is not None:
-        for session in module.open_sessions():
-            session.interrupt()
 
 
 def preflight(settings: RunConfig, run: Path) -> None:
