@@ -35,6 +35,7 @@ from tasks.rollout import rollout
 from tasks.select import plan_of, select, select_inputs, share_profile
 from tasks.session import Session
 from tasks.stage import StageRef, caching, resolve
+from tasks.trust import forget_results
 from tasks.update import update
 
 T = TypeVar("T")
@@ -86,6 +87,8 @@ async def _one_iteration(
     await asyncio.to_thread(finish_iteration, session, number, manifests)
     await asyncio.to_thread(share_profile, session)
     await publish_artifacts(session, number, manifests)
+    if session.run.last_stable() >= number:
+        await asyncio.to_thread(forget_results, session.run.path)
     _leave(session)
     return {"iteration": number, "return": manifests["reward"].metrics.get("mean")}
 

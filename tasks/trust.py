@@ -46,6 +46,12 @@ def result_directory(run: Path) -> Path:
     return directory
 
 
+def forget_results(run: Path) -> None:
+    """Remove a run's stored results; for when a checkpoint covers all stages that have some."""
+    for path in result_directory(run).glob("*"):
+        path.unlink(missing_ok=True)
+
+
 def check_answer(url: str, content: bytes) -> None:
     """Raise `UntrustedResult` when a server's answer holds a state with a result."""
     try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,21 @@ class ModelBuilder:
             options = resolve(self._model.builder_options)
         except SecretUnavailable as error:
             raise ConfigError(f"model.builder_options: {error}") from None
-        build(path, **options)
+        with _alone(path):
+            if not (path / "config.json").is_file():
+                build(path, **options)
         if not (path / "config.json").is_file():
             raise ConfigError(f"model.builder {maker!r} made no model in {path}")
         return {"path": str(path)}
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One run at a time makes a model; those that waited find it. Ends with the caller's deadline.
+
+    The lock goes with its process, so that a killed run keeps nobody waiting.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -40,6 +40,7 @@ def test_train_shows_plan_progress_curve_and_what_next(earl: Earl, finished_run:
 def test_nothing_stays_in_shared_memory(earl: Earl, finished_run: Done) -> None:
     done = earl.directory / "runs" / "done"
     assert [s for s in list_stores(earl.shared_memory) if s.run_directory == done] == []
+    assert list((done / "prefect_results").glob("*")) == [], "a checkpoint covers all stages"
 
 
 def test_evaluate_repeats_the_evaluation_of_the_run(earl: Earl, finished_run: Done) -> None:

@@ -1,0 +1,40 @@
+"""Runs that build the same model at once: one builds it, the others find it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BUILDER = """
+import time
+def build(path, **options):
+    path.mkdir()
+    time.sleep(0.5)
+    (path / "config.json").touch()
+    with (path.parent / "built").open("a") as note:
+        note.write("x")
+"""
+
+BUILD = """
+from pathlib import Path
+from types import SimpleNamespace
+from earl_core.models.builder import ModelBuilder
+builder = ModelBuilder.__new__(ModelBuilder)
+path = str(Path("model").absolute())
+builder._model = SimpleNamespace(path=path, builder="shared:build", builder_options={})
+builder.build()
+"""
+
+
+def test_runs_that_start_together_build_a_model_once(tmp_path: Path) -> None:
+    (tmp_path / "shared.py").write_text(BUILDER)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", BUILD], cwd=tmp_path, env=environment)
+        for _ in range(3)
+    ]
+    assert [process.wait(60) for process in started] == [0, 0, 0]
+    assert (tmp_path / "built").read_text() == "x"
