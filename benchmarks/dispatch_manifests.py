@@ -71,18 +71,18 @@ def _shard(
             dtype=dtype, values=(at, size), offsets=offsets, axis=axis
         )
         at += -(-size // 64) * 64
-    blocks = -(-(at - 1024) // BLOCK_BYTES)
+    table = 8 * (1 - (-(at - 1024) // BLOCK_BYTES))
     return ShardEntry(
         host=host,
         file=f"000012-{stage}-{number}-{generation}.arrow",
-        bytes=at + 8 * blocks + 4096,
+        bytes=at + table + 4096,
         generation=generation,
         rows=len(ids),
         row_ids=tuple(ids.tolist()),
         axes=axes,
         columns=columns,
         body=(1024, at - 1024),
-        checksums=(at, 8 * blocks),
+        checksums=(at, table),
         block_bytes=BLOCK_BYTES,
         checksum=f"{number:016x}",
     )

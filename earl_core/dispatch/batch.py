@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from earl_core.dispatch.manifest import ColumnRange, Manifest, ManifestError, ShardEntry
+from earl_core.dispatch.sources import integers, refuse_duplicates
 from earl_core.dispatch.store import ShardStore
 
 Kind = Literal["scalar", "list", "string"]
@@ -54,7 +55,8 @@ class Batch:
     `rows` defaults to the rows of the last manifest given, so that a later stage that kept fewer
     samples decides. `columns` limits what is read; a column of several manifests comes from the
     first. With `verify` the shards' bytes are checked. Raises `ManifestError` when a shard is
-    missing or damaged or has not all rows, `ValueError` when no manifest has a wanted column.
+    missing or damaged or has not all rows, or a sample_id is there twice, `ValueError` when no
+    manifest has a wanted column.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Batch:
         columns: Sequence[str] | None = None,
     ) -> None:
         wanted = rows if rows is not None else row_ids(manifests[-1])
-        self.rows = np.asarray(list(wanted), dtype=np.int64)
+        self.rows = integers(wanted)
+        if len(np.unique(self.rows)) < len(self.rows):
+            raise ManifestError("the rows of a batch name a sample_id twice")
         self._columns: dict[str, Located] = {}
         self._leases: list[Lease] = []
         try:
@@ -239,16 +243,15 @@ def _located(
 
 def _locate(manifest: Manifest, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shard number and row number of each wanted sample_id."""
-    ids = np.array([row for entry in manifest.shards for row in entry.row_ids], dtype=np.int64)
+    ids = integers(row for entry in manifest.shards for row in entry.row_ids)
     shards = np.repeat(np.arange(len(manifest.shards)), [entry.rows for entry in manifest.shards])
     numbers = np.concatenate([np.arange(entry.rows) for entry in manifest.shards] or [ids])
     order = np.argsort(ids, kind="stable")
+    what = f"the {manifest.stage} manifest of iteration {manifest.iteration}"
+    refuse_duplicates(ids[order], what)
     places = np.searchsorted(ids[order], rows)
     if len(rows) and (
         len(ids) == 0 or (ids[order][np.minimum(places, len(ids) - 1)] != rows).any()
     ):
-        raise ManifestError(
-            f"the {manifest.stage} manifest of iteration {manifest.iteration} lacks rows that a "
-            "later stage has"
-        )
+        raise ManifestError(f"{what} lacks rows that a later stage has")
     return shards[order][places], numbers[order][places]

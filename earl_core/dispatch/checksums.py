@@ -1,10 +1,12 @@
 """Checksums of shards: one for each block of the body, so that any range can be verified alone.
 
 The block table lies in the shard itself, in the gap between the body and the footer: one uint64
-xxh3_64 for each `BLOCK_BYTES` of the body, the last block shorter. The manifest holds the xxh3_64
-of the table. Both depend on the body alone, so that equal data has equal checksums wherever and
-whenever it was written. A table is filled by a thread of the producer after the shard was
-published, off the hot path; until then the entry's checksum is empty.
+for the layout (`ShardEntry.layout`), then one xxh3_64 for each `BLOCK_BYTES` of the body, the last
+block shorter. The manifest holds the xxh3_64 of the table. So the manifest vouches for the bytes,
+and the shard for what the manifest says of its rows, lengths and columns. Both depend on the data
+alone: equal data has equal checksums wherever and whenever it was written. A table is filled by a
+thread of the producer after the shard was published, off the hot path; until then the entry's
+checksum is empty.
 """
 
 from __future__ import annotations
@@ -39,22 +41,25 @@ class Checksummed(Protocol):
     @property
     def block_bytes(self) -> int: ...
     @property
+    def layout(self) -> int: ...
+    @property
     def checksum(self) -> str: ...
 
 
 def table_bytes(body_length: int) -> int:
     """Size of the block table of a body."""
-    return 8 * -(-body_length // BLOCK_BYTES)
+    return 8 * (1 - (-body_length // BLOCK_BYTES))
 
 
-def fill_table(memory: memoryview, body: Span, table: Span) -> str:
+def fill_table(memory: memoryview, body: Span, table: Span, layout: int) -> str:
     """Compute the block table of a body and write it; returns its checksum in hex."""
     start, length = body
     sums = np.frombuffer(memory, dtype="<u8", count=table[1] // 8, offset=table[0])
-    for block in range(len(sums)):
+    sums[0] = layout
+    for block in range(len(sums) - 1):
         first = start + block * BLOCK_BYTES
         stop = min(first + BLOCK_BYTES, start + length)
-        sums[block] = xxhash.xxh3_64_intdigest(memory[first:stop])
+        sums[1 + block] = xxhash.xxh3_64_intdigest(memory[first:stop])
     return _table_checksum(memory, table)
 
 
@@ -75,6 +80,7 @@ def verify_blocks(memory: memoryview, entry: Checksummed, start: int, length: in
         raise ShardCorrupt(
             f"the shard {entry.file} is corrupt: its block table does not match its checksum"
         )
+    check_layout(memory, entry)
     if not length:
         return
     table = np.frombuffer(
@@ -85,11 +91,21 @@ def verify_blocks(memory: memoryview, entry: Checksummed, start: int, length: in
     for block in range((start - first) // size_of_block, last + 1):
         begin = first + block * size_of_block
         stop = min(begin + size_of_block, first + size)
-        if xxhash.xxh3_64_intdigest(memory[begin:stop]) != table[block]:
+        if xxhash.xxh3_64_intdigest(memory[begin:stop]) != table[1 + block]:
             raise ShardCorrupt(
                 f"the shard {entry.file} is corrupt: bytes {begin} to {stop} do not match their "
                 "checksum"
             )
+
+
+def check_layout(memory: memoryview, entry: Checksummed) -> None:
+    """Raise `ManifestError` when the shard was written with another layout than the entry's."""
+    start = entry.checksums[0]
+    if int.from_bytes(memory[start : start + 8], "little") != entry.layout:
+        raise ManifestError(
+            f"what the manifest says of the rows, lengths or columns of {entry.file} is not what "
+            "the shard was written with: its stage must be repeated"
+        )
 
 
 def verify_body(memory: memoryview, entry: Checksummed) -> None:

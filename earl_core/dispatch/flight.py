@@ -21,7 +21,9 @@ from types import TracebackType
 import pyarrow as pa
 from pyarrow import flight
 
+from earl_core.dispatch.arrow_file import open_batch
 from earl_core.dispatch.leases import ShardGone, ShardMismatch, map_shared
+from earl_core.dispatch.manifest import ShardCorrupt
 from earl_core.dispatch.transports.base import FILE_NAME
 from earl_core.dispatch.transports.range_server import check_token
 
@@ -103,9 +105,9 @@ class ShardFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                 f"the shard {name} is not here: it was released or never written"
             ) from error
         try:
-            return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(memory))).get_batch(0)
-        except pa.ArrowInvalid as error:
-            raise flight.FlightServerError(f"the shard {name} is damaged: {error}") from error
+            return open_batch(pa.BufferReader(pa.py_buffer(memory)), f"the shard {name}")
+        except ShardCorrupt as error:
+            raise flight.FlightServerError(str(error)) from error
 
     def __exit__(
         self,

@@ -52,21 +52,38 @@ def process_name(pid: int) -> str:
 
 
 def describe_holders(paths: Iterable[Path], most: int = 5) -> str:
-    """A sentence naming the largest of the files and the processes that keep them."""
+    """What fills a pool: its largest files, and every process whose leases keep files, with all of
+    them however small, because only those cannot be released."""
     sizes: dict[Path, int] = {}
     for path in paths:
         with suppress(OSError):
             sizes[path] = path.lstat().st_size
-    largest = sorted((path for path in sizes if sizes[path]), key=lambda path: -sizes[path])[:most]
-    if not largest:
+    filled = sorted((path for path in sizes if sizes[path]), key=lambda path: -sizes[path])
+    if not filled:
         return "It holds nothing"
-    holders = lease_holders(largest)
-    listed = [f"{path.name} ({sizes[path]:,}{_keepers(path, holders)})" for path in largest]
-    return f"It holds {', '.join(listed)}"
+    listed = ", ".join(f"{path.name} ({sizes[path]:,})" for path in filled[:most])
+    more = f" and {len(filled) - most} smaller files" if len(filled) > most else ""
+    return f"It holds {listed}{more}. {_leases(filled, sizes, most)}"
 
 
-def _keepers(path: Path, holders: dict[Path, list[int]]) -> str:
-    pids = holders.get(path, [])
-    named = ", ".join(f"{pid} {process_name(pid)!r}" for pid in pids[:3])
-    more = f" and {len(pids) - 3} more" if len(pids) > 3 else ""
-    return f", leased by {named}{more}" if pids else ""
+def _leases(filled: list[Path], sizes: dict[Path, int], most: int) -> str:
+    """Which processes keep which of the files, whoever keeps most bytes first."""
+    kept: dict[int, list[Path]] = {}
+    for path, pids in lease_holders(path for path in filled if path.name[0] != ".").items():
+        for pid in set(pids):
+            kept.setdefault(pid, []).append(path)
+    if not kept:
+        return "No process has a lease on any of them"
+
+    def held(pid: int) -> int:
+        return sum(sizes[path] for path in kept[pid])
+
+    parts = []
+    for pid in sorted(kept, key=held, reverse=True)[:most]:
+        files = sorted(kept[pid], key=lambda path: -sizes[path])
+        number = f"{len(files)} files" if len(files) > 1 else "1 file"
+        names = ", ".join(path.name for path in files[:most])
+        rest = f" and {len(files) - most} more" if len(files) > most else ""
+        parts.append(f"{pid} {process_name(pid)!r} keeps {number}, {held(pid):,}: {names}{rest}")
+    others = f"; {len(kept) - most} more processes keep some" if len(kept) > most else ""
+    return f"Leases: {'; '.join(parts)}{others}"

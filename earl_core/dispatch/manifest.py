@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from earl_core.dispatch.names import SHARD_PATTERN
@@ -74,7 +75,9 @@ class ShardEntry(_Record):
     )
     columns: dict[str, ColumnRange]
     body: Span = Field(description="the buffers of all columns; checksums cover just this")
-    checksums: Span = Field(description="the block table: uint64 xxh3_64 of each block of the body")
+    checksums: Span = Field(
+        description="the block table: uint64 of the layout, then xxh3_64 of each block of the body"
+    )
     block_bytes: int = Field(ge=1, description="bytes of a block of the body; the last is shorter")
     checksum: str = Field(
         pattern=r"^([0-9a-f]{16})?$", description="xxh3_64 of the block table; empty while pending"
@@ -90,6 +93,25 @@ class ShardEntry(_Record):
                 return self.axes[column.axis]
         return ()
 
+    @property
+    def layout(self) -> int:
+        """xxh3_64 over what says where everything lies: rows, lengths, columns, body, blocks.
+
+        The shard holds it under its checksum, so that an entry that was edited does not pass.
+        Raises `ManifestError` for a number beyond 64 bits.
+        """
+        digest = xxhash.xxh3_64(repr((self.rows, self.body, self.block_bytes)).encode())
+        try:
+            for name, numbers in (("", self.row_ids), *sorted(self.axes.items())):
+                digest.update(f"{name}:{len(numbers)}:".encode())
+                digest.update(np.array(numbers, dtype=np.int64).tobytes())
+        except OverflowError as error:
+            raise ManifestError("a manifest holds a number beyond 64 bits") from error
+        for name, column in sorted(self.columns.items()):
+            place = (name, column.dtype, column.values, column.offsets, column.axis)
+            digest.update(repr(place).encode())
+        return digest.intdigest()
+
     @model_validator(mode="after")
     def _ranges_fit(self) -> ShardEntry:
         if len(self.row_ids) != self.rows:
@@ -98,7 +120,7 @@ class ShardEntry(_Record):
         body_end = body_start + body_length
         table_start, table_length = self.checksums
         blocks = -(-body_length // self.block_bytes)
-        if table_length != 8 * blocks or table_start < body_end:
+        if table_length != 8 * (1 + blocks) or table_start < body_end:
             raise ValueError(f"the block table of {self.file} does not fit to its body")
         if table_start + table_length > self.bytes:
             raise ValueError(f"the body or block table of {self.file} lies outside of it")
@@ -125,7 +147,7 @@ class ShardEntry(_Record):
 class Manifest(_Record):
     """What one stage or step of one iteration produced."""
 
-    format: Literal["earl.manifest/2"] = "earl.manifest/2"
+    format: Literal["earl.manifest/3"] = "earl.manifest/3"
     run: str
     iteration: int = Field(ge=0)
     stage: str

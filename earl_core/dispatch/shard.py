@@ -138,18 +138,18 @@ class ShardWriter:
         try:
             fcntl.flock(lease, fcntl.LOCK_SH)
             path = self._segment.seal(self._name)
-            self._checksum_later(path, lease)
+            self._checksum_later(path, lease, entry.layout)
         except BaseException:
             os.close(lease)
             raise
         return entry
 
-    def _checksum_later(self, path: Path, lease: int) -> None:
+    def _checksum_later(self, path: Path, lease: int, layout: int) -> None:
         memory, body, table = self._memory, self._skeleton.body, self._table
 
         def job() -> str:
             try:
-                return fill_table(memory, body, table)
+                return fill_table(memory, body, table, layout)
             finally:
                 # Said, not left to closing: a child forked meanwhile has the descriptor too.
                 fcntl.flock(lease, fcntl.LOCK_UN)

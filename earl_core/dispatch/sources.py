@@ -51,8 +51,8 @@ class Sources:
 
 def batch_rows(manifest: Manifest) -> np.ndarray:
     """int64 sample_ids of a manifest's rows, ascending. Raises `ManifestError` on duplicates."""
-    rows = np.sort(_integers(chain.from_iterable(entry.row_ids for entry in manifest.shards)))
-    _refuse_duplicates(rows, f"the {manifest.stage} manifest of iteration {manifest.iteration}")
+    rows = np.sort(integers(chain.from_iterable(entry.row_ids for entry in manifest.shards)))
+    refuse_duplicates(rows, f"the {manifest.stage} manifest of iteration {manifest.iteration}")
     return rows
 
 
@@ -104,12 +104,12 @@ class _Table:
         self.entries = sorted(manifest.shards, key=lambda entry: (entry.host, entry.file))
         self.names = manifest.column_names()
         self._what = f"the {manifest.stage} manifest of iteration {manifest.iteration}"
-        counts = _integers(entry.rows for entry in self.entries)
-        ids = _integers(chain.from_iterable(entry.row_ids for entry in self.entries))
+        counts = integers(entry.rows for entry in self.entries)
+        ids = integers(chain.from_iterable(entry.row_ids for entry in self.entries))
         self._first = np.cumsum(counts) - counts
         order = np.argsort(ids, kind="stable")
         ordered = ids[order]
-        _refuse_duplicates(ordered, self._what)
+        refuse_duplicates(ordered, self._what)
         places = np.searchsorted(ordered, rows)
         if len(rows) and (
             len(ids) == 0 or (ordered[np.minimum(places, len(ids) - 1)] != rows).any()
@@ -144,7 +144,7 @@ class _Table:
             raise ManifestError(f"{self._what} has column {name!r} in different types: {kinds}")
         dtype, axis = kinds.pop()
         itemsize = ranges[0].itemsize
-        begins = _integers(column.values[0] for column in ranges)
+        begins = integers(column.values[0] for column in ranges)
         if axis is None:
             elements = np.ones(len(self._flat), dtype=np.int64)
             before = self._flat - self._first[self._local]
@@ -164,7 +164,7 @@ class _Table:
         """Elements of each wanted row, and elements before it in its shard; int64."""
         if axis not in self._axes:
             try:
-                every = _integers(chain.from_iterable(e.axes[axis] for e in self.entries))
+                every = integers(chain.from_iterable(e.axes[axis] for e in self.entries))
             except KeyError as error:
                 raise ManifestError(f"{self._what} lacks the row lengths of {axis!r}") from error
             sums = np.concatenate([[0], np.cumsum(every)])
@@ -173,12 +173,14 @@ class _Table:
         return self._axes[axis]
 
 
-def _refuse_duplicates(ordered: np.ndarray, what: str) -> None:
+def refuse_duplicates(ordered: np.ndarray, what: str) -> None:
+    """Raise `ManifestError` when sorted sample_ids hold one twice."""
     if (ordered[1:] == ordered[:-1]).any():
         raise ManifestError(f"{what} has a sample_id twice")
 
 
-def _integers(values: Iterable[int]) -> np.ndarray:
+def integers(values: Iterable[int]) -> np.ndarray:
+    """int64 array of numbers that a manifest holds. Raises `ManifestError` beyond 64 bits."""
     try:
         return np.fromiter(values, dtype=np.int64)
     except OverflowError as error:

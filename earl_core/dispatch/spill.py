@@ -361,7 +361,10 @@ def _row_bytes(entry: ShardEntry, column: ColumnRange) -> tuple[np.ndarray, np.n
 def _checked_table(entry: ShardEntry, table: bytes, url: str) -> list[int]:
     if not entry.checksum or xxhash.xxh3_64_hexdigest(table) != entry.checksum:
         raise _corrupt(entry, url)
-    return np.frombuffer(table, dtype="<u8").tolist()
+    layout, *sums = np.frombuffer(table, dtype="<u8").tolist()
+    if layout != entry.layout:
+        raise _corrupt(entry, url)
+    return sums
 
 
 def _checked_block(entry: ShardEntry, number: int, data: bytes) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from earl_core.dispatch.checksums import pending_tables, table_bytes, verify_body
+from earl_core.dispatch.checksums import check_layout, pending_tables, table_bytes, verify_body
 from earl_core.dispatch.leases import Mapped, ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.mark import NotOurs
@@ -136,7 +136,7 @@ class ShardStore:
     def open(self, entry: ShardEntry, verify: bool = False) -> Mapped:
         """A lease on a shard, mapped read-only; with `verify` its whole body is checked.
 
-        Raises `ManifestError` unless the shard is there, of this size and generation, and
+        Raises `ManifestError` unless the shard is there, of this size, generation and layout, and
         `ShardCorrupt` (one of them) when bytes do not match their checksum.
         """
         path = self.path(entry)
@@ -148,9 +148,10 @@ class ShardStore:
             raise ManifestError(f"the shard {path} of host {entry.host} is gone") from error
         except ShardMismatch as error:
             raise ManifestError(f"the shard is damaged: {error.strerror}") from error
-        if verify:
+        if verify or entry.checksum:
             try:
-                verify_body(mapped.memory, entry)
+                check = verify_body if verify else check_layout
+                check(mapped.memory, entry)
             except BaseException:
                 # The traceback keeps views alive; the lease then goes with the last of them.
                 with suppress(BufferError):

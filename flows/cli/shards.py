@@ -14,6 +14,8 @@ from rich.table import Table
 from earl_core.config import load_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
+from earl_core.dispatch.arrow_file import open_batch
+from earl_core.dispatch.manifest import ShardCorrupt
 from earl_core.run.shards import list_stores, run_store, sweep
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
@@ -122,12 +124,11 @@ def _show_manifest(manifest: Manifest, console: Console) -> None:
 def _show_file(path: Path, row: int, console: Console) -> None:
     try:
         with pa.memory_map(str(path)) as source:
-            reader = pa.ipc.open_file(source)
-            batch = reader.get_batch(0)
+            batch = open_batch(source, str(path))
             _print_batch(path, batch, row, console)
-            del batch, reader
-    except pa.ArrowInvalid as error:
-        raise UsageProblem(f"{path} is not an Arrow IPC file, or is damaged: {error}") from error
+            del batch
+    except ShardCorrupt as error:
+        raise UsageProblem(str(error)) from error
 
 
 def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) -> None:
@@ -140,7 +141,8 @@ def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) 
         table.add_row(field.name, str(field.type), f"{count:,}")
     console.print(table)
     for key, value in (batch.schema.metadata or {}).items():
-        console.print(f"{key.decode()}: {value.decode()}", style="dim", highlight=False)
+        text = f"{key.decode(errors='replace')}: {value.decode(errors='replace')}"
+        console.print(text, style="dim", highlight=False)
     if row >= batch.num_rows:
         raise UsageProblem(f"row {row} does not exist: {path} has {batch.num_rows} rows")
     console.print(f"\nRow {row} of {batch.num_rows}:", style="bold", highlight=False)

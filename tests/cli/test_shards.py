@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
+import struct
 import subprocess
 from pathlib import Path
 
@@ -123,3 +125,15 @@ def assert_refused(shown: subprocess.CompletedProcess[str], words: str) -> None:
     assert shown.stderr.startswith("error: ")
     assert "Traceback" not in shown.stderr
     assert words in shown.stderr
+
+
+@pytest.mark.parametrize("offset", [2**62, -1])
+def test_offsets_are_looked_at_before_they_are_followed(
+    fresh_earl: Earl, stopped_run: Path, offset: int
+) -> None:
+    sealed = fresh_earl.directory / "runs/stopped/iterations/000003/rollout.json"
+    at, _ = json.loads(sealed.read_text())["shards"][0]["columns"]["finish_reason"]["offsets"]
+    with stopped_run.open("r+b") as shard:
+        shard.seek(at + 8)
+        shard.write(struct.pack("<q", offset))
+    assert_refused(fresh_earl.run("shards", "show", str(stopped_run)), "is damaged")

@@ -58,7 +58,7 @@ class World:
             spans[name] = ColumnRange(dtype=dtype, values=values, offsets=offsets, axis=axis)
             content += generator.bytes(-len(content) % 64)
         body = (64, len(content) - 64)
-        table = (len(content), 8 * -(-body[1] // 256))
+        table = (len(content), 8 * (1 - (-body[1] // 256)))
         content += generator.bytes(table[1])
         file = f"000001-{stage}-{len(self.files)}-{self.seed}.arrow"
         self.files[host, file] = np.frombuffer(bytes(content), dtype=np.uint8)

@@ -56,7 +56,8 @@ def test_any_flipped_bit_is_found(
                 sample_store.verify(entry, checksum=True)
             with pytest.raises(ShardCorrupt):
                 Batch(sample_store, [manifest_of(entry)], verify=True)
-            sample_store.verify(entry, checksum=False)
+            if at < entry.checksums[0]:
+                sample_store.verify(entry, checksum=False)
         finally:
             flip(file.fileno(), at, bit)
     sample_store.verify(entry, checksum=True)

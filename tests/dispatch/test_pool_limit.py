@@ -153,19 +153,25 @@ def _lease(pipe: Connection, path: Path, size: int) -> None:
 
 def test_the_error_names_files_and_the_processes_with_leases(pool: SegmentPool) -> None:
     pool.max_bytes = 2 * MIB
-    path, size = sealed(pool, 2 * MIB)
-    with Child(_lease, path, size) as child:
-        child.hear()
+    path, size = sealed(pool, MIB)
+    for _ in range(6):
+        sealed(pool, 128 * 1024)
+    small, small_size = sealed(pool, 1)
+    with Child(_lease, path, size) as child, Child(_lease, small, small_size) as other:
+        child.hear(), other.hear()
         with pytest.raises(PoolFull) as caught:
             pool.acquire(MIB)
         locks_are_listed = "FLOCK" in Path("/proc/locks").read_text()
     text = str(caught.value)
     assert path.name in text
-    assert "2,097,152" in text
     assert "1,048,576 bytes do not fit" in text
     if locks_are_listed:  # not in every container
-        assert f"leased by {child.process.pid} '" in text
-        assert "python" in text
+        leases = text.partition("Leases: ")[2]
+        assert f"{child.process.pid} '" in leases
+        assert "python" in leases
+        assert f"keeps 1 file, 1,048,576: {path.name}" in leases
+        assert leases.index(f"{child.process.pid} '") < leases.index(f"{other.process.pid} '")
+        assert f"keeps 1 file, {small_size:,}: {small.name}" in leases
 
 
 # A full file system

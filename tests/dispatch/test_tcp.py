@@ -214,7 +214,7 @@ def test_garbage_from_a_server_is_an_error(garbage: bytes, welcomed: bool) -> No
         client.shutdown(socket.SHUT_WR)
 
     item = Range("000001-rollout-0-5.arrow", 5, 64, 64)
-    proof = Proof(item.file, 5, 4096, (64, 64), (128, 8), 4096, "0" * 16)
+    proof = Proof(item.file, 5, 4096, (64, 64), (128, 16), 4096, "0" * 16, 0)
     with _fake(babble) as address, pytest.raises(TransportError):
         TcpTransport({"a": address}, TOKEN, SOON).read(
             "a", [item], destination(item), {item.file: proof}

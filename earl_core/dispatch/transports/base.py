@@ -48,6 +48,7 @@ class Proof:
     """What a manifest says about a shard's file that lets its bytes be checked.
 
     body and checksums: start and length in bytes. checksum: xxh3_64 of the block table, in hex.
+    layout: what the table says of rows, lengths and columns.
     """
 
     file: str
@@ -57,6 +58,7 @@ class Proof:
     checksums: tuple[int, int]
     block_bytes: int
     checksum: str
+    layout: int
 
     @classmethod
     def of(cls, entry: ShardEntry) -> Proof:
@@ -74,6 +76,7 @@ class Proof:
             entry.checksums,
             entry.block_bytes,
             entry.checksum,
+            entry.layout,
         )
 
 

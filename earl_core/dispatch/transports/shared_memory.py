@@ -128,7 +128,7 @@ def _check_proof(proof: Proof) -> None:
         for start, size in (proof.body, proof.checksums)
     )
     blocks = -(-proof.body[1] // max(proof.block_bytes, _MIN_BLOCK))
-    if not inside or proof.block_bytes < _MIN_BLOCK or proof.checksums[1] != 8 * blocks:
+    if not inside or proof.block_bytes < _MIN_BLOCK or proof.checksums[1] != 8 * (1 + blocks):
         raise Refused(f"the description of {proof.file} contradicts itself")
 
 

@@ -33,7 +33,7 @@ from earl_core.dispatch.transports.base import (
     TransportError,
 )
 
-MAGIC = b"EARLRNG1"
+MAGIC = b"EARLRNG2"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HELLO = struct.Struct(f"<8s{NONCE_BYTES}s")
@@ -48,7 +48,8 @@ MAX_FILES = 256
 MAX_RANGES = 1024
 MAX_MESSAGE = 2048
 
-_FILE = struct.Struct("<H6QIQ")  # name's bytes, generation, size, body, checksums, block, checksum
+# name's bytes, generation, size, body, checksums, block, checksum, layout
+_FILE = struct.Struct("<H6QIQQ")
 _RANGE = np.dtype([("file", "<u4"), ("start", "<u8"), ("length", "<u8")])
 MAX_BODY = MAX_FILES * (_FILE.size + MAX_NAME) + MAX_RANGES * _RANGE.itemsize
 
@@ -111,7 +112,8 @@ def pack_request(number: int, proofs: Sequence[Proof], ranges: Sequence[Range]) 
     for proof in proofs:
         name = proof.file.encode()
         numbers = (proof.generation, proof.bytes, *proof.body, *proof.checksums)
-        parts += [_FILE.pack(len(name), *numbers, proof.block_bytes, int(proof.checksum, 16)), name]
+        sums = (int(proof.checksum, 16), proof.layout)
+        parts += [_FILE.pack(len(name), *numbers, proof.block_bytes, *sums), name]
     table = np.empty(len(ranges), dtype=_RANGE)
     table["file"] = [index[item.file] for item in ranges]
     table["start"] = [item.start for item in ranges]
@@ -135,7 +137,7 @@ def read_request(number: int, body: memoryview, files: int, ranges: int) -> Requ
     for _ in range(files):
         if place + _FILE.size > len(body):
             raise Malformed("the request is shorter than its files")
-        size, generation, length, *spans, block, checksum = _FILE.unpack_from(body, place)
+        size, generation, length, *spans, block, checksum, layout = _FILE.unpack_from(body, place)
         place += _FILE.size
         name = bytes(body[place : place + size])
         place += size
@@ -146,8 +148,8 @@ def read_request(number: int, body: memoryview, files: int, ranges: int) -> Requ
         except UnicodeDecodeError as error:
             raise Malformed("a file name is not UTF-8") from error
         body_span, table_span = (spans[0], spans[1]), (spans[2], spans[3])
-        table_checksum = f"{checksum:016x}"
-        proofs.append(Proof(text, generation, length, body_span, table_span, block, table_checksum))
+        sums = (f"{checksum:016x}", layout)
+        proofs.append(Proof(text, generation, length, body_span, table_span, block, *sums))
     if len(body) - place != ranges * _RANGE.itemsize:
         raise Malformed("the request's length does not match its number of ranges")
     table = np.frombuffer(body[place:], dtype=_RANGE)
