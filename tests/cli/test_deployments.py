@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from earl_core.config import load_config
 from tests.cli.conftest import ROOT
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
@@ -18,9 +19,11 @@ DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_
 
 @pytest.mark.parametrize("item", DEPLOYMENTS, ids=lambda item: item["name"])
 def test_a_deployment_names_a_flow_and_parameters_that_it_takes(item: dict[str, Any]) -> None:
-    file, _, name = item["entrypoint"].partition(":")
-    assert (ROOT / file).is_file()
-    found = getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
+    # A module path: of a file's path Prefect would put the folder first, `flows/profile.py` before
+    # Python's own module of that name.
+    module, _, name = item["entrypoint"].partition(":")
+    assert "/" not in module
+    found = getattr(importlib.import_module(module), name)
     assert found.name == item["name"]
     parameters = inspect.signature(found.fn).parameters
     assert set(item["parameters"]) <= set(parameters)
@@ -29,7 +32,7 @@ def test_a_deployment_names_a_flow_and_parameters_that_it_takes(item: dict[str, 
     # What a form shows for each of them.
     assert found.parameters.model_dump()["properties"].keys() == parameters.keys()
     config = item["parameters"].get("config")
-    assert config is None or (ROOT / config).is_file()
+    assert config is None or load_config(config)
 
 
 def test_every_flow_for_people_is_deployed() -> None:

