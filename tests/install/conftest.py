@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ USERS_FILES = {
     "tasks.py": "raise SystemExit('the tasks.py of the user ran')\n",
     "random.py": "raise SystemExit('the random.py of the user ran')\n",
     "flows/__init__.py": "raise SystemExit('the flows of the user ran')\n",
-    "my_game.py": "from earl_core.environments.games.tic_tac_toe import TicTacToe as Game\n",
+    "my_game.py": (
+        "from earl_core.environments.registry import create\n\n\n"
+        "def Game(**options):\n    return create('tic_tac_toe', options)\n"
+    ),
 }
 """What people have in their working directories, Prefect's users above all."""
 
@@ -67,3 +71,10 @@ def hostile(tmp_path: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     return tmp_path / "work"
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    directory = Path(f"/dev/shm/earl-install-tests-{os.getpid()}")
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)

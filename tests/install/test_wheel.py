@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.cli.conftest import TINY
 from tests.install.conftest import clean_environment
-
-
-@pytest.fixture
-def shared_memory() -> Iterator[Path]:
-    directory = Path(f"/dev/shm/earl-wheel-tests-{os.getpid()}")
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def earl(
@@ -66,7 +55,8 @@ def test_the_packages_of_the_user_may_come_first_on_the_path(
     shown = earl(installed_bin, hostile, "--help", PYTHONPATH=str(first))
     assert shown.returncode == 0, shown.stderr
     assert "demo" in shown.stdout
-    planned = earl(installed_bin, hostile, "plan", "--model", "qwen2.5-7b", PYTHONPATH=str(first))
+    question = ("plan", "--model", "qwen2.5-7b", "--hardware", "1x8xh100-80gb")
+    planned = earl(installed_bin, hostile, *question, PYTHONPATH=str(first))
     assert planned.returncode == 0, planned.stderr
     assert "of the user" not in planned.stdout + planned.stderr
 
