@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -84,6 +85,17 @@ def read_file(path: Path, follow_links: bool = False) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return stream.read()
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all in it, or whatever else lies there; follows no link.
+
+    `shutil.rmtree` opens what it is given, and waits for ever on a FIFO.
+    """
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def is_regular(path: Path) -> bool:

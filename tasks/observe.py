@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from earl_core import faults
+from earl_core.files import read_file
 from earl_core.selector import Predictor, SelectionInput, StageDeployment
 from earl_core.selector.candidates import Candidate
 from earl_core.selector.observations import (
@@ -44,7 +45,7 @@ def load_of(rollout: Mapping[str, float]) -> Load:
 def given_of(session: Session, iteration: int) -> SelectionInput:
     """What the iteration's plan was chosen from."""
     path = session.run.stage_path(iteration, "selection").with_suffix(".input")
-    return SelectionInput.model_validate_json(path.read_bytes())
+    return SelectionInput.model_validate_json(read_file(path))
 
 
 def observe_stage(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
+from earl_core.files import read_file
 from earl_core.run import RunDirectory
 from earl_core.selector import DeploymentPlan, NothingFits, SelectionInput
 from earl_core.selector.changes import layout_changes, misfit_text
@@ -46,7 +47,7 @@ def _considered(run: RunDirectory, plan: DeploymentPlan) -> list[str]:
     """What the sealed input had to offer; a sentence where that cannot be said."""
     source = run.stage_path(plan.iteration, "selection").with_suffix(".input")
     try:
-        given = SelectionInput.model_validate_json(source.read_bytes())
+        given = SelectionInput.model_validate_json(read_file(source))
         choice = considered(given, plan)
     except (OSError, ValidationError) as error:
         return [f"What was considered cannot be shown: {error}"]

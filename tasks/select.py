@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from prefect import task
+from pydantic import ValidationError
 
-from earl_core.files import canonical_json, write_atomic
+from earl_core.files import canonical_json, read_file, write_atomic
 from earl_core.selector import (
     DeploymentPlan,
     NothingFits,
@@ -116,10 +118,13 @@ def share_profile(session: Session) -> None:
 def _write_beside(session: Session, given: SelectionInput) -> None:
     """`selection.input`, and what an earlier attempt saw as `selection.<attempt>.input`."""
     path = session.run.stage_path(given.iteration, "selection").with_suffix(".input")
-    if path.exists():
-        earlier = SelectionInput.model_validate_json(path.read_bytes())
-        if earlier.attempt < given.attempt:
-            write_atomic(path.with_suffix(f".{earlier.attempt}.input"), path.read_bytes())
+    earlier = None
+    # A damaged one says nothing to anybody: the new one takes its place.
+    with suppress(OSError, ValidationError):
+        earlier = SelectionInput.model_validate_json(read_file(path))
+    if earlier is not None and earlier.attempt < given.attempt:
+        kept = canonical_json(earlier.model_dump(mode="json"))
+        write_atomic(path.with_suffix(f".{earlier.attempt}.input"), kept)
     write_atomic(path, canonical_json(given.model_dump(mode="json")))
 
 

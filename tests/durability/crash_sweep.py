@@ -1,4 +1,4 @@
-"""`python -m tests.durability.crash_sweep KIND`: a run's life with each of its I/O calls failing.
+"""`python -m tests.durability.crash_sweep KIND [EVERY]`: a life with each I/O call failing.
 
 For every call of a whole life: a process lives until that call and is killed there, or the call
 fails; another process opens the run, finds all that was acknowledged and lives on. Its weights, the
@@ -55,37 +55,43 @@ class SweepFailed(AssertionError):
     """A life that did not go on as it should have."""
 
 
-def main(kind: str) -> None:
+def main(kind: str, every: int) -> None:
     """Sweep one kind of fault in a directory of its own in shared memory."""
     scratch = Path(tempfile.mkdtemp(prefix="earl-sweep-", dir="/dev/shm"))
     try:
-        print(json.dumps(sweep(kind, scratch)))
+        print(json.dumps(sweep(kind, every, scratch)))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def sweep(kind: str, scratch: Path) -> dict[str, Any]:
-    """Fail every call once; how many there were and how the lives ended."""
+def sweep(kind: str, every: int, scratch: Path) -> dict[str, Any]:
+    """Fail every call once, or one in `every`; how many there were and how the lives ended."""
     started, ends = time.monotonic(), dict[str, int]()
     warm(scratch)
     calls, expected = _undisturbed(scratch)
     which = KINDS[kind]
     numbers = [number for number, name in enumerate(calls) if which is None or name in which]
-    for number in numbers:
+    for number in numbers[::every]:
         end, name = _one(kind, number, scratch, expected)
         ends[end] = ends.get(end, 0) + 1
         if name != calls[number]:
             raise SweepFailed(f"call {number} was {name!r}, not {calls[number]!r}: lives differ")
     seconds = round(time.monotonic() - started, 1)
+    failed = sum(ends.values())
     return {
-        "kind": kind, "calls": len(calls), "failed": len(numbers), "ends": ends, "seconds": seconds
+        "kind": kind, "calls": len(calls), "failed": failed, "ends": ends, "seconds": seconds
     }  # fmt: skip
+
+
+def import_ahead() -> None:
+    """Have here, once, what every child would import anew."""
+    with suppress(ImportError):
+        import pandas  # noqa: F401  (pyarrow takes it at its first use)
 
 
 def warm(scratch: Path) -> None:
     """Have here, once, what every child would do anew."""
-    with suppress(ImportError):
-        import pandas  # noqa: F401  (pyarrow takes it at its first use)
+    import_ahead()
     text = directory.dump_config(life_config(scratch))
     directory.dump_config = lambda config: text  # type: ignore[assignment]
 
@@ -199,7 +205,7 @@ def _require(condition: bool, text: str) -> None:
         raise SweepFailed(text)
 
 
-def in_child(work: Callable[[], str]) -> str:
+def in_child(work: Callable[[], str], seconds: float = _SECONDS) -> str:
     """What `work` returns in a forked process; empty when it was killed.
 
     Raises `SweepFailed` when it raises or takes too long.
@@ -218,24 +224,24 @@ def in_child(work: Callable[[], str]) -> str:
                 os.write(into, text.encode()[:60000])
             os._exit(0)
     os.close(into)
-    answer = _answer(child, out)
+    answer = _answer(child, out, seconds)
     if answer.startswith("!"):
         raise SweepFailed(answer[1:])
     return answer[1:]
 
 
-def _answer(child: int, out: int) -> str:
-    deadline = time.monotonic() + _SECONDS
+def _answer(child: int, out: int, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             os.close(out)
-            return f"!hung for {_SECONDS:.0f} s"
+            return f"!hung for {seconds:.0f} s"
         time.sleep(0.002)
     with os.fdopen(out, "rb") as stream:
         return stream.read().decode()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(*sys.argv[2:3] or [1]))
