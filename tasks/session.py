@@ -6,9 +6,11 @@ tracker's queue) is looked up here by run directory.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from pathlib import Path
 
+from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.config.layout import check_devices, check_layout
@@ -17,10 +19,13 @@ from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment, experience_deployment
 from tasks.ahead import start_as_before
+from tasks.fit import is_loss
 from tasks.groups import Progress, WorkerGroups
 from tasks.hardware import read_hardware, read_model_shape
 from tasks.observed import LearntProfile, Observed
 from tasks.tracking import Status, Tracker
+
+logger = logging.getLogger(__name__)
 
 
 class StateLost(RuntimeError):
@@ -63,7 +68,7 @@ class Session:
             what = "downloading" if self.config.model.from_hub else "building"
             self.listener("model", 0, {what: str(path)})
             deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
-            self.groups.call(deployment, "model", "build", 0)
+            self._call_surely(deployment, "model", "build")
             self.groups.retire("model", 0)
 
     def _check_shared_memory(self) -> None:
@@ -77,7 +82,18 @@ class Session:
 
     def _check_environment(self) -> None:
         deployment = experience_deployment(self.config.experience)
-        self.groups.call(deployment, "experience", "check", self.next_iteration())
+        self._call_surely(deployment, "experience", "check")
+
+    def _call_surely(self, deployment: StageDeployment, role: str, method: str) -> None:
+        """Call a method before the first stage; again when its ranks are lost."""
+        for left in reversed(range(self.config.deadlines.repeats + 1)):
+            try:
+                self.groups.call(deployment, role, method, self.next_iteration())
+                return
+            except WorkerError as error:
+                if not left or not is_loss(error) or self.stop_requested.is_set():
+                    raise
+                logger.warning("tried again: %s: %s", error.where.sentence(), error.reason)
 
     def next_iteration(self) -> int:
         """The iteration after the last one finished here, or covered by a checkpoint."""

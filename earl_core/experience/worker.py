@@ -42,6 +42,7 @@ class ExperienceWorker:
 
     def check(self) -> dict[str, Any]:
         """Raise `EnvironmentConfigError` unless the environments can be made."""
+        faults.point("experience.check", self._context.iteration or 0)
         environment = self._config.environment
         check(environment.name, environment.options)
         if self._config.evaluation.options:
