@@ -64,8 +64,8 @@ def repeats(runs: Runs) -> list[tuple[int, str]]:
 def test_ranks_of_every_role_die_at_work_and_the_run_goes_on(
     runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:
-    """One process, seven kills: as the run is opened, while weights are published, after a shard was
-    sealed but before it was reported, and in an update whose steps were applied already."""
+    """One process, seven kills: as the run is opened, while weights are published, after a shard
+    was sealed but before it was reported, and in an update whose steps were applied already."""
     runs.environment["EARL_FAULT_ONCE"] = str(runs.directory)
     first = ("experience.check@0", "publish.write@0", "rollout.sealed0@0", "reference.written@0")
     second = ("reward.written@1", "advantage.written@1", "update.applied@1")
