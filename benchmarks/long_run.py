@@ -101,9 +101,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="earl-long-") as name:
         settings = {**SETTINGS, "iterations": iterations, "dispatch.directory": str(shared)}
         sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-        config = str(ROOT / "configs" / "tictactoe_tiny.yaml")
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "train", config, "--plain", *sets],
+            [sys.executable, "-m", "flows.cli", "train", "tictactoe_tiny", "--plain", *sets],
             cwd=name,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,
