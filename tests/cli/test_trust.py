@@ -5,15 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.cli.conftest import CONFIG, ROOT, Earl
 from tests.cli.hostile_server import hostile_server, metadata, pickled_record
 
 
-def test_train_refuses_the_result_of_a_hostile_server(fresh_earl: Earl, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [metadata("payload"), {"run": "done"}], ids=["stored", "inline"])
+def test_train_refuses_the_result_of_a_hostile_server(
+    fresh_earl: Earl, tmp_path: Path, data: dict[str, Any]
+) -> None:
     mark = tmp_path / "executed"
     (tmp_path / "payload").write_bytes(pickled_record(mark))
-    with hostile_server(tmp_path, metadata("payload")) as url:
+    with hostile_server(tmp_path, data) as url:
         fresh_earl.environment["PREFECT_API_URL"] = url
         done = fresh_earl.run("train", str(CONFIG), "--plain", *fresh_earl.settings(), timeout=120)
     assert not mark.exists(), "the server's code ran"
