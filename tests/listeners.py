@@ -43,8 +43,10 @@ def watching(pid: int) -> Iterator[dict[Listener, str]]:
     def watch() -> None:
         while not over.wait(_PAUSE_SECONDS):
             for listener in listeners(process.pid for process in descendants(pid)):
-                if listener not in seen:
-                    seen[listener] = ask_http(listener) if owner(listener) == "other" else ""
+                seen.setdefault(listener, "")
+                # A server listens some time before it answers.
+                if owner(listener) == "other" and not seen[listener].startswith("HTTP/"):
+                    seen[listener] = ask_http(listener)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -67,7 +69,7 @@ def ask_http(listener: Listener) -> str:
     if listener.kind != "tcp":
         return ""
     try:
-        with socket.create_connection((listener.address, listener.port), timeout=5) as asking:
+        with socket.create_connection((listener.address, listener.port), timeout=2) as asking:
             asking.sendall(b"GET /api/admin/version HTTP/1.0\r\n\r\n")
             return asking.recv(4096).split(b"\r\n")[0].decode(errors="replace")
     except OSError as error:
