@@ -11,8 +11,8 @@ from prefect import State, flow, task
 from prefect.artifacts import acreate_table_artifact
 from pydantic import Field
 
-from earl_core.config import ConfigError, RunConfig, load_config
-from earl_core.secrets import redact_tree
+from earl_core.config import ConfigError, RunConfig, check_references, load_config
+from earl_core.secrets import guard_logging, redact_tree
 from flows.overrides import Overrides
 from flows.policy import PolicyPlayer, find_checkpoint
 from flows.running import HOOKS, recorded
@@ -31,8 +31,10 @@ def play_held_out(
     run: str, checkpoint: str, episodes: int | None, temperature: float | None, overrides: list[str]
 ) -> dict[str, Any]:
     """Play with the checkpoint in a worker of its own; outcomes with 95 % Wilson intervals."""
+    guard_logging()
     path = Path(run)
     config = _config_of(path, overrides)
+    check_references(config)
     found = find_checkpoint(path, config, checkpoint)
     settings = config.evaluation
     with PolicyPlayer(config, found, _on_progress) as player:

@@ -11,7 +11,8 @@ from prefect.artifacts import acreate_table_artifact
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from earl_core.config import RunConfig, load_config
+from earl_core.config import RunConfig, check_references, load_config
+from earl_core.secrets import guard_logging
 from earl_core.selector.profile_table import table_path
 from earl_core.selector.survey import Point
 from flows.overrides import Overrides
@@ -56,7 +57,9 @@ async def profile(
     A profile that was stopped goes on where it ended; a finished one says so at once. No run is
     read, locked or changed.
     """
+    guard_logging()
     settings = load_config(config, overrides)
+    check_references(settings)
     return await recorded(settings.runs_directory, _profile(settings, minutes, context))
 
 

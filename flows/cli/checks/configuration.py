@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from earl_core.config import ConfigError, RunConfig
+from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.config.layout import check_devices, check_layout
 from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.registry import check as check_environment
@@ -20,6 +20,7 @@ TOPIC = "Run file"
 def check_configuration(config: RunConfig) -> Iterator[Finding]:
     """Everything that the run would refuse at its start, and the shape of the model."""
     yield Finding("good", TOPIC, f"{config.name}: {config.iterations} iterations")
+    yield from _references(config)
     yield from _model(config)
     yield from _layout(config)
     environment = config.environment
@@ -33,6 +34,13 @@ def check_configuration(config: RunConfig) -> Iterator[Finding]:
         yield Finding("warning", TOPIC, f"{run} is in use", "wait for it, or use another --name")
     elif (run / "config.yaml").is_file():
         yield Finding("note", TOPIC, f"{run} exists: `earl train` would go on with it")
+
+
+def _references(config: RunConfig) -> Iterator[Finding]:
+    try:
+        check_references(config)
+    except ConfigError as error:
+        yield Finding("blocks", TOPIC, str(error), "give the secret, or correct the reference")
 
 
 def _model(config: RunConfig) -> Iterator[Finding]:
