@@ -59,3 +59,27 @@ class HeldGame:
 
     def close(self) -> None:
         self._game.close()
+
+
+class LockedGame:
+    """Tic-tac-toe for who has the key; it prints the key and raises with it in prompt 0."""
+
+    def __init__(self, key: str) -> None:
+        if key != "sesame, open up":
+            raise ValueError("the wrong key")
+        self._game = create("tic_tac_toe", {"style": "compact"})
+        self._key = key
+        self._prompt = 0
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._prompt = prompt
+        return self._game.reset(prompt, seed)
+
+    def step(self, text: str) -> StepResult:
+        print(f"opened with {self._key}")
+        if self._prompt == 0:
+            raise RuntimeError(f"{self._key} does not open this one")
+        return self._game.step(text)
+
+    def close(self) -> None:
+        self._game.close()
