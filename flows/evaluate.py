@@ -45,6 +45,7 @@ def play_held_out(
     return {
         "run": run,
         "checkpoint": found.label,
+        "damaged": list(found.damaged),
         "policy_version": found.version,
         "episodes": result["episodes"],
         "failed": result["failed"],
@@ -90,7 +91,9 @@ async def _evaluate(
     await acreate_table_artifact(
         redact_tree(rows),
         key=f"{name}-evaluation",
-        description=f"{result['episodes']} held-out games with {result['checkpoint']}",
+        description=" ".join(
+            [*result["damaged"], f"{result['episodes']} held-out games with {result['checkpoint']}"]
+        ),
     )
     return result
 

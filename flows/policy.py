@@ -24,7 +24,9 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.layout import LayoutConfig, RolloutLayout
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
-from earl_core.run.checkpoints import holding_checkpoint
+from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
+from earl_core.run.recovery import newest_whole
+from earl_core.run.training_state import verify_checkpoint
 from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
 from tasks.hardware import read_hardware, read_model_shape
 from tasks.worker_environment import worker_environment
@@ -36,30 +38,29 @@ Progress = Callable[[dict[str, Any]], None]
 class Checkpoint:
     """A policy on disk. version: the policy version; label: how to call it to people. engine: how
     its run lays an engine out; None before its first iteration. marker: its STABLE file, by which
-    the checkpoint is held while it is used; None for a model that no run removes."""
+    the checkpoint is held while it is used; None for a model that no run removes. damaged: what is
+    wrong with each later one, for which this one stands in."""
 
     policy: Path
     version: int
     label: str
     engine: StageDeployment | None = None
     marker: Path | None = None
+    damaged: tuple[str, ...] = ()
 
 
 def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkpoint:
     """`last`, `initial` (before training) or the number of an iteration.
 
-    Raises `ConfigError` with the checkpoints there are.
+    Every file of it is verified. Where the last one is damaged, the last whole one is taken. Raises
+    `ConfigError` with the checkpoints there are, `CheckpointError` for a damaged one.
     """
     if which == "initial":
         if not (Path(config.model.path) / "config.json").is_file():
             raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
         path = Path(config.model.path)
         return Checkpoint(path, 0, "the initial model", newest_engine(run))
-    found = sorted(
-        int(path.parent.name)
-        for path in (run / "checkpoints").glob("*/STABLE")
-        if path.parent.name.isdigit() and (path.parent / "policy" / "config.json").is_file()
-    )
+    found = stable_checkpoints(run)
     listed = ", ".join(map(str, found)) or "none yet"
     if not (which == "last" or which.isdigit()):
         raise ConfigError(
@@ -71,10 +72,13 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkp
             f"{run} has no whole checkpoint {'' if which == 'last' else f'{which} '}(it has "
             f"{listed}): name one of them, or `initial` for the model before training"
         )
-    number = found[-1] if which == "last" else int(which)
+    number, damaged = newest_whole(run, found) if which == "last" else (int(which), [])
+    if which != "last":
+        verify_checkpoint(run, number)
     path = run / "checkpoints" / f"{number:06d}"
     label = f"the checkpoint of iteration {number}"
-    return Checkpoint(path / "policy", number + 1, label, newest_engine(run), path / "STABLE")
+    policy, engine = path / "policy", newest_engine(run)
+    return Checkpoint(policy, number + 1, label, engine, path / MARKER, tuple(damaged))
 
 
 def newest_engine(run: Path) -> StageDeployment | None:

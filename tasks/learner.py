@@ -9,35 +9,39 @@ from typing import Any
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.results import same_results
+from earl_core.dispatch import ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
 from tasks.observe import timing_switch
 from tasks.session import Session, StateLost
+from tasks.stage import holds_update
 
 logger = logging.getLogger(__name__)
 
 
-def ensure_learner(session: Session, deployment: StageDeployment, iteration: int) -> None:
-    """Have a learner, laid out so, that holds the state iteration `iteration` starts from, or
-    ended with.
+def ensure_learner(
+    session: Session, deployment: StageDeployment, iteration: int, version: int
+) -> None:
+    """Have a learner, laid out so, that holds policy version `version`.
 
     A live one takes another layout as it is where its number of ranks stays; else its state goes
-    through a checkpoint. A fresh group loads the last STABLE checkpoint, or the initial model when
-    there is none. Raises `StateLost` when that is not the version needed: the missing iterations
-    come first.
+    through a checkpoint. One that holds another version, and a fresh group, load the checkpoint of
+    the version needed. Raises `StateLost` when there is none: the missing iterations come first.
     """
     with timing_switch(session, "update", deployment, iteration):
         saved = _take_layout(session, deployment, iteration)
         session.groups.get("update", deployment)
-        if session.live_version is None:
-            source = saved or _last(session, iteration)
-            result = call_learner(session, deployment, "restore", iteration, checkpoint=source)
-            session.live_version = int(result["policy_version"])
-    if session.live_version not in (iteration, iteration + 1):
-        raise StateLost(
-            f"iteration {iteration} starts from policy version {iteration}, but the learner holds "
-            f"version {session.live_version}: resume the run, which repeats what is missing"
-        )
+        if session.live_version is None and saved is not None:
+            _restore(session, deployment, iteration, saved)
+        if session.live_version != version:
+            _restore(session, deployment, iteration, _saved_state(session, version))
+
+
+def _restore(
+    session: Session, deployment: StageDeployment, iteration: int, source: str | None
+) -> None:
+    result = call_learner(session, deployment, "restore", iteration, checkpoint=source)
+    session.live_version = int(result["policy_version"])
 
 
 def call_learner(
@@ -121,23 +125,32 @@ def _handoff(session: Session) -> Path:
     return session.run.path / "handoff"
 
 
-def _last(session: Session, iteration: int) -> str | None:
-    last = max(session.run.last_stable(), sealed_checkpoint(session, iteration))
-    return str(session.run.checkpoint_path(last).resolve()) if last >= 0 else None
+def _saved_state(session: Session, version: int) -> str | None:
+    """The checkpoint that holds this policy version; None for the initial model's.
 
-
-def sealed_checkpoint(session: Session, iteration: int) -> int:
-    """`iteration` if its update was sealed with a checkpoint that is not STABLE yet, else -1."""
-    sealed = session.run.stage_path(iteration, "update").is_file()
-    whole = (session.run.checkpoint_path(iteration) / "state.json").is_file()
-    return iteration if sealed and whole else -1
+    One that is not STABLE yet is taken where the sealed update describes it. Raises `StateLost`.
+    """
+    if version == 0:
+        return None
+    iteration = version - 1
+    if iteration not in session.run.stable_iterations():
+        try:
+            update = session.run.manifest(iteration, "update")
+        except ManifestError:
+            update = None
+        if update is None or not holds_update(session, update):
+            raise StateLost(
+                f"policy version {version} is needed, but neither the learner nor a checkpoint "
+                "holds it: resume the run, which repeats what is missing"
+            )
+    return str(session.run.checkpoint_path(iteration).resolve())
 
 
 def publish_weights(
     session: Session, deployment: StageDeployment, iteration: int, version: int
 ) -> WeightsManifest:
     """Have the learner write policy version `version` into shared memory."""
-    ensure_learner(session, deployment, iteration)
+    ensure_learner(session, deployment, iteration, version)
     result = call_learner(
         session,
         deployment,

@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect.artifacts import acreate_markdown_artifact
 
+from earl_core import faults
 from earl_core.dispatch import Manifest
 from earl_core.run.keys import STAGES
 from earl_core.secrets import redact
@@ -16,6 +17,7 @@ from earl_core.selector.observations import Observation
 from tasks.plan_report import plan_page
 from tasks.selector_metrics import load_metrics, selector_metrics
 from tasks.session import Session
+from tasks.stage import holds_update
 
 
 def collect_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[str, float]:
@@ -70,9 +72,11 @@ def finish_iteration(session: Session, iteration: int, manifests: dict[str, Mani
     metrics = collect_metrics(session, manifests)
     run = session.run
     run.append_metrics(iteration, metrics)
-    whole = (run.checkpoint_path(iteration) / "state.json").is_file()
+    faults.point("stable.before", iteration)
+    whole = holds_update(session, manifests["update"])
     if whole:
         run.mark_stable(iteration)
+        faults.point("stable.after", iteration)
         run.prune_checkpoints(keep=best_checkpoint(session))
     session.finish_iteration(iteration)
     session.tracker.iteration_finished(

@@ -6,26 +6,23 @@ tracker's queue) is looked up here by run directory.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from pathlib import Path
 
-from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.local import LocalWorkerGroup
-from earl_core.config import ConfigError, RunConfig, check_references
-from earl_core.config.layout import check_devices, check_layout
+from earl_core.config import ConfigError, RunConfig
+from earl_core.config.layout import check_layout
 from earl_core.dispatch import PoolFull
 from earl_core.run import RunDirectory
+from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
-from earl_core.selector import Hardware, ModelShape, StageDeployment, experience_deployment
+from earl_core.selector import Hardware, ModelShape, StageDeployment
 from tasks.ahead import start_as_before
-from tasks.fit import is_loss
 from tasks.groups import Progress, WorkerGroups
 from tasks.hardware import read_hardware, read_model_shape
 from tasks.observed import LearntProfile, Observed
+from tasks.preparing import check_start, surely
 from tasks.tracking import Status, Tracker
-
-logger = logging.getLogger(__name__)
 
 
 class StateLost(RuntimeError):
@@ -45,20 +42,16 @@ class Session:
         self.observed = Observed(run)
         self.profile: LearntProfile | None = None
         self._learner: tuple[LocalWorkerGroup | None, int] = None, 0
-        # From here on this process hides what they lead to.
-        check_references(self.config)
         self.hardware: Hardware = read_hardware()
         self.groups = WorkerGroups(run, self.hardware, self.listener, self.next_iteration)
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         _sessions[_name(run.path)] = self
-        check_devices(self.config, self.hardware)
         self._prepare_model()
         self.model: ModelShape = read_model_shape(Path(self.config.model.path))
         check_layout(self.config, self.model, self.hardware)
         self._check_shared_memory()
         start_as_before(self.groups, run, self.next_iteration())
-        self._check_environment()
         run.store_config()
         self.tracker = Tracker(run, self.hardware)
 
@@ -68,7 +61,11 @@ class Session:
             what = "downloading" if self.config.model.from_hub else "building"
             self.listener("model", 0, {what: str(path)})
             deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
-            self._call_surely(deployment, "model", "build")
+            surely(
+                lambda: self.groups.call(deployment, "model", "build", self.next_iteration()),
+                self.config.deadlines.repeats,
+                self.stop_requested.is_set,
+            )
             self.groups.retire("model", 0)
 
     def _check_shared_memory(self) -> None:
@@ -79,21 +76,6 @@ class Session:
             self.run.store.reserve(needed)
         except PoolFull as error:
             raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
-
-    def _check_environment(self) -> None:
-        deployment = experience_deployment(self.config.experience)
-        self._call_surely(deployment, "experience", "check")
-
-    def _call_surely(self, deployment: StageDeployment, role: str, method: str) -> None:
-        """Call a method before the first stage; again when its ranks are lost."""
-        for left in reversed(range(self.config.deadlines.repeats + 1)):
-            try:
-                self.groups.call(deployment, role, method, self.next_iteration())
-                return
-            except WorkerError as error:
-                if not left or not is_loss(error) or self.stop_requested.is_set():
-                    raise
-                logger.warning("tried again: %s: %s", error.where.sentence(), error.reason)
 
     def next_iteration(self) -> int:
         """The iteration after the last one finished here, or covered by a checkpoint."""
@@ -138,7 +120,12 @@ _sessions: dict[str, Session] = {}
 
 
 def open_session(config: RunConfig, listener: Progress | None = None) -> Session:
-    """Open the run of this configuration and register its session in this process."""
+    """Open the run of this configuration and register its session in this process.
+
+    Nothing is written before what can be checked without it was.
+    """
+    check_start(config)
+    take_newest_whole(Path(config.runs_directory) / config.name)
     run = RunDirectory.open(config)
     sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
     session = Session.__new__(Session)

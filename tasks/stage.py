@@ -13,6 +13,7 @@ from earl_core import faults
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.manifest import ShardEntry
 from earl_core.run import stage_key
+from earl_core.run.training_state import CheckpointError, read_state, verify_training_state
 from tasks.losses import surviving
 from tasks.session import Session
 from tasks.trust import SERIALIZER, result_directory
@@ -57,8 +58,25 @@ def finished(session: Session, iteration: int, stage: str, key: str) -> Manifest
 
 
 def _state_exists(session: Session, manifest: Manifest) -> bool:
-    checkpoint = session.run.checkpoint_path(manifest.iteration) / "state.json"
-    return checkpoint.is_file() or session.live_version == manifest.iteration + 1
+    held = session.live_version == manifest.iteration + 1
+    return held or holds_update(session, manifest, checksums=True)
+
+
+def holds_update(session: Session, update: Manifest, checksums: bool = False) -> bool:
+    """Whether the checkpoint of a sealed update's iteration is there, whole, and that update's.
+
+    The key tells it from the checkpoint of another attempt at the iteration, whose settings or
+    data were others. checksums: read all of its bytes too; whoever loads them does in any case.
+    """
+    directory = session.run.checkpoint_path(update.iteration)
+    if not directory.is_dir():
+        return False
+    try:
+        state = verify_training_state(directory) if checksums else read_state(directory)["state"]
+    except CheckpointError as error:
+        session.run.note(update.iteration, "checkpoint", f"not usable: {error}")
+        return False
+    return bool(state.get("key") == update.key)
 
 
 def weights_exist(manifest: Manifest) -> bool:

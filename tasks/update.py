@@ -11,7 +11,7 @@ from tasks.learner import call_learner, drop_handoff, ensure_learner
 from tasks.observe import fitting, load_of, observe_stage
 from tasks.select import plan_of
 from tasks.session import Session, get_session
-from tasks.stage import StageRef, resolve, run_stage
+from tasks.stage import StageRef, key_of, resolve, run_stage
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +30,18 @@ def update(
     deployment = plan_of(session, plan)["update"]
     given = [rollout, *([reference] if reference else []), advantage]
     inputs = [resolve(session, stage) for stage in given]
+    digests = [manifest.data_digest() for manifest in inputs]
+    record = {
+        "run": session.run.uid,
+        "tracking": session.run.record.get("tracking"),
+        "key": key_of(session, iteration, "update", digests),
+    }
 
     def body() -> dict[str, Any]:
         checkpoint = session.run.checkpoint_path(iteration) if due(session, iteration) else None
         load = load_of(inputs[0].metrics)
         with fitting(session, "update", iteration, deployment, load):
-            ensure_learner(session, deployment, iteration)
+            ensure_learner(session, deployment, iteration, version=iteration)
             result = call_learner(
                 session,
                 deployment,
@@ -44,7 +50,7 @@ def update(
                 agreed=("policy_version", "digest", "steps_applied"),
                 manifests=[manifest.model_dump(mode="json") for manifest in inputs],
                 checkpoint=str(checkpoint.resolve()) if checkpoint else None,
-                record={"run": session.run.uid, "tracking": session.run.record.get("tracking")},
+                record=record,
             )
         session.live_version = int(result["policy_version"])
         drop_handoff(session)
@@ -62,7 +68,6 @@ def update(
             "metrics": metrics,
         }
 
-    digests = [manifest.data_digest() for manifest in inputs]
     return run_stage(session, iteration, "update", digests, body)
 
 

@@ -15,7 +15,6 @@ from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch import Batch
 from earl_core.dispatch.manifest import ShardEntry, parse_manifest
-from earl_core.environments.registry import check
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_columns
 from earl_core.experience.rows import rows_of_rank
@@ -39,15 +38,6 @@ class ExperienceWorker:
         self._config = parse_config(config)
         self._store = run_store(run_directory, self._config)
         self._verify = self._config.dispatch.verify == "always"
-
-    def check(self) -> dict[str, Any]:
-        """Raise `EnvironmentConfigError` unless the environments can be made."""
-        faults.point("experience.check", self._context.iteration or 0)
-        environment = self._config.environment
-        check(environment.name, environment.options)
-        if self._config.evaluation.options:
-            check(environment.name, {**environment.options, **self._config.evaluation.options})
-        return {}
 
     def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest."""

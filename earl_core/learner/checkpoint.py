@@ -3,8 +3,7 @@
 `policy/` is a directory that `from_pretrained` loads, tokenizer included. Files hold whole tensors,
 which all ranks of a mesh fill together, each the boxes it holds, so that a state written under one
 mesh loads under any other. Optimizer tensors are named by their parameter. `state.json` is written
-last; it lists every other file with its size and xxh3 checksum, and every parameter with its
-shape. Safetensors and JSON only.
+last and describes the rest (`earl_core.run.training_state`). Safetensors and JSON only.
 """
 
 from __future__ import annotations
@@ -19,12 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-import xxhash
 from torch import nn
 
+from earl_core.files import sync
 from earl_core.huggingface import PreTrainedModel, PreTrainedTokenizerBase, custom_object_save
 from earl_core.learner.slices import Slice, local_box, local_part, slices_like, slices_of
-from earl_core.learner.together import CheckpointError, Ranks
+from earl_core.learner.together import Ranks
+from earl_core.run.training_state import (
+    CheckpointError,
+    describe_state,
+    read_state,
+    verify_files,
+    verify_training_state,
+)
 from earl_core.weights.joint_file import fill, own_shares, read_box
 from earl_core.weights.load import model_files
 from earl_core.weights.safetensors_layout import (
@@ -47,8 +53,6 @@ __all__ = [
     "verify_training_state",
     "write_training_state",
 ]
-
-FORMAT = "earl-training-state-1"
 
 _Place = tuple[mmap.mmap, TensorPlace]
 
@@ -96,14 +100,6 @@ def write_training_state(
         if ranks.first:
             shutil.rmtree(building, ignore_errors=True)
         raise
-
-
-def verify_training_state(directory: Path) -> dict[str, Any]:
-    """Check the sizes and checksums of all files; returns the caller's `state`.
-
-    Raises CheckpointError for a missing, damaged or foreign file.
-    """
-    return cast(dict[str, Any], _verified(directory, Ranks())["state"])
 
 
 def read_training_state(
@@ -253,15 +249,9 @@ def _seal(
     (building / "optimizer.json").write_text(
         json.dumps({"algorithm": "AdamW", "parameters": index}, indent=1), encoding="utf-8"
     )
-    files = {
-        str(path.relative_to(building)): {"bytes": path.stat().st_size, "xxh3": _digest(path)}
-        for path in sorted(building.rglob("*"))
-        if path.is_file()
-    }
-    content = {"format": FORMAT, "state": state, "parameters": shapes, "files": files}
-    (building / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    describe_state(building, state, shapes)
     for path in [*building.rglob("*"), building]:
-        _sync(path)
+        sync(path)
     if directory.exists():
         # A rename cannot replace a directory that has content.
         retired = directory.parent / f".{directory.name}.retired"
@@ -270,7 +260,7 @@ def _seal(
         shutil.rmtree(retired)
     else:
         building.rename(directory)
-    _sync(directory.parent)
+    sync(directory.parent)
 
 
 def _optimizer_index(directory: Path) -> dict[str, dict[str, str]]:
@@ -340,53 +330,7 @@ def _load(
 
 def _verified(directory: Path, ranks: Ranks) -> dict[str, Any]:
     """The content of `state.json`, after all files were checked, each by one rank. Collective."""
-    content = ranks.do(lambda: _content(directory))
+    content = ranks.do(lambda: read_state(directory))
     files = sorted(content["files"].items())
-
-    def check() -> None:
-        for name, expected in files[ranks.rank :: ranks.size]:
-            path = directory / name
-            inside = path.resolve().is_relative_to(directory.resolve())
-            size = path.stat().st_size if inside and path.is_file() else None
-            if size != expected["bytes"] or _digest(path) != expected["xxh3"]:
-                raise CheckpointError(
-                    f"The checkpoint {directory} is damaged: {name} is missing or not what was "
-                    "written. Resume from another checkpoint."
-                )
-
-    ranks.do(check)
+    ranks.do(lambda: verify_files(directory, files[ranks.rank :: ranks.size]))
     return content
-
-
-def _content(directory: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{directory} is no complete checkpoint: it has no state.json. Resume from another."
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{directory}/state.json is damaged ({error}). Resume from another checkpoint."
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{directory} is no training state of format {FORMAT}. Resume from another checkpoint."
-        )
-    return content
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,16 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from earl_core.run.training_state import CheckpointError
 from earl_core.weights.manifest import WeightsError
 
 if TYPE_CHECKING:
     from earl_core.learner.mesh import GroupName, UpdateMesh
 
 _T = TypeVar("_T")
-
-
-class CheckpointError(RuntimeError):
-    """A training state that is incomplete, damaged, or of another model."""
 
 
 class Ranks:

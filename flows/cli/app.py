@@ -96,15 +96,26 @@ def demo(
 def resume(
     run: Run,
     overrides: Overrides = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="N|initial",
+            help="Go back to this iteration's checkpoint first; what came later is set aside.",
+        ),
+    ] = None,
     runs_directory: RunsDirectory = "runs",
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
-    """Continue a run that was stopped or killed; nothing that is finished is repeated."""
+    """Continue a run that was stopped or killed; nothing that is finished is repeated.
+
+    If its last checkpoint is damaged, the last whole one is taken.
+    """
     with reported(debug):
         from flows.cli.training import resume as run_resume
 
-        run_resume(run, overrides or [], runs_directory, plain)
+        run_resume(run, overrides or [], runs_directory, plain, start)
 
 
 @app.command()

@@ -29,6 +29,8 @@ def evaluate(
     config = stored_config(path, overrides)
     found = find_checkpoint(path, config, checkpoint)
     console = make_console()
+    for text in found.damaged:
+        console.print(text, style="yellow", highlight=False)
     home = server.configure(config.runs_directory)
     display = make_display(1, plain, console)
 

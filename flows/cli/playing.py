@@ -51,6 +51,8 @@ def play(run: tuple[str, str], request: PlayRequest, me: bool) -> None:
     config = stored_config(path, list(request.overrides))
     checkpoint = find_checkpoint(path, config, request.checkpoint)
     console = make_console()
+    for text in checkpoint.damaged:
+        console.print(text, style="yellow", highlight=False)
     games = request.games
     if games is None and not (console.is_terminal and sys.stdin.isatty()):
         games = 1

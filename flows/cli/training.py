@@ -12,11 +12,12 @@ from earl_core.config.layout import check_devices, check_layout
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import RunInUse, is_locked
 from earl_core.run.record import is_finished
+from earl_core.run.recovery import INITIAL, go_back
 from flows import server
 from flows.cli.checks.model import missing_files
 from flows.cli.display import make_display
 from flows.cli.ending import print_ending, shell_name
-from flows.cli.errors import WRONG_INPUT_CODE, exit_code
+from flows.cli.errors import WRONG_INPUT_CODE, UsageProblem, exit_code
 from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
 from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
 from flows.cli.tables import make_console, resolved_table
@@ -33,10 +34,22 @@ def train(config: str, overrides: list[str], plain: bool) -> None:
     _train(load_config(config, overrides), config, overrides, plain)
 
 
-def resume(run: str, overrides: list[str], runs_directory: str, plain: bool) -> None:
-    """Go on with a run, with the configuration stored in its directory."""
+def resume(
+    run: str, overrides: list[str], runs_directory: str, plain: bool, start: str | None = None
+) -> None:
+    """Go on with a run, with the configuration stored in its directory.
+
+    start: `initial`, or the iteration whose checkpoint it goes back to before.
+    """
     path = find_run(run, runs_directory)
     settings = stored_config(path, overrides)
+    if start is not None:
+        if start != "initial" and not start.isdigit():
+            raise UsageProblem(
+                f"--from takes the number of an iteration, or `initial`, not {start!r}"
+            )
+        preflight(settings, path)
+        go_back(path, INITIAL if start == "initial" else int(start))
     # The directory may have been moved since its configuration was written.
     place = [f"name={settings.name}", f"runs_directory={settings.runs_directory}"]
     _train(settings, str(path / "config.yaml"), [*overrides, *place], plain)

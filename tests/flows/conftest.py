@@ -67,13 +67,17 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A character model of a few thousand parameters, built in a process of its own."""
+    """A character model of a few thousand parameters, built in a process of its own.
+
+    It knows what a move looks like, not which are legal: the returns of its episodes differ.
+    """
     path = tmp_path_factory.mktemp("models") / "tiny"
     script = (
         "import pathlib, sys\n"
         "from earl_core.models.tiny import build\n"
         "build(pathlib.Path(sys.argv[1]), environment={'name': 'tic_tac_toe', 'options': "
-        "{'style': 'compact'}}, hidden=32, layers=2, warm_start_steps=5)\n"
+        "{'style': 'compact'}}, hidden=32, layers=2, warm_start_steps=20, "
+        "warm_start_learning_rate=1e-2)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=REPOSITORY)
     return path
@@ -107,7 +111,7 @@ def _prepared(directory: Path, prefect_server: dict[str, str], model: Path) -> R
     }
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(config))
-    return Runs(path, directory, {**os.environ, **prefect_server})
+    return Runs(path, directory, model, {**os.environ, **prefect_server})
 
 
 @pytest.fixture
@@ -132,14 +136,25 @@ def module_runs(
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str], tiny_model: Path
 ) -> Iterator[Callable[..., Runs]]:
-    """Runs that nothing happened to, one for each set of overrides, made when first asked for."""
+    """Runs that nothing happened to, one for each set of overrides, made when first asked for.
+
+    Who compares with one compares with a run that learnt, and would have learnt something else
+    from other data: a run of another seed beside it (`other`) ends with other weights.
+    """
     made: dict[tuple[str, ...], Runs] = {}
 
     def undisturbed_run(*overrides: str) -> Runs:
         if overrides not in made:
             directory = tmp_path_factory.mktemp("undisturbed")
             runs = _prepared(directory, prefect_server, tiny_model)
-            runs.train(*overrides)
+            other = [*overrides, "seed=1", "name=other"]
+            if any("layout." in override for override in overrides):
+                runs.train(*overrides)
+                runs.train(*other)
+            else:
+                both = runs.train_here({"overrides": overrides}, {"overrides": other})
+                assert both == [None, None]
+            runs.assert_learnt(than="other")
             made[overrides] = runs
         return made[overrides]
 

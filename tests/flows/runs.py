@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 
 from earl_core.run.journal import read_lines
+from tests.learnt import SMALLEST_CHANGE, assert_learnt, largest_change, weights_in
 
 REPOSITORY = Path(__file__).parents[2]
 STAGES = ["select", "rollout", "reward", "reference", "advantage", "update", "publish"]
@@ -35,18 +37,22 @@ class Runs:
 
     config: Path
     directory: Path
+    model: Path
     environment: dict[str, str]
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *overrides: str, fault: str = "") -> subprocess.Popen[str]:
         """Start training; `fault` is a value of EARL_FAULT."""
+        return self._start("tests.flows.driver", *overrides, fault=fault)
+
+    def _start(self, module: str, *arguments: str, fault: str) -> subprocess.Popen[str]:
         environment = {**self.environment, "PYTHONPATH": str(REPOSITORY)}
         if fault:
             environment["EARL_FAULT"] = fault
         # A file, for a pipe that nobody reads stops a long run.
         with self.output_path(len(self.started)).open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.flows.driver", str(self.config), *overrides],
+                [sys.executable, "-m", module, str(self.config), *arguments],
                 cwd=REPOSITORY,
                 env=environment,
                 stdout=output,
@@ -56,6 +62,19 @@ class Runs:
             )
         self.started.append(process)
         return process
+
+    def train_here(self, *steps: dict[str, Any]) -> list[str | None]:
+        """Train again and again in one process, worker groups included: `in_process`'s steps.
+
+        Why each training ended; None: at its end.
+        """
+        place = self.directory / f"steps-{len(self.started)}.json"
+        place.write_text(json.dumps(steps))
+        self._start("tests.flows.in_process", str(place), fault="").wait(300)
+        endings: list[str | None] = json.loads(place.read_text())
+        # The steps are still there where the process itself has failed.
+        assert endings != list(steps), self.output_path(len(self.started) - 1).read_text()
+        return endings
 
     def train(self, *overrides: str, fault: str = "", expect: int = 0) -> str:
         """Train to the end of the process; its output. Fails on another exit status."""
@@ -96,9 +115,24 @@ class Runs:
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
+    def policy(self, iteration: int, name: str = "run") -> Path:
+        """The model directory of a checkpoint."""
+        return self.run(name) / "checkpoints" / f"{iteration:06d}" / "policy"
+
     def metrics(self, name: str = "run") -> list[dict[str, float]]:
         """What was measured, a line for each iteration."""
         return read_lines(self.run(name) / "metrics.jsonl")
+
+    def assert_learnt(self, name: str = "run", than: str | None = None) -> None:
+        """Every iteration had a gradient, and the last weights are others than the initial ones;
+        and others than those of the run `than`, of another seed."""
+        lines = self.metrics(name)
+        last = max(int(line["iteration"]) for line in lines)
+        weights = weights_in(self.policy(last, name))
+        norms = [line["update/grad_norm"] for line in lines]
+        assert_learnt(norms, weights_in(self.model), weights)
+        if than is not None:
+            assert largest_change(weights, weights_in(self.policy(last, than))) > SMALLEST_CHANGE
 
     def shared_memory(self) -> list[Path]:
         """Files of any run in shared memory."""

@@ -9,6 +9,7 @@ import pytest
 
 from earl_core.config import ConfigError
 from earl_core.run import RunDirectory
+from earl_core.run.training_state import describe_state
 from flows.policy import PolicyPlayer, find_checkpoint
 from tests.flows.test_sessions import config_in
 
@@ -19,6 +20,7 @@ def test_a_checkpoint_that_is_played_is_not_pruned(tmp_path: Path, tiny_model: P
 
     def finish(iteration: int) -> None:
         shutil.copytree(tiny_model, run.checkpoint_path(iteration) / "policy")
+        describe_state(run.checkpoint_path(iteration), {"policy_version": iteration + 1}, {})
         run.mark_stable(iteration)
         run.prune_checkpoints(keep=set())
 

@@ -89,8 +89,10 @@ def test_failures_inside_the_update(runs: Runs, undisturbed: Undisturbed, fault:
 def test_sparse_checkpoints_replay_from_shards(runs: Runs, undisturbed: Undisturbed) -> None:
     """What lies between checkpoint and kill is repeated, but no episode is played anew."""
     sparse = "checkpoint.every=2"
-    runs.train(sparse, fault="reward.after@1=kill", expect=KILLED)
-    runs.train(sparse)
+    again = {"overrides": [sparse]}
+    first, last = runs.train_here({**again, "fault": "reward.after@1=raise"}, again)
+    assert "injected failure" in str(first)
+    assert last is None
     sealed = runs.executed("sealed")
     assert [sealed.count((k, "rollout")) for k in range(2)] == [1, 1]
     assert [sealed.count((k, "update")) for k in range(2)] == [2, 1]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect import State
 
+from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import ConfigError, RunConfig, load_config, parse_config
 from earl_core.run import RunDirectory
+from earl_core.run.training_state import describe_state
 from flows.iteration import iteration
 from tasks.session import close_session, open_session
 
@@ -44,6 +47,7 @@ def with_checkpoints(config: RunConfig, iterations: int) -> Path:
     run = RunDirectory.open(config)
     for number in range(iterations):
         run.checkpoint_path(number).mkdir(parents=True)
+        describe_state(run.checkpoint_path(number), {"policy_version": number + 1}, {})
         run.mark_stable(number)
     run.close()
     return run.path
@@ -58,6 +62,17 @@ def test_settings_that_are_refused_are_not_kept(tmp_path: Path, tiny_model: Path
     assert load_config(path / "config.yaml") == config
     close_session(open_session(config_in(tmp_path, tiny_model, iterations=5)))
     assert load_config(path / "config.yaml").iterations == 5
+
+
+def test_an_environment_that_cannot_be_made_binds_no_run(tmp_path: Path, tiny_model: Path) -> None:
+    """Its code is the user's and runs in a process of its own; the corrected name then starts."""
+    wrong = {"name": "tests.rollout.environments:NoSuchGame"}
+    with pytest.raises(WorkerCallFailed, match="NoSuchGame"):
+        open_session(config_in(tmp_path, tiny_model, environment=wrong))
+    assert "tests.rollout.environments" not in sys.modules
+    assert list(tmp_path.iterdir()) == []
+    close_session(open_session(config_in(tmp_path, tiny_model)))
+    assert load_config(tmp_path / "runs" / "run" / "config.yaml").environment.name == "tic_tac_toe"
 
 
 def test_a_run_that_has_all_its_iterations_is_left_alone(tmp_path: Path, tiny_model: Path) -> None:

@@ -34,6 +34,7 @@ from earl_core.learner.slices import local_part, slices_of
 from earl_core.learner.vocabulary_parallel import VocabularyShard
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.test_policy_learner import make_learner
+from tests.learnt import assert_learnt
 
 SHAPE = {
     "hidden_size": 32,
@@ -155,11 +156,23 @@ def prepare(scratch: Path) -> None:
     for kind in ("llama", "qwen2", "qwen3"):
         save_model(model(kind), scratch / kind)
     for name, case in CASES.items():
-        found = result_of(case, case.learner(scratch))
+        learner = case.learner(scratch)
+        before = {name: weight.clone() for name, weight in learner.named_weights().items()}
+        found = result_of(case, learner)
+        assert_learnt(gradient_norms(found), before, learner.named_weights())
         save_file(
             {key: value.contiguous() for key, value in found.items()},
             scratch / f"{name}.safetensors",
         )
+
+
+def gradient_norms(found: dict[str, torch.Tensor]) -> list[float]:
+    """Of each step, of one process's result."""
+    steps = {key.partition(" ")[0] for key in found if key.startswith("gradient")}
+    return [
+        math.sqrt(sum(float((v**2).sum()) for k, v in found.items() if k.startswith(f"{step} ")))
+        for step in sorted(steps)
+    ]
 
 
 def result_of(case: Case, learner: PolicyLearner) -> dict[str, torch.Tensor]:

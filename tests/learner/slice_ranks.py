@@ -52,6 +52,7 @@ from tests.learner.cuts import check_boxes, meshes
 from tests.learner.helpers import random_samples, save_model
 from tests.learner.launched import launch
 from tests.learner.test_policy_learner import make_learner
+from tests.learnt import assert_learnt
 
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 """Of the tests' worlds: the meshes of two ranks cut in every way, those of four combine them."""
@@ -225,7 +226,9 @@ def check_training(scratch: Path, ranks: int) -> list[float]:
         mesh = learner.mesh
         assert mesh.shape == shape
         mine = [each for each in samples if each.group_id % mesh.shape.data == mesh.data_rank]
-        alone.update(samples, iteration=number)
+        before = {name: weight.clone() for name, weight in alone.named_weights().items()}
+        norm = alone.update(samples, iteration=number)["grad_norm"]
+        assert_learnt([norm], before, alone.named_weights())
         learner.update(mine, iteration=number)
         wanted = alone.named_weights()
         slices = slices_of(learner.named_weights())

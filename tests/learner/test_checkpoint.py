@@ -10,19 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from earl_core.files import canonical_json
 from earl_core.learner.checkpoint import CheckpointError, verify_training_state
+from earl_core.learner.policy_learner import PolicyLearner
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.slice_ranks import RANKS, references, results, value_of
 from tests.learner.test_policy_learner import largest_difference, make_learner
+from tests.learnt import assert_learnt
 
 
-def _iterations(learner: object, first: int, last: int) -> None:
+def _iterations(learner: PolicyLearner, first: int, last: int) -> None:
+    before = {name: weight.clone() for name, weight in learner.named_weights().items()}
+    norms = []
     for iteration in range(first, last):
         samples = random_samples(8, seed=iteration)
         ready = with_old_logprobs(samples, learner.score(samples))
-        learner.update(ready, iteration=iteration)
+        norms.append(learner.update(ready, iteration=iteration)["grad_norm"])
+    assert_learnt(norms, before, learner.named_weights())
 
 
 _CONTINUE = """
@@ -124,6 +131,8 @@ def test_files_outside_the_directory_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     content = json.loads((state / "state.json").read_text())
     content["files"]["../secret"] = {"bytes": 1, "xxh3": "0"}
+    del content["digest"]
+    content["digest"] = xxhash.xxh3_128_hexdigest(canonical_json(content))
     (state / "state.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="secret is missing"):
         verify_training_state(state)

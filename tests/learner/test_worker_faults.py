@@ -15,6 +15,7 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.results import same_results
 from tests.cluster.conftest import gone_within
 from tests.learner.recorded import Recorded
+from tests.learnt import assert_learnt, weights_in
 
 TARGET = "tests.learner.faulty:FaultyLearner"
 AGREED = ("policy_version", "digest", "steps_applied")
@@ -41,10 +42,14 @@ def given(recorded: Recorded) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def digest(group: LocalWorkerGroup, given: dict[str, Any]) -> str:
+def digest(group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any]) -> str:
     """Of the weights after an update that nothing happened to."""
     group.call("restore", checkpoint=None, **SITE)
-    return str(same_results(group.call("update", **given, **SITE), AGREED)["digest"])
+    updated = same_results(group.call("update", **given, **SITE), AGREED)
+    policy = Path(given["checkpoint"]) / "policy"
+    initial = weights_in(recorded.root / "model")
+    assert_learnt([updated["metrics"]["grad_norm"]], initial, weights_in(policy))
+    return str(updated["digest"])
 
 
 def run_into(

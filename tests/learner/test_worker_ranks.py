@@ -14,6 +14,7 @@ from earl_core.cluster.results import same_results
 from earl_core.dispatch import Batch
 from earl_core.dispatch.manifest import Manifest, ShardEntry
 from tests.learner.recorded import Recorded
+from tests.learnt import assert_learnt
 
 LEARNER = "earl_core.learner.worker:LearnerWorker"
 REFERENCE = "earl_core.learner.reference:ReferenceWorker"
@@ -73,6 +74,7 @@ def test_two_ranks_train_as_one_through_changes_of_their_mesh(
         assert not any(f"/{name}/" in mapped for name in ("scipy", "sklearn", "pandas"))
     mine = {"directory": str(tmp_path / "mine"), "dtype": "float32"}
     theirs = {**mine, "directory": str(tmp_path / "theirs")}
+    before = weights_of(alone.publish(policy_version=0, **mine))
     for k, mesh in enumerate(MESHES):
         if k:
             group.relayout(deployment(**mesh), **site(k))
@@ -91,6 +93,8 @@ def test_two_ranks_train_as_one_through_changes_of_their_mesh(
         told = same_results(
             group.call("publish", policy_version=k + 1, **theirs, **site(k)), ["digest"]
         )
+        assert_learnt([wanted["metrics"]["grad_norm"]], before, expected)
+        before = expected
         published = weights_of(told)
         assert published.keys() == expected.keys()
         for name, tensor in expected.items():

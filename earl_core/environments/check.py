@@ -1,0 +1,28 @@
+"""The rank in which a run's environments are made once, before anything else of the run starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from earl_core import faults
+from earl_core.cluster.context import WorkerContext
+from earl_core.config import parse_config
+from earl_core.environments.registry import check
+
+
+class Check:
+    """Runs the user's code so that the controller need not."""
+
+    def __init__(
+        self, context: WorkerContext, deployment: dict[str, Any], *, config: dict[str, Any]
+    ) -> None:
+        self._config = parse_config(config)
+
+    def check(self) -> dict[str, Any]:
+        """Raise `EnvironmentConfigError` unless the environments can be made."""
+        faults.point("experience.check", 0)
+        environment = self._config.environment
+        check(environment.name, environment.options)
+        if self._config.evaluation.options:
+            check(environment.name, {**environment.options, **self._config.evaluation.options})
+        return {}
