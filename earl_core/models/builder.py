@@ -42,7 +42,8 @@ class ModelBuilder:
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"model.builder {maker!r} cannot be imported: {error}") from error
         try:
-            options = resolve(self._model.builder_options)
+            # They are the builder's; the hub takes none.
+            options = resolve(self._model.builder_options) if self._model.builder else {}
         except SecretUnavailable as error:
             raise ConfigError(f"model.builder_options: {error}") from None
         with _alone(path):
