@@ -34,6 +34,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from earl_core.dispatch.names import MARK
 from earl_core.learner.checkpoint import (
     CheckpointError,
     read_training_state,
@@ -283,7 +284,10 @@ def check_failures(mesh: UpdateMesh, scratch: Path) -> list[str]:
             except (OSError, CheckpointError) as error:
                 number = error.errno if isinstance(error, OSError) else 0
                 messages.append(f"{type(error).__name__} {number} {error}")
-        left = Ranks(mesh).from_first(lambda: [str(each) for each in there.rglob("*.s*")])
+        # The store's mark stays, as long as the store does.
+        left = Ranks(mesh).from_first(
+            lambda: [str(each) for each in there.rglob("*.s*") if each.name != MARK]
+        )
         assert left == [], left
     check_state(model, moments.state)
     return messages
