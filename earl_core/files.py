@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 
+class NotAFile(OSError):
+    """Something else lies where a file of ours should be."""
+
+
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write `data` so that `path` never holds half of it; on disk when this returns.
 
@@ -71,20 +75,23 @@ def sync(path: Path) -> None:
 def read_file(path: Path, follow_links: bool = False) -> bytes:
     """A regular file's content. Never waits, whatever lies there.
 
-    follow_links: for files that people name; ours are never links. Raises `OSError` for anything
-    else: a folder, a FIFO.
+    follow_links: for files that people name; ours are never links. Raises `NotAFile` for anything
+    else, a folder or a FIFO, and other `OSError`.
     """
     links = 0 if follow_links else os.O_NOFOLLOW
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | links)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "a link, not a regular file", str(path)) from error
+            raise NotAFile(errno.ELOOP, "a link, not a regular file", str(path)) from error
         raise
-    with os.fdopen(descriptor, "rb") as stream:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return stream.read()
+            raise NotAFile(errno.EINVAL, "not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as stream:
+            return stream.read()
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:

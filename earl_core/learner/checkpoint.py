@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from earl_core.files import sync
+from earl_core.files import remove, sync
 from earl_core.huggingface import PreTrainedModel, PreTrainedTokenizerBase, custom_object_save
 from earl_core.learner.slices import Slice, local_box, local_part, slices_like, slices_of
 from earl_core.learner.together import Ranks
@@ -170,7 +170,7 @@ def _begin(
 ) -> None:
     """The new directory with all that one rank knows: configuration and tokenizer."""
     for stale in directory.parent.glob(f".{directory.name}.*"):
-        shutil.rmtree(stale)  # of a process that was killed while it wrote
+        remove(stale)  # of a process that was killed while it wrote
     policy = building / "policy"
     policy.mkdir(parents=True)
     # What save_pretrained writes besides the weights.
@@ -252,12 +252,12 @@ def _seal(
     describe_state(building, state, shapes)
     for path in [*building.rglob("*"), building]:
         sync(path)
-    if directory.exists():
+    if os.path.lexists(directory):
         # A rename cannot replace a directory that has content.
         retired = directory.parent / f".{directory.name}.retired"
         directory.rename(retired)
         building.rename(directory)
-        shutil.rmtree(retired)
+        remove(retired)
     else:
         building.rename(directory)
     sync(directory.parent)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import xxhash
 
-from earl_core.files import canonical_json, is_regular, read_file
+from earl_core.files import NotAFile, canonical_json, is_regular, read_file
 from earl_core.run.checkpoints import MARKER
 
 FORMAT = "earl-training-state-2"
@@ -95,7 +95,7 @@ def _content(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} is no complete checkpoint: it has no {DESCRIPTION}."
         ) from error
-    except (OSError, ValueError) as error:
+    except (NotAFile, NotADirectoryError, ValueError) as error:
         raise _damaged(directory, f"{DESCRIPTION} cannot be read ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{directory} is no training state of format {FORMAT}.")
@@ -107,7 +107,8 @@ def _content(directory: Path) -> dict[str, Any]:
 def _files_in(directory: Path) -> dict[str, int]:
     """Sizes in bytes of all files, by path; -1 for what is no regular file, such as a link."""
     found = {}
-    for folder, folders, names in os.walk(directory):
+    # A folder that cannot be listed is not an empty one.
+    for folder, folders, names in os.walk(directory, onerror=_refuse):
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         for name in [*names, *links]:
             path = Path(folder) / name
@@ -115,6 +116,10 @@ def _files_in(directory: Path) -> dict[str, int]:
                 path.stat().st_size if is_regular(path) else -1
             )
     return {name: size for name, size in found.items() if name not in _NOT_LISTED}
+
+
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 def _digest(content: Mapping[str, Any]) -> str:

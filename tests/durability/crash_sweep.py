@@ -26,8 +26,9 @@ from earl_core.config import ConfigError
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory, directory
 from earl_core.run.record import RunDamaged
+from earl_core.run.training_state import CheckpointError
 from tests.durability.io_calls import intercepted
-from tests.durability.life import ITERATIONS, Life, life_config, live, weights_of
+from tests.durability.life import ITERATIONS, Life, life_config, live, open_run, weights_of
 
 _DESCRIPTORS = frozenset({"open", "scandir", "listdir"})
 _SPACE = frozenset(
@@ -44,7 +45,7 @@ KINDS: dict[str, frozenset[str] | None] = {
 }
 """What may happen at a call, and to which calls it can happen; None: to all."""
 
-EXPECTED = (OSError, ManifestError, ConfigError, RunDamaged)
+EXPECTED = (OSError, ManifestError, ConfigError, RunDamaged, CheckpointError)
 """Errors that a failing call may end a life with; anything else is a bug."""
 
 _SECONDS = 20.0
@@ -166,7 +167,7 @@ def void(value: object) -> None:
 
 def life_after(scratch: Path, lines: list[list[str]]) -> str:
     """Find what was acknowledged, live on; the weights at the end."""
-    run = RunDirectory.open(life_config(scratch))
+    run = open_run(life_config(scratch))
     try:
         _check_kept(run, lines)
         Life(run).go_on()

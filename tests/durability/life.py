@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from earl_core.config import RunConfig, parse_config
 from earl_core.dispatch import Manifest
+from earl_core.files import remove, sync, write_all
 from earl_core.run import RunDirectory, stage_key
+from earl_core.run.recovery import take_newest_whole
+from earl_core.run.training_state import CheckpointError, describe_state, verify_training_state
 from earl_core.trajectory.samples import Episode, RolloutRows, Sample
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 
@@ -44,7 +46,7 @@ def live(config: RunConfig, acknowledge: Acknowledge = lambda what: None) -> str
 
     acknowledge: told of each thing that the run promises to keep from then on.
     """
-    run = RunDirectory.open(config)
+    run = open_run(config)
     try:
         Life(run, acknowledge).go_on()
         weights = weights_of(run, config.iterations - 1)
@@ -53,6 +55,12 @@ def live(config: RunConfig, acknowledge: Acknowledge = lambda what: None) -> str
         return weights
     finally:
         run.close()
+
+
+def open_run(config: RunConfig) -> RunDirectory:
+    """As a session opens it: a damaged checkpoint is passed over."""
+    take_newest_whole(Path(config.runs_directory) / config.name)
+    return RunDirectory.open(config)
 
 
 class Life:
@@ -69,9 +77,7 @@ class Life:
 
     def iterate(self, number: int) -> None:
         """One iteration to its STABLE checkpoint."""
-        before = weights_of(self.run, number - 1)
-        played = self._shards(number, "rollout", [before], before)
-        judged = self._shards(number, "advantage", [played.data_digest()], _content(played))
+        before, judged = self.prepare(number)
         updated = self._update(number, before, judged)
         self._stage(number, "publish", [updated.data_digest()], lambda key: {})
         self.run.append_observation({"iteration": number, "seconds": 1.0})
@@ -80,6 +86,12 @@ class Life:
         self.run.mark_stable(number)
         self._acknowledge(f"stable {number}")
         self.run.prune_checkpoints(keep=set())
+
+    def prepare(self, number: int) -> tuple[str, Manifest]:
+        """What comes before an update: the weights that it starts from, and its data."""
+        before = weights_of(self.run, number - 1)
+        played = self._shards(number, "rollout", [before], before)
+        return before, self._shards(number, "advantage", [played.data_digest()], _content(played))
 
     def _shards(self, number: int, stage: str, inputs: list[str], read: str) -> Manifest:
         def work(key: str) -> dict[str, object]:
@@ -100,9 +112,9 @@ class Life:
         manifest = self.run.sealed(number, "update", key)
         weights = hashlib.sha256(f"{before} {_content(judged)}".encode()).hexdigest()
         path = self.run.checkpoint_path(number)
-        if manifest is not None and (path / "state.json").is_file():
+        if manifest is not None and _is_whole(path):
             return manifest
-        write_checkpoint(path, weights)
+        write_checkpoint(path, weights, number + 1)
         outputs = {"digest": weights}
         return self._stage(number, "update", inputs, lambda key: {"outputs": outputs})
 
@@ -136,34 +148,31 @@ def weights_of(run: RunDirectory, number: int) -> str:
     return path.read_text()
 
 
-def write_checkpoint(path: Path, weights: str) -> None:
-    """By the steps of `write_training_state`: written beside, synced, renamed."""
+def _is_whole(path: Path) -> bool:
+    try:
+        verify_training_state(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def write_checkpoint(path: Path, weights: str, version: int) -> None:
+    """By the steps of `write_training_state`: written beside, described, synced, renamed."""
     for stale in path.parent.glob(f".{path.name}.*"):
-        shutil.rmtree(stale)
+        remove(stale)
     building = path.parent / f".{path.name}.building"
     (building / "policy").mkdir(parents=True)
-    for name in ("policy/weights", "state.json"):
-        descriptor = os.open(building / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        rest = weights.encode()
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-        os.close(descriptor)
-    for folder in (building / "policy", building):
-        _sync(folder)
-    if path.exists():
+    descriptor = os.open(building / "policy" / "weights", os.O_WRONLY | os.O_CREAT, 0o600)
+    write_all(descriptor, weights.encode())
+    os.close(descriptor)
+    describe_state(building, {"policy_version": version}, {"weights": [len(weights)]})
+    for each in [*building.rglob("*"), building]:
+        sync(each)
+    if os.path.lexists(path):
         retired = path.parent / f".{path.name}.retired"
         os.rename(path, retired)
         os.rename(building, path)
-        shutil.rmtree(retired)
+        remove(retired)
     else:
         os.rename(building, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
