@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import load_config
+from earl_core.dispatch.mark import write_mark
 from flows.cli.checks import packages
 from flows.cli.checks.configuration import check_configuration
 from flows.cli.checks.services import check_services
@@ -82,7 +83,7 @@ def test_leftovers_of_deleted_runs_are_found(tmp_path: Path) -> None:
     config = load_config(CONFIG, [f"dispatch.directory={tmp_path}"])
     store = tmp_path / "0123456789ab"
     store.mkdir()
-    (store / "owner.json").write_text('{"run_directory": "/gone/run", "time": 0}')
+    write_mark(store, Path("/gone/run"))
     found = [f for f in check_shared_memory(config) if "belong to no run" in f.text]
     assert len(found) == 1
     assert f"earl shards sweep --directory {tmp_path}" in found[0].advice
