@@ -16,6 +16,7 @@ from flows.overrides import Overrides
 from flows.running import HOOKS, opened, recorded
 from tasks.select import select_inputs
 from tasks.session import Session, StateLost
+from tasks.trust import forget_results
 
 
 @flow(
@@ -63,6 +64,7 @@ async def _train(settings: RunConfig) -> dict[str, Any]:
                     raise
                 session.go_back()
         await evaluate_if_due(session, settings.iterations)
+        forget_results(session.run.path)
         session.run.finish()
         return {"run": run, "iterations": settings.iterations}
 

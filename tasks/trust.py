@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -28,11 +29,16 @@ from prefect.filesystems import LocalFileSystem
 from prefect.results import ResultRecord, ResultStore
 from prefect.serializers import JSONSerializer
 
+from earl_core.files import is_regular
+
 SERIALIZER = JSONSerializer(object_decoder=None)
 """How results are written: as JSON. Prefect's own decoder would import the classes it names."""
 
 _STATES = frozenset(state.value for state in StateType)
 _directories: set[Path] = set()
+
+_RESULT = re.compile("[0-9a-f]{64}")
+"""Name of a stored result: the digest that Prefect makes of the cache key."""
 
 
 class UntrustedResult(RuntimeError):
@@ -49,7 +55,8 @@ def result_directory(run: Path) -> Path:
 def forget_results(run: Path) -> None:
     """Remove a run's stored results; for when a checkpoint covers all stages that have some."""
     for path in result_directory(run).glob("*"):
-        path.unlink(missing_ok=True)
+        if _RESULT.fullmatch(path.name) and is_regular(path):
+            path.unlink(missing_ok=True)
 
 
 def check_answer(url: str, content: bytes) -> None:
