@@ -90,7 +90,8 @@ def test_a_run_that_has_all_its_iterations_is_left_alone(tmp_path: Path, tiny_mo
         asyncio.run(iteration.fn(str(path), 2))
     # Nothing was done, and nothing waits in shared memory for an iteration that will not come.
     run = RunDirectory.open(load_config(path / "config.yaml"))
-    assert [line["stage"] for line in run.ledger()] == ["checkpoint"] * 2
+    stages = [line["stage"] for line in run.ledger() if line["stage"] != "run"]
+    assert stages == ["checkpoint"] * 2
     assert run.stable_iterations() == [0, 1]
     run.close()
 
