@@ -1,9 +1,23 @@
-"""Settings of all property tests."""
+"""Settings of all property tests, and one environment variable that no module leaves to others."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 # The first tensor operation of a process may take longer than Hypothesis's deadline of 200 ms.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def safe_path_stays_with_the_engine() -> Iterator[None]:
+    """A vLLM engine sets PYTHONSAFEPATH in its process, which in tests is everybody's: programs that
+    other tests start would not find the working directory's modules."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    yield
+    if before is None:
+        os.environ.pop("PYTHONSAFEPATH", None)
