@@ -15,8 +15,8 @@ settings.load_profile("no_deadline")
 
 @pytest.fixture(autouse=True, scope="module")
 def safe_path_stays_with_the_engine() -> Iterator[None]:
-    """A vLLM engine sets PYTHONSAFEPATH in its process, which in tests is everybody's: programs that
-    other tests start would not find the working directory's modules."""
+    """A vLLM engine sets PYTHONSAFEPATH in its process, here that of all tests: programs which
+    others start would not find the modules of the working directory."""
     before = os.environ.get("PYTHONSAFEPATH")
     yield
     if before is None:
