@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from earl_core.config import ConfigError, RunConfig, check_references, load_config
 from earl_core.config.layout import check_devices, check_layout
 from earl_core.environments.registry import check as check_environment
@@ -15,7 +17,7 @@ from earl_core.run.record import is_finished
 from earl_core.run.recovery import INITIAL, go_back
 from flows import server
 from flows.cli.checks.model import missing_files
-from flows.cli.display import make_display
+from flows.cli.display import Display, make_display
 from flows.cli.ending import print_ending, shell_name
 from flows.cli.errors import WRONG_INPUT_CODE, UsageProblem, exit_code
 from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
@@ -60,10 +62,7 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
     preflight(settings, run)
     home = server.configure(settings.runs_directory)
     console = make_console()
-    console.print(resolved_table(settings))
-    console.print()
-    display = make_display(settings.iterations, plain, console)
-    display.progress.recall(iterations_of(run), evaluations_of(run))
+    display = _open_display(settings, run, plain, console)
     prefect_server: list[server.Server] = []
     watch: list[ServerWatch] = []
     started = threading.Event()
@@ -113,12 +112,25 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
             prefect_server[0].stop()
         leave(interrupted.exit_code)
     except Exception as error:
-        if exit_code(error) != WRONG_INPUT_CODE and (run / "config.yaml").is_file():
-            error.add_note(f"All logs of the run are in {run / 'logs'}.")
-            error.add_note(f"Once it is repaired, continue with: earl resume {shell_name(run)}")
+        _say_what_next(error, run)
         raise
     _require_finished(run)
     print_ending(run, settings, prefect_server[0], console)
+
+
+def _open_display(settings: RunConfig, run: Path, plain: bool, console: Console) -> Display:
+    """Below the resolved settings, with what the run has done so far."""
+    console.print(resolved_table(settings))
+    console.print()
+    display = make_display(settings.iterations, plain, console)
+    display.progress.recall(iterations_of(run), evaluations_of(run))
+    return display
+
+
+def _say_what_next(error: Exception, run: Path) -> None:
+    if exit_code(error) != WRONG_INPUT_CODE and (run / "config.yaml").is_file():
+        error.add_note(f"All logs of the run are in {run / 'logs'}.")
+        error.add_note(f"Once it is repaired, continue with: earl resume {shell_name(run)}")
 
 
 def _require_finished(run: Path) -> None:
