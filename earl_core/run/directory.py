@@ -102,7 +102,7 @@ class RunDirectory:
         except FileNotFoundError:
             pass
         for name in ("config.yaml", "iterations", "checkpoints", "metrics.jsonl"):
-            if (self.path / name).exists():
+            if _holds_something(self.path / name):
                 raise RunDamaged(
                     f"{self.path} holds a run but no run.json: put it back, or start a new run "
                     "under another name"
@@ -339,6 +339,11 @@ class RunDirectory:
         if self._store_lock is not None:
             self._store_lock.release()
         self._lock.release()
+
+
+def _holds_something(path: Path) -> bool:
+    # An empty folder may be a file system that was mounted there for the run's checkpoints.
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _look_up(mapping: dict[str, Any], dotted: str) -> Any:

@@ -23,7 +23,9 @@ from types import SimpleNamespace
 from earl_core.models.builder import ModelBuilder
 builder = ModelBuilder.__new__(ModelBuilder)
 path = str(Path("model").absolute())
-builder._model = SimpleNamespace(path=path, maker="shared:build", builder_options={})
+builder._model = SimpleNamespace(
+    path=path, builder="shared:build", maker="shared:build", builder_options={}
+)
 builder.build()
 """
 
