@@ -23,16 +23,16 @@ import pyarrow as pa
 
 from benchmarks.dispatch_hosts_network import Network
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.dispatch.fetch import fetch
-from earl_core.dispatch.layout import Layout
-from earl_core.dispatch.plan import DispatchPlan, make_plan
-from earl_core.dispatch.pool import Segment
-from earl_core.dispatch.ranges import Range
-from earl_core.dispatch.shard import ShardWriter
-from earl_core.dispatch.transports import Proof, RemoteRead
-from earl_core.dispatch.transports.range_server import RangeServer
-from earl_core.dispatch.transports.shared_memory import SharedMemoryTransport
-from earl_core.dispatch.transports.tcp import ClientLimits, TcpTransport
+from earl_core.dispatch.reads.fetch import fetch
+from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch.reads.ranges import Range
+from earl_core.dispatch.remote import Proof, RemoteRead
+from earl_core.dispatch.remote.range_server import RangeServer
+from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
+from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
+from earl_core.dispatch.segments.pool import Segment
+from earl_core.dispatch.shards.shard import ShardWriter
 
 COLUMNS = {
     "tokens": "int32",

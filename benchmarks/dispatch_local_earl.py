@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.dispatch_local_batch import COLUMNS, SCHEMA, Size, Source, check
 from benchmarks.dispatch_local_group import Group
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.dispatch.skeleton import make_skeleton
+from earl_core.dispatch.shards.skeleton import make_skeleton
 
 SHARED_MEMORY = Path("/dev/shm")
 _BUFFER_BYTES = 512 * 2**20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from earl_core.dispatch.manifest import ColumnRange, Manifest, ShardEntry
+from earl_core.dispatch.shards.manifest import ColumnRange, Manifest, ShardEntry
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,

@@ -19,9 +19,9 @@ import numpy as np
 from benchmarks.dispatch_manifests import manifests
 from benchmarks.dispatch_model import predict
 from benchmarks.harness import Report, Row, interval, median, parser, publish
-from earl_core.dispatch.layout import Layout
-from earl_core.dispatch.manifest import Manifest, parse_manifest
-from earl_core.dispatch.plan import DispatchPlan, make_plan
+from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch.shards.manifest import Manifest, parse_manifest
 
 ROWS_PER_PRODUCER = 16
 GROUP_SIZE = 8

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tasks.hardware import read_hardware
+from earl_core.control.hardware import read_hardware
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 Cell = str | int | float | None

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from earl_core.cluster.rendezvous import rank_variables, shared_variables
-from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh
+from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh
 
 MEBIBYTE = 2**20
 

@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.no_limit_game import ALPHABET, Descent, demonstration
+from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
-from earl_core.learner.optimizer import set_learning_rate
-from earl_core.learner.packing import TrainingSample, pack
+from earl_core.learner.state.optimizer import set_learning_rate
 from earl_core.models.tiny import character_tokenizer, narrow_llama, write_model
 from earl_core.rollout.chat import ChatTokenizer
 

@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.harness import REPOSITORY
 from benchmarks.no_limit_cap import MemoryCap
 from earl_core.config import load_config
-from earl_core.files import write_atomic
+from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.run.journal import read_lines
-from flows.policy import PolicyPlayer, find_checkpoint
+from earl_core.system.files import write_atomic
 
 CONFIG = REPOSITORY / "benchmarks" / "no_limit.yaml"
 LAST_ITERATIONS = 3

@@ -32,12 +32,12 @@ from benchmarks.mesh_ranks import (
     resident_bytes,
 )
 from earl_core.config.update import UpdateConfig
-from earl_core.learner.checkpoint import read_training_state, write_training_state
-from earl_core.learner.mesh import MeshShape, create_mesh, leave_world
-from earl_core.learner.optimizer import PolicyOptimizer
-from earl_core.learner.parallel_model import ParallelModel, build_shell, parallelize
-from earl_core.learner.reshard import move_state
-from earl_core.learner.slices import slices_like, slices_of
+from earl_core.learner.parallel.mesh import MeshShape, create_mesh, leave_world
+from earl_core.learner.parallel.parallel_model import ParallelModel, build_shell, parallelize
+from earl_core.learner.state.checkpoint import read_training_state, write_training_state
+from earl_core.learner.state.optimizer import PolicyOptimizer
+from earl_core.learner.state.reshard import move_state
+from earl_core.tensors.slices import slices_like, slices_of
 
 RANKS = 2
 HOPS = {

@@ -23,13 +23,13 @@ from benchmarks.harness import stdout_for_results
 from benchmarks.rollout_raw import InProcess, SeparateProcess
 from benchmarks.rollout_requests import Recorder, Recording
 from earl_core.config import RunConfig, load_config
+from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, model_directory
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
-from earl_core.seeds import derive_seed
 from earl_core.selector import SelectionInput, select
-from tasks.hardware import read_hardware, read_model_shape
+from earl_core.system.seeds import derive_seed
 
 
 class Side(Protocol):

@@ -14,8 +14,8 @@ from earl_core.selector import (
     SelectorConfig,
     Statistics,
 )
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.catalogue import MODELS, cluster
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.catalogue import MODELS, cluster
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)
 RESPONSES = (8, 16, 32, 64, 128)

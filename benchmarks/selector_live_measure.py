@@ -19,13 +19,13 @@ from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, to
 from earl_core.cluster import LocalWorkerGroup
 from earl_core.cluster.placement import PLACEMENTS, Site, Wish
 from earl_core.config import parse_config
-from earl_core.dispatch.names import new_uid
+from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.worker_groups import TARGETS
+from earl_core.dispatch.segments.names import new_uid
 from earl_core.models.tiny import character_tokenizer
 from earl_core.run.record import write_record
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.survey import generated_tokens
-from tasks.groups import TARGETS
-from tasks.hardware import read_hardware, read_model_shape
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.profile.profile_planner import generated_tokens
 
 VOCABULARY = 2048
 _DEADLINE = 600.0

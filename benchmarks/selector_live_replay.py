@@ -25,16 +25,16 @@ from earl_core.selector import (
     Statistics,
     select,
 )
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.observations import (
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.choice.statistics import WINDOW
+from earl_core.selector.choice.switch_cost import move_between
+from earl_core.selector.profile.observations import (
     Observation,
     calibration_of,
     forbidden_of,
     refined,
     seconds_of,
 )
-from earl_core.selector.statistics import WINDOW
-from earl_core.selector.switching import move_between
 
 STAGES = ("rollout", "update")
 _OBSERVED = {"rebuild": "switched", "relayout": "laid_out"}

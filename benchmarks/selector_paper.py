@@ -30,9 +30,9 @@ from benchmarks.selector_grid import (
 )
 from benchmarks.selector_growth import SWITCH_SHARE, regrets
 from earl_core.selector import Predictor, ProfilePoint, ProfileTable
-from earl_core.selector.catalogue import DEVICES
-from earl_core.selector.policy import choose
-from earl_core.selector.roofline import Queueing, Roofline
+from earl_core.selector.choice.policy import choose
+from earl_core.selector.model.catalogue import DEVICES
+from earl_core.selector.model.roofline import Queueing, Roofline
 
 
 class Ways(NamedTuple):

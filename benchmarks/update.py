@@ -26,7 +26,7 @@ from benchmarks.iteration_sides import trl_python
 from benchmarks.process_tree import CommandFailed
 from benchmarks.update_episodes import workload
 from earl_core.config import RunConfig, load_config
-from tasks.hardware import read_hardware
+from earl_core.control.hardware import read_hardware
 
 EARL, PLAIN, COMPILED, POSITIONS, TRL = "earl", "plain", "compiled", "positions", "trl"
 SIDES = {

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.update_episodes import RecordedEpisode
 from benchmarks.update_samples import training_samples
-from earl_core.learner.attention import register_attention
+from earl_core.learner.attention.varlen import register_attention
+from earl_core.learner.data.packing import pack, plan_microbatches, plan_shared
 from earl_core.learner.model import PackedTensors
-from earl_core.learner.packing import pack, plan_microbatches, plan_shared
 
 _CLIP = 0.2
 

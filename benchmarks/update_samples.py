@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.update_episodes import RecordedEpisode
-from earl_core.learner.packing import TrainingSample
+from earl_core.learner.data.packing import TrainingSample
 
 
 def training_samples(episodes: Sequence[RecordedEpisode]) -> list[TrainingSample]:

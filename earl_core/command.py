@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from earl_core.import_path import prepare
+from earl_core.system.import_path import prepare
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from prefect.artifacts import acreate_table_artifact
 from pydantic import Field
 
 from earl_core.config import ConfigError, RunConfig, check_references, load_config
+from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.secrets import guard_logging, redact_tree
 from flows.overrides import Overrides
-from flows.policy import PolicyPlayer, find_checkpoint
 from flows.running import HOOKS, recorded
 
 _on_progress: Callable[[dict[str, Any]], None] | None = None

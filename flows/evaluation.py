@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from earl_core.control.run_controller import Session
 from flows.iteration import Plan, Stages, until_done
 from tasks.evaluate import evaluation
-from tasks.session import Session
 
 
 async def evaluate_if_due(session: Session, version: int) -> None:

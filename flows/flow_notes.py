@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from earl_core.files import write_atomic
-from earl_core.process import ProcessId
+from earl_core.system.files import write_atomic
+from earl_core.system.process_identity import ProcessId
 
 TAG = "earl"
 """Of every flow run of ours; prefect.yaml gives it to what deployments start."""

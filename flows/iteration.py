@@ -21,19 +21,19 @@ from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from earl_core.config import ConfigError
+from earl_core.control.failure_diagnosis import RanksLost, StageDoesNotFit, require_another
+from earl_core.control.run_controller import Session
+from earl_core.control.start_ahead import start_ahead
 from earl_core.dispatch import Manifest
 from earl_core.selector import NothingFits
 from flows.running import HOOKS, recorded, session_of
 from tasks.advantage import advantage
-from tasks.ahead import start_ahead
-from tasks.fit import RanksLost, StageDoesNotFit, require_another
 from tasks.publish import input_weights, publish
 from tasks.reference import reference
 from tasks.report import finish_iteration, publish_artifacts
 from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.select import plan_of, select, select_inputs, share_profile
-from tasks.session import Session
 from tasks.stage import StageRef, caching, resolve
 from tasks.trust import forget_results
 from tasks.update import update

@@ -15,12 +15,18 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from prefect.states import Cancelled
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.control.run_controller import (
+    Session,
+    close_session,
+    find_session,
+    open_session,
+    open_sessions,
+)
 from earl_core.secrets import guard_logging, redact_error
 from flows import flow_notes
 from flows.flow_notes import Note
 from flows.reaper import keep_reconciled
 from flows.server_access import Access
-from tasks.session import Session, close_session, find_session, open_session, open_sessions
 from tasks.trust import distrust_servers
 
 distrust_servers()

@@ -10,12 +10,12 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import RunConfig, load_config
+from earl_core.control.run_controller import Session, StateLost
 from flows.evaluation import evaluate_if_due
 from flows.iteration import iteration
 from flows.overrides import Overrides
 from flows.running import HOOKS, opened, recorded
 from tasks.select import select_inputs
-from tasks.session import Session, StateLost
 from tasks.trust import forget_results
 
 

@@ -9,12 +9,12 @@ from prefect import task
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.results import merge_results
 from earl_core.config import RunConfig
+from earl_core.control.run_controller import get_session
 from earl_core.dispatch import Manifest
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.statistics import merge_statistics
 from earl_core.trajectory.schema import SAMPLE_BITS
 from tasks.select import plan_of
-from tasks.session import get_session
 from tasks.stage import StageRef, resolve, run_stage
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from prefect import task
 
-from tasks.observe import fitting
+from earl_core.control.observation import fitting
+from earl_core.control.replicas import play_evaluation
+from earl_core.control.run_controller import get_session
 from tasks.publish import input_weights
-from tasks.replicas import play_evaluation
 from tasks.select import plan_of
-from tasks.session import get_session
 from tasks.stage import StageRef, run_stage
 
 

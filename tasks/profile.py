@@ -15,6 +15,9 @@ from prefect import task
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.failure_diagnosis import diagnose
+from earl_core.control.hardware import memory_in_use, read_hardware, read_model_shape
+from earl_core.control.profile_workers import ProfileInterrupted, ProfileWorkers
 from earl_core.selector import (
     Hardware,
     ModelShape,
@@ -22,9 +25,10 @@ from earl_core.selector import (
     ProfileTable,
     SelectionInput,
 )
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.predict import STAGES
-from earl_core.selector.profile_table import (
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.predict import STAGES
+from earl_core.selector.profile.profile_planner import Costs, PlaceKey, Point, grid_of, next_point
+from earl_core.selector.profile.profile_table import (
     FORMAT,
     ProfileBusy,
     ProfileError,
@@ -33,10 +37,6 @@ from earl_core.selector.profile_table import (
     read_table,
     write_table,
 )
-from earl_core.selector.survey import Costs, PlaceKey, Point, grid_of, next_point
-from tasks.fit import diagnose
-from tasks.hardware import memory_in_use, read_hardware, read_model_shape
-from tasks.profile_workers import ProfileInterrupted, ProfileWorkers
 
 logger = logging.getLogger(__name__)
 

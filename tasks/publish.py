@@ -7,14 +7,14 @@ from typing import Any
 
 from prefect import task
 
+from earl_core.control.learner import publish_weights
+from earl_core.control.observation import fitting
+from earl_core.control.rank_losses import surviving
+from earl_core.control.run_controller import Session, get_session
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
-from tasks.learner import publish_weights
-from tasks.losses import surviving
-from tasks.observe import fitting
 from tasks.select import plan_of
-from tasks.session import Session, get_session
 from tasks.stage import StageRef, key_of, resolve, run_stage, weights_exist
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from prefect import task
 
 from earl_core.cluster.results import Rule, merge_results
-from tasks.learner import call_together
-from tasks.observe import fitting, load_of, observe_stage, timing_switch
+from earl_core.control.learner import call_together
+from earl_core.control.observation import fitting, load_of, observe_stage, timing_switch
+from earl_core.control.run_controller import get_session
 from tasks.select import plan_of
-from tasks.session import get_session
 from tasks.stage import StageRef, resolve, run_stage
 
 _RULES: dict[str, Rule] = {

@@ -8,15 +8,15 @@ from typing import Any
 
 from prefect.artifacts import acreate_markdown_artifact
 
-from earl_core import faults
+from earl_core.control.run_controller import Session
 from earl_core.dispatch import Manifest
 from earl_core.run.keys import STAGES
 from earl_core.secrets import redact
 from earl_core.selector import DeploymentPlan
-from earl_core.selector.observations import Observation
-from tasks.plan_report import plan_page
-from tasks.selector_metrics import load_metrics, selector_metrics
-from tasks.session import Session
+from earl_core.selector.profile.observations import Observation
+from earl_core.system import fault_points
+from tasks.reports.plan import plan_page
+from tasks.reports.selector_metrics import load_metrics, selector_metrics
 from tasks.stage import holds_update
 
 
@@ -72,11 +72,11 @@ def finish_iteration(session: Session, iteration: int, manifests: dict[str, Mani
     metrics = collect_metrics(session, manifests)
     run = session.run
     run.append_metrics(iteration, metrics)
-    faults.point("stable.before", iteration)
+    fault_points.point("stable.before", iteration)
     whole = holds_update(session, manifests["update"])
     if whole:
         run.mark_stable(iteration)
-        faults.point("stable.after", iteration)
+        fault_points.point("stable.after", iteration)
         run.prune_checkpoints(keep=best_checkpoint(session))
     session.finish_iteration(iteration)
     session.tracker.iteration_finished(

@@ -7,9 +7,9 @@ from typing import Any
 from prefect import task
 
 from earl_core.cluster.results import merge_results
+from earl_core.control.run_controller import get_session
 from earl_core.experience.reward import REWARD_RULES
 from tasks.select import plan_of
-from tasks.session import get_session
 from tasks.stage import StageRef, resolve, run_stage
 
 

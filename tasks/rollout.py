@@ -6,11 +6,11 @@ from typing import Any
 
 from prefect import task
 
-from tasks.observe import fitting, load_of, observe_stage
+from earl_core.control.observation import fitting, load_of, observe_stage
+from earl_core.control.replicas import play_rollout
+from earl_core.control.run_controller import get_session
 from tasks.publish import input_weights
-from tasks.replicas import play_rollout
 from tasks.select import plan_of
-from tasks.session import get_session
 from tasks.stage import StageRef, run_stage
 
 

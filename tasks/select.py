@@ -11,7 +11,10 @@ from typing import Any
 from prefect import task
 from pydantic import ValidationError
 
-from earl_core.files import canonical_json, read_file, write_atomic
+from earl_core.control.announce import announce_plan
+from earl_core.control.observation import reserved_bytes
+from earl_core.control.run_controller import Session, get_session
+from earl_core.control.run_history import CandidateOf, LearntProfile
 from earl_core.selector import (
     DeploymentPlan,
     NothingFits,
@@ -19,8 +22,9 @@ from earl_core.selector import (
     SelectionInput,
     Statistics,
 )
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.observations import (
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.choice.policy import choose_as_far_as_it_fits
+from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,
     calibration_of,
@@ -29,13 +33,9 @@ from earl_core.selector.observations import (
     peak_bytes_of,
     seconds_of,
 )
-from earl_core.selector.policy import choose_as_far_as_it_fits
-from earl_core.selector.profile_table import ProfileError
-from tasks.announce import announce_plan
-from tasks.observe import reserved_bytes
-from tasks.observed import CandidateOf, LearntProfile
+from earl_core.selector.profile.profile_table import ProfileError
+from earl_core.system.files import canonical_json, read_file, write_atomic
 from tasks.profile import fingerprint_of, profile_of
-from tasks.session import Session, get_session
 from tasks.stage import StageRef, resolve, run_stage
 
 logger = logging.getLogger(__name__)

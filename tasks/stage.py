@@ -9,13 +9,13 @@ from typing import Any
 
 from prefect.cache_policies import CacheKeyFnPolicy
 
-from earl_core import faults
+from earl_core.control.rank_losses import surviving
+from earl_core.control.run_controller import Session
 from earl_core.dispatch import Manifest
-from earl_core.dispatch.manifest import ShardEntry
+from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.run import stage_key
 from earl_core.run.training_state import CheckpointError, read_state, verify_training_state
-from tasks.losses import surviving
-from tasks.session import Session
+from earl_core.system import fault_points
 from tasks.trust import SERIALIZER, result_directory
 
 StageRef = dict[str, Any]
@@ -101,7 +101,7 @@ def run_stage(
     if known is not None:
         session.run.note(iteration, stage, "reused")
         return reference_to(session, known)
-    faults.point(f"{stage}.before", iteration)
+    fault_points.point(f"{stage}.before", iteration)
     session.run.note(iteration, stage, "started")
     session.listener(stage, iteration, {"stage_started": True})
     started = time.perf_counter()
@@ -120,10 +120,10 @@ def run_stage(
         outputs=result.get("outputs", {}),
         metrics={name: float(value) for name, value in metrics.items() if _finite(value)},
     )
-    faults.point(f"{stage}.seal", iteration)
+    fault_points.point(f"{stage}.seal", iteration)
     sealed = session.run.seal(manifest)
     session.listener(stage, iteration, {"metrics": sealed.metrics})
-    faults.point(f"{stage}.after", iteration)
+    fault_points.point(f"{stage}.after", iteration)
     return reference_to(session, sealed)
 
 

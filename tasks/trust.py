@@ -29,7 +29,7 @@ from prefect.filesystems import LocalFileSystem
 from prefect.results import ResultRecord, ResultStore
 from prefect.serializers import JSONSerializer
 
-from earl_core.files import is_regular
+from earl_core.system.files import is_regular
 
 SERIALIZER = JSONSerializer(object_decoder=None)
 """How results are written: as JSON. Prefect's own decoder would import the classes it names."""

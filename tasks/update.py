@@ -7,10 +7,10 @@ from typing import Any
 
 from prefect import task
 
-from tasks.learner import call_learner, drop_handoff, ensure_learner
-from tasks.observe import fitting, load_of, observe_stage
+from earl_core.control.learner import call_learner, drop_handoff, ensure_learner
+from earl_core.control.observation import fitting, load_of, observe_stage
+from earl_core.control.run_controller import Session, get_session
 from tasks.select import plan_of
-from tasks.session import Session, get_session
 from tasks.stage import StageRef, key_of, resolve, run_stage
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from earl_core.dispatch.leases import map_shared
-from earl_core.dispatch.pool import SegmentPool
+from earl_core.dispatch.segments.leases import map_shared
+from earl_core.dispatch.segments.pool import SegmentPool
 
 READ_ONLY = 0x08  # cudaHostRegisterReadOnly
 LOCATIONS = (Path("/dev/shm"), Path(tempfile.gettempdir()))

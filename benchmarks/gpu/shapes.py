@@ -19,9 +19,9 @@ from transformers import (
     Qwen2Config,
 )
 
-from earl_core.learner.packing import TrainingSample
-from earl_core.selector.catalogue import MODELS
-from earl_core.selector.shapes import ModelShape
+from earl_core.deployment.shapes import ModelShape
+from earl_core.learner.data.packing import TrainingSample
+from earl_core.selector.model.catalogue import MODELS
 
 _KINDS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,

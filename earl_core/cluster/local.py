@@ -21,11 +21,11 @@ from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, Worke
 from earl_core.cluster.exchange import Aborted, Exchange, Request, loss_error
 from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
-from earl_core.cluster.processes import ENDING_GRACE_SECONDS
 from earl_core.cluster.rank import RankHandle
 from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
 from earl_core.cluster.threads import T, in_thread
-from earl_core.cluster.wire import encode
+from earl_core.system.frames import encode
+from earl_core.system.process_tree import ENDING_GRACE_SECONDS
 
 _running: set[LocalWorkerGroup] = set()
 

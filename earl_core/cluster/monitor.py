@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from earl_core.cluster.base import MemoryUse
 from earl_core.cluster.errors import WireError, describe_exit
-from earl_core.cluster.processes import ENDING_GRACE_SECONDS, end_processes, marked
 from earl_core.cluster.rank import RankHandle
+from earl_core.system.process_tree import ENDING_GRACE_SECONDS, end_processes, marked
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from earl_core.cluster.base import MemoryUse
 from earl_core.cluster.logs import LogFile
-from earl_core.cluster.processes import inspect
-from earl_core.cluster.wire import FrameBuffer
-from earl_core.files import private
-from earl_core.import_path import child_path
+from earl_core.system.files import private
+from earl_core.system.frames import FrameBuffer
+from earl_core.system.import_path import child_path
+from earl_core.system.process_tree import inspect
 
 
 class RankHandle:

@@ -25,7 +25,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
 
-from earl_core.cluster.processes import (
+from earl_core.cluster.rendezvous import LISTENER
+from earl_core.system.process_tree import (
     ENDING_GRACE_SECONDS,
     MARK,
     become_subreaper,
@@ -34,7 +35,6 @@ from earl_core.cluster.processes import (
     out_of_memory_counters,
     out_of_memory_kills_since,
 )
-from earl_core.cluster.rendezvous import LISTENER
 
 _POLL_SECONDS = 0.5
 _DUMP_SECONDS = 0.3

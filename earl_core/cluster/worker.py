@@ -28,7 +28,9 @@ from typing import Any, TextIO, cast
 
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import WireError
-from earl_core.cluster.processes import (
+from earl_core.secrets import guard_output, redact
+from earl_core.system.frames import Channel
+from earl_core.system.process_tree import (
     ENDING_GRACE_SECONDS,
     descendants,
     end_processes,
@@ -39,8 +41,6 @@ from earl_core.cluster.processes import (
     resident_bytes,
     tree_private_bytes,
 )
-from earl_core.cluster.wire import Channel
-from earl_core.secrets import guard_output, redact
 
 _MEMORY_SECONDS = 0.25
 _TRACEBACK_CHARACTERS = 12_000
@@ -253,7 +253,7 @@ def load_target(target: str) -> Callable[..., Any]:
 
 
 def _json_or_none(payload: dict[str, Any] | None) -> dict[str, Any] | None:
-    from earl_core.cluster.wire import encode
+    from earl_core.system.frames import encode
 
     try:
         encode({"payload": payload})

@@ -15,7 +15,7 @@ from earl_core.config.update import UpdateConfig
 
 if TYPE_CHECKING:
     from earl_core.config.run import RunConfig
-    from earl_core.selector.shapes import Hardware, ModelShape
+    from earl_core.deployment.shapes import Hardware, ModelShape
 
 
 class RolloutLayout(Settings):

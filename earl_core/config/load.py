@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from earl_core.config.base import ConfigError
 from earl_core.config.refusal import refuse_override
 from earl_core.config.run import RunConfig
-from earl_core.files import read_file
 from earl_core.secrets import redact
+from earl_core.system.files import read_file
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 """The run files that come with the package."""

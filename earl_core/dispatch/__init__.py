@@ -1,17 +1,17 @@
 """Data Dispatcher: Arrow shards in recycled shared memory, manifests that describe them, plans of
 who reads what, and transports that bring it there."""
 
-from earl_core.dispatch.batch import Batch, Located
-from earl_core.dispatch.manifest import (
+from earl_core.dispatch.reads.batch import Batch, Located
+from earl_core.dispatch.segments.pool import PoolFull
+from earl_core.dispatch.shards.manifest import (
     Manifest,
     ManifestError,
     ShardCorrupt,
     ShardEntry,
     read_manifest,
 )
-from earl_core.dispatch.pool import PoolFull
-from earl_core.dispatch.shard import ShardWriter
-from earl_core.dispatch.store import ShardStore
+from earl_core.dispatch.shards.shard import ShardWriter
+from earl_core.dispatch.shards.store import ShardStore
 
 __all__ = [
     "Batch",

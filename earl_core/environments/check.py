@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.environments.registry import check
+from earl_core.system import fault_points
 
 
 class Check:
@@ -20,7 +20,7 @@ class Check:
 
     def check(self) -> dict[str, Any]:
         """Raise `EnvironmentConfigError` unless the environments can be made."""
-        faults.point("experience.check", 0)
+        fault_points.point("experience.check", 0)
         environment = self._config.environment
         check(environment.name, environment.options)
         if self._config.evaluation.options:

@@ -19,8 +19,8 @@ from typing import IO, Any
 from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.host import alive_interval
 from earl_core.environments.wire import FrameReader, WireError, encode, frame
-from earl_core.files import private
 from earl_core.secrets import redact
+from earl_core.system.files import private
 
 logger = logging.getLogger(__name__)
 

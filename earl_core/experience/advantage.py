@@ -20,7 +20,7 @@ from earl_core.algorithms.batch_filter import FilterResult, filter_episodes
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.cluster.results import Rule
 from earl_core.config.algorithm import AlgorithmConfig
-from earl_core.dispatch.batch import Batch
+from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.statistics import RankStatistics
 from earl_core.trajectory.samples import ColumnTarget
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from earl_core.cluster.results import Rule
-from earl_core.dispatch.batch import Batch
+from earl_core.dispatch.reads.batch import Batch
 from earl_core.trajectory.samples import Columns
 
 REWARD_RULES: dict[str, Rule] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from earl_core.dispatch import Batch, Manifest, ShardStore
-from earl_core.dispatch.batch import row_ids
-from earl_core.dispatch.layout import Layout
-from earl_core.dispatch.plan import make_plan
+from earl_core.dispatch.reads.batch import row_ids
+from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.plan import make_plan
 from earl_core.trajectory.schema import SAMPLE_BITS
 
 

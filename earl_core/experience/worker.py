@@ -9,17 +9,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from earl_core import faults
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch import Batch
-from earl_core.dispatch.manifest import ShardEntry, parse_manifest
+from earl_core.dispatch.shards.manifest import ShardEntry, parse_manifest
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_columns
 from earl_core.experience.rows import rows_of_rank
 from earl_core.experience.statistics import RankStatistics
 from earl_core.run.shards import run_store
+from earl_core.system import fault_points
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REWARD_SCHEMA
 
 
@@ -53,7 +53,7 @@ class ExperienceWorker:
             schema=REWARD_SCHEMA,
             columns=columns,
         )
-        faults.point("reward.written", self._context.iteration or 0)
+        fault_points.point("reward.written", self._context.iteration or 0)
         return _result([entry], metrics, episodes, started)
 
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class ExperienceWorker:
             schema=ADVANTAGE_SCHEMA,
             rows=rows,
         )
-        faults.point("advantage.written", self._context.iteration or 0)
+        fault_points.point("advantage.written", self._context.iteration or 0)
         return _result([entry], metrics, tokens, started)
 
     def _open(self, manifests: list[dict[str, Any]]) -> Batch:

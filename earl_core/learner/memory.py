@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from earl_core import faults, out_of_memory
-from earl_core.memory_release import give_back_free_memory
-from earl_core.out_of_memory import OutOfMemory, bytes_asked, is_out_of_memory
+from earl_core.system import fault_points, out_of_memory
+from earl_core.system.memory_release import give_back_free_memory
+from earl_core.system.out_of_memory import OutOfMemory, bytes_asked, is_out_of_memory
 
 _ADVICE = (
     "lower update.max_tokens_per_microbatch, set update.activation_checkpointing, or give the "
@@ -29,7 +29,7 @@ def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int)
     microbatches and tokens too. The fault point `<stage>.microbatch<number>` lies in it.
     """
     try:
-        faults.point(f"{stage}.microbatch{number}", iteration)
+        fault_points.point(f"{stage}.microbatch{number}", iteration)
         yield
     except OutOfMemory:
         raise

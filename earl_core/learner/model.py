@@ -14,24 +14,24 @@ from torch.utils.checkpoint import checkpoint
 
 from earl_core.config.base import ConfigError
 from earl_core.config.model import ModelConfig
-from earl_core.huggingface import (
+from earl_core.learner.attention.varlen import (
+    ATTENTION_NAME,
+    SampleBoundaries,
+    register_attention,
+)
+from earl_core.learner.data.packing import PackedMicrobatch
+from earl_core.learner.packing_check import check_packing, without_interface
+from earl_core.models.architecture import model_config
+from earl_core.models.huggingface import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GradientCheckpointingLayer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from earl_core.learner.attention import (
-    ATTENTION_NAME,
-    SampleBoundaries,
-    register_attention,
-)
-from earl_core.learner.packing import PackedMicrobatch
-from earl_core.learner.packing_check import check_packing, without_interface
-from earl_core.models.architecture import model_config
 
 if TYPE_CHECKING:
-    from earl_core.learner.vocabulary_parallel import VocabularyShard
+    from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 
 # Logits held at a time: 2**25 float32 numbers are 128 MiB. More are computed in chunks.
 LOGITS_PER_CHUNK = 2**25

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
-from earl_core.dispatch.manifest import parse_manifest
+from earl_core.dispatch.shards.manifest import parse_manifest
+from earl_core.learner.data.samples import SCORED, training_samples, write_scores
 from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
-from earl_core.learner.mesh import MeshShape, create_mesh, leave_world
-from earl_core.learner.samples import SCORED, training_samples, write_scores
-from earl_core.learner.together import Ranks
+from earl_core.learner.parallel.mesh import MeshShape, create_mesh, leave_world
 from earl_core.learner.worker import build_learner, rank_reader, state_tensors
 from earl_core.selector import StageDeployment
+from earl_core.system import fault_points
+from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.schema import REFERENCE_SCHEMA
 
 
@@ -66,7 +66,7 @@ class ReferenceWorker:
                 # The other ranks of a replica compute their parts of the same rows; a replica
                 # without rows takes part in what all do together.
                 self._learner.score(training_samples(batch))
-        faults.point("reference.written", self._context.iteration or 0)
+        fault_points.point("reference.written", self._context.iteration or 0)
         seconds = time.perf_counter() - started
         rate = tokens / max(seconds, 1e-9)
         metrics = {"seconds": seconds, "tokens_per_second": rate, **peak_bytes()}

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from earl_core.algorithms.importance import mismatch_metrics
-from earl_core.learner.feed import FedMicrobatch
-from earl_core.learner.packing import PackedMicrobatch
-from earl_core.learner.together import Ranks
+from earl_core.learner.data.microbatch_prefetch import FedMicrobatch
+from earl_core.learner.data.packing import PackedMicrobatch
+from earl_core.tensors.collectives import Ranks
 
 
 class UpdateMetrics:

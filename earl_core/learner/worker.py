@@ -22,20 +22,13 @@ import torch
 import xxhash
 from transformers.utils import logging as transformers_logging
 
-from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import RunConfig, parse_config
 from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry
-from earl_core.dispatch.host import host_name
-from earl_core.dispatch.manifest import parse_manifest
-from earl_core.dispatch.transports.shared_memory import SharedMemoryTransport
-from earl_core.learner.measure import measure_training
-from earl_core.learner.memory import Parking, guarded
-from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
-from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.learner.relayout import relayout
-from earl_core.learner.samples import (
+from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
+from earl_core.dispatch.shards.manifest import parse_manifest
+from earl_core.learner.data.samples import (
     TRAINED,
     RankReader,
     RowCost,
@@ -43,10 +36,17 @@ from earl_core.learner.samples import (
     training_samples,
     write_scores,
 )
-from earl_core.learner.slices import slices_of
-from earl_core.learner.together import Ranks
+from earl_core.learner.measure import measure_training
+from earl_core.learner.memory import Parking, guarded
+from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
+from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.state.relayout import relayout
 from earl_core.run.shards import run_store
 from earl_core.selector import ModelShape, StageDeployment
+from earl_core.system import fault_points
+from earl_core.system.host import host_name
+from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.slices import slices_of
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
 from earl_core.weights.manifest import config_digest
 from earl_core.weights.publish import digest_of, publish
@@ -220,7 +220,7 @@ class LearnerWorker:
             nonlocal steps
             steps += 1
             self._dirty = True
-            faults.point(f"update.step{index}", iteration)
+            fault_points.point(f"update.step{index}", iteration)
 
         parsed = [parse_manifest(manifest) for manifest in manifests]
         split = by_minibatch(
@@ -245,7 +245,7 @@ class LearnerWorker:
             )
             # Views must be gone before the batch gives its leases back.
             del samples, old
-        faults.point("update.applied", iteration)
+        fault_points.point("update.applied", iteration)
         self._version, self._dirty = iteration + 1, False
         self._applied = {
             "policy_version": self._version,
@@ -296,7 +296,7 @@ class LearnerWorker:
 
     def _point(self, name: str, iteration: int) -> None:
         """A fault point whose error is everyone's, as errors inside of what follows it are."""
-        Ranks(self._mesh).do(lambda: faults.point(name, iteration))
+        Ranks(self._mesh).do(lambda: fault_points.point(name, iteration))
 
     def _report(self, done: int, samples: int) -> None:
         if self._context.rank == 0:

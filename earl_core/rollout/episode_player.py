@@ -15,7 +15,7 @@ from earl_core.rollout.chat import ChatTokenizer, Conversation
 from earl_core.rollout.engines.base import Completion, GenerationRequest
 from earl_core.rollout.errors import ContextOutgrown
 from earl_core.rollout.load_meter import LoadMeter
-from earl_core.seeds import derive_seed
+from earl_core.system.seeds import derive_seed
 from earl_core.trajectory.samples import Episode, Sample
 
 FAILED_REASONS = frozenset(

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from earl_core.config import RunConfig
-from earl_core.memory_release import give_back_free_memory
-from earl_core.out_of_memory import guarded
-from earl_core.private_memory import peak_bytes
+from earl_core.deployment.shapes import ModelShape
 from earl_core.rollout.engine_factory import model_directory
 from earl_core.rollout.engines.base import Engine, GenerationRequest
 from earl_core.rollout.engines.processes import reset_peak
 from earl_core.rollout.errors import RolloutCancelled
-from earl_core.selector.shapes import ModelShape
+from earl_core.system.memory_release import give_back_free_memory
+from earl_core.system.out_of_memory import guarded
+from earl_core.system.private_memory import peak_bytes
 
 _FIRST_ID = 2**61
 """Sequence ids of synthetic prompts; no episode gets that far."""

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from earl_core import faults
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.environments.base import Message
 from earl_core.environments.pool import EnvironmentPool
-from earl_core.memory_release import give_back_free_memory
-from earl_core.out_of_memory import OutOfMemory, guarded
 from earl_core.rollout import metrics
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
@@ -40,8 +38,10 @@ from earl_core.rollout.measure import SyntheticLoad, measure_decoding
 from earl_core.rollout.progress import ProgressReport
 from earl_core.rollout.tally import Tally
 from earl_core.run.shards import run_store
-from earl_core.seeds import derive_seed
-from earl_core.selector.deployment import StageDeployment
+from earl_core.system import fault_points
+from earl_core.system.memory_release import give_back_free_memory
+from earl_core.system.out_of_memory import OutOfMemory, guarded
+from earl_core.system.seeds import derive_seed
 from earl_core.trajectory.samples import Episode, RolloutRows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.manifest import WeightsManifest
@@ -180,7 +180,7 @@ class RolloutWorker:
         if whole == len(specs):
             metrics.check_failures(tally, config.environment.max_failed_share)
         with guarded("rollout", "writing the samples"):
-            faults.point(f"rollout.played{first_prompt}", iteration)
+            fault_points.point(f"rollout.played{first_prompt}", iteration)
             entry = run_store(self._run_directory, config).publish(
                 stage="rollout",
                 iteration=iteration,
@@ -188,7 +188,7 @@ class RolloutWorker:
                 schema=ROLLOUT_SCHEMA,
                 rows=RolloutRows(_kept(episodes)),
             )
-        faults.point(f"rollout.sealed{share}", iteration)
+        fault_points.point(f"rollout.sealed{share}", iteration)
         return {
             "shards": [entry.model_dump(mode="json")],
             "metrics": metrics.rollout_metrics(tally),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from earl_core.config import ConfigError
-from earl_core.files import is_regular, sync
+from earl_core.system.files import is_regular, sync
 
 MARKER = "STABLE"
 

@@ -24,11 +24,9 @@ from typing import Any
 
 from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
-from earl_core.dispatch.manifest import write_manifest
-from earl_core.dispatch.names import new_uid
-from earl_core.dispatch.spill import SpillError
-from earl_core.files import make_directory, write_atomic
-from earl_core.locks import FileLock
+from earl_core.dispatch.segments.names import new_uid
+from earl_core.dispatch.shards.manifest import write_manifest
+from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.checkpoints import (
     MARKER,
     remove_checkpoint,
@@ -47,6 +45,8 @@ from earl_core.run.record import (
 )
 from earl_core.run.shards import claim, run_spill, run_store
 from earl_core.secrets import redact
+from earl_core.system.files import make_directory, write_atomic
+from earl_core.system.locks import FileLock
 from earl_core.weights import pages
 
 __all__ = ["RunDirectory", "RunInUse"]

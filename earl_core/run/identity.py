@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import ConfigError
-from earl_core.dispatch.names import is_uid
+from earl_core.dispatch.segments.names import is_uid
 from earl_core.run.record import RunDamaged, read_record
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from earl_core.files import make_directory, read_file, sync, write_all
+from earl_core.system.files import make_directory, read_file, sync, write_all
 
 logger = logging.getLogger(__name__)
 

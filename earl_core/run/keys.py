@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from earl_core.config.run import RunConfig
-from earl_core.files import canonical_json
+from earl_core.system.files import canonical_json
 
 STAGES = ("select", "rollout", "reference", "reward", "advantage", "update", "publish")
 """Every stage and step of an iteration, in order; `reference` only with a KL penalty."""

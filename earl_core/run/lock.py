@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from earl_core.config import ConfigError
-from earl_core.locks import FileLock, is_held
-from earl_core.process import start_time
+from earl_core.system.locks import FileLock, is_held
+from earl_core.system.process_identity import start_time
 
 
 class RunInUse(RuntimeError):

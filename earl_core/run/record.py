@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import RunConfig
-from earl_core.files import canonical_json, read_file, write_atomic
+from earl_core.system.files import canonical_json, read_file, write_atomic
 
 FORMAT = "earl.run/2"
 

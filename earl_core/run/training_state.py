@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import xxhash
 
-from earl_core.files import NotAFile, canonical_json, is_regular, read_file
 from earl_core.run.checkpoints import MARKER
+from earl_core.system.files import NotAFile, canonical_json, is_regular, read_file
 
 FORMAT = "earl-training-state-2"
 

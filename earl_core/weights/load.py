@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from earl_core.models.architecture import model_config
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, map_file, read_layout, view
 from earl_core.weights.manifest import (
     TensorEntry,
     WeightFile,
@@ -19,7 +20,6 @@ from earl_core.weights.manifest import (
 )
 from earl_core.weights.match import names_problem
 from earl_core.weights.publish import digest_of
-from earl_core.weights.safetensors_layout import DTYPE_CODES, map_file, read_layout, view
 
 
 def open_weights(

@@ -22,9 +22,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from earl_core.dispatch.mark import NotOurs, make_store, read_mark
-from earl_core.dispatch.names import is_linking, is_own_file, is_pages, own_status, unlink_own
-from earl_core.dispatch.writable_mappings import writable_mappings
+from earl_core.dispatch.segments.mark import NotOurs, make_store, read_mark
+from earl_core.dispatch.segments.names import (
+    is_linking,
+    is_own_file,
+    is_pages,
+    own_status,
+    unlink_own,
+)
+from earl_core.dispatch.segments.writable_mappings import writable_mappings
 
 _HIDDEN = ".weights-pages."
 _LINKING = ".weights-linking."

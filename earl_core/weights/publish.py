@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from earl_core.dispatch.writable_mappings import WritableMapping, writable_mappings
-from earl_core.learner.slices import local_part, slices_of
-from earl_core.learner.together import Ranks
+from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
+from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.joint_file import combine, digest_together, fill, own_shares, tensor_hash
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, Layout, plan_layout
+from earl_core.tensors.slices import local_part, slices_of
 from earl_core.weights import pages
-from earl_core.weights.joint_file import combine, digest_together, fill, own_shares, tensor_hash
 from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsError, WeightsManifest
-from earl_core.weights.safetensors_layout import DTYPE_CODES, DTYPES, Layout, plan_layout
 
 if TYPE_CHECKING:
-    from earl_core.learner.mesh import UpdateMesh
+    from earl_core.learner.parallel.mesh import UpdateMesh
 
 logger = logging.getLogger(__name__)
 

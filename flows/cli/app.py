@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from earl_core.user_directory import user_directory
+from earl_core.system.user_directory import user_directory
 from flows.cli.errors import reported
 
 app = typer.Typer(

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from earl_core.control.policy_player import find_checkpoint, stop_players
 from flows import server
 from flows.cli.display import make_display
 from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
 from flows.cli.runs import find_run, stored_config
 from flows.cli.tables import duration, make_console, signed
-from flows.policy import find_checkpoint, stop_players
 
 
 def evaluate(

@@ -23,9 +23,8 @@ from earl_core.selector import (
     SelectionInput,
     select,
 )
-from earl_core.selector.catalogue import DEVICES, MODELS, cluster, device_of
-from earl_core.selector.changes import misfit_text
-from earl_core.selector.explain import (
+from earl_core.selector.choice.changes import misfit_text
+from earl_core.selector.choice.explain import (
     Question,
     Row,
     ask,
@@ -38,7 +37,8 @@ from earl_core.selector.explain import (
     replay,
     summary,
 )
-from earl_core.selector.observations import MISFITS, Observation
+from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster, device_of
+from earl_core.selector.profile.observations import MISFITS, Observation
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
 from flows.cli.tables import make_console
@@ -301,7 +301,7 @@ def find_model(name: str) -> ModelShape:
 def find_hardware(name: str) -> Hardware:
     """`here`, a device of the catalogue (one host with 8), or HOSTSxGPUSxDEVICE."""
     if name == "here":
-        from tasks.hardware import read_hardware
+        from earl_core.control.hardware import read_hardware
 
         return read_hardware()
     found = re.fullmatch(r"(?:(\d+)x(\d+)x)?([a-z0-9-]+)", name.lower())

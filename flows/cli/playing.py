@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.text import Text
 
 from earl_core.config import RunConfig
-from earl_core.seeds import derive_seed
+from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
+from earl_core.system.seeds import derive_seed
 from flows.cli.board import board_panel, find_board
 from flows.cli.opponent import Person, PersonLeft, person_game
 from flows.cli.runs import find_run, stored_config
 from flows.cli.tables import make_console
-from flows.policy import PolicyPlayer, find_checkpoint
 
 _FIRST_PROMPT = 2**41
 """Far from the prompts of training and of evaluation. Even: the agent moves first."""

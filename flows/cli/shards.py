@@ -14,8 +14,8 @@ from rich.table import Table
 from earl_core.config import load_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
-from earl_core.dispatch.arrow_file import open_batch
-from earl_core.dispatch.manifest import ShardCorrupt
+from earl_core.dispatch.shards.arrow_file import open_batch
+from earl_core.dispatch.shards.manifest import ShardCorrupt
 from earl_core.run.shards import list_stores, run_store, sweep
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run

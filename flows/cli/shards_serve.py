@@ -7,8 +7,8 @@ import secrets
 from pathlib import Path
 
 from earl_core.config import load_config
-from earl_core.files import write_atomic
 from earl_core.run.shards import run_store
+from earl_core.system.files import write_atomic
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
 from flows.cli.tables import make_console
@@ -25,7 +25,7 @@ def serve_shards(run: str, runs_directory: str, host: str, port: int) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import pyarrow as pa
 
-    from earl_core.dispatch.flight import ShardFlightServer
+    from earl_core.dispatch.remote.flight import ShardFlightServer
 
     path = find_run(run, runs_directory)
     store = run_store(path, load_config(path / "config.yaml"))

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from earl_core.config import ConfigError, RunConfig, check_references, load_config
 from earl_core.config.layout import check_devices, check_layout
+from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import RunInUse, is_locked
 from earl_core.run.record import is_finished
@@ -24,7 +25,6 @@ from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flow
 from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
 from flows.cli.tables import make_console, resolved_table
 from flows.server_watch import ServerLost, ServerWatch
-from tasks.hardware import read_hardware, read_model_shape
 
 
 class RunUnfinished(RuntimeError):

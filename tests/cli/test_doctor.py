@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import load_config
-from earl_core.dispatch.mark import write_mark
+from earl_core.dispatch.segments.mark import write_mark
 from flows.cli.checks import packages
 from flows.cli.checks.configuration import check_configuration
 from flows.cli.checks.services import check_services

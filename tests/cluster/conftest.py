@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster import LocalWorkerGroup
-from earl_core.cluster.processes import inspect
+from earl_core.system.process_tree import inspect
 
 TARGET = "tests.cluster.targets:Target"
 MakeGroup = Callable[..., Any]

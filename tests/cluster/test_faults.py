@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster import WorkerCallFailed, WorkerLost, WorkerStalled
-from earl_core.cluster.processes import inspect
+from earl_core.system.process_tree import inspect
 from tests.cgroup import memory_cgroup
 from tests.cluster.conftest import MakeGroup, gone_within
 

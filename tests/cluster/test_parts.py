@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from earl_core.cluster import WireError
 from earl_core.cluster.logs import LogFile
-from earl_core.cluster.processes import descendants, end_processes, inspect
-from earl_core.cluster.wire import FrameBuffer, encode
+from earl_core.system.frames import FrameBuffer, encode
+from earl_core.system.process_tree import descendants, end_processes, inspect
 from tests.cluster.targets import SLEEPER, STUBBORN
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from earl_core.dispatch.layout import Layout
-from earl_core.dispatch.manifest import ColumnRange, Manifest, ShardEntry
-from earl_core.dispatch.sources import batch_rows
+from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.sources import batch_rows
+from earl_core.dispatch.shards.manifest import ColumnRange, Manifest, ShardEntry
 
 HOSTS = ("alder", "birch", "cedar", "douglas")
 ROLLOUT = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from earl_core.dispatch.pool import SegmentPool
+from earl_core.dispatch.segments.pool import SegmentPool
 
 MIB = 1024 * 1024
 FORK = multiprocessing.get_context("fork")

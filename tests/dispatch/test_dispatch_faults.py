@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from earl_core.dispatch import Batch, Manifest, PoolFull, ShardEntry, ShardStore
-from earl_core.dispatch.spill import Spill
-from earl_core.dispatch.spiller import Spiller
+from earl_core.dispatch.spill.spiller import Spiller
+from earl_core.dispatch.spill.storage import Spill
 from earl_core.run.journal import read_lines
 from tests.dispatch.soak import WORKERS, Board, Moment, config_in, control, produce, values_of
 from tests.dispatch.spilled import UID

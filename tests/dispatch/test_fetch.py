@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import Batch, Manifest, ShardStore
-from earl_core.dispatch import parts as parts_module
-from earl_core.dispatch.fetch import fetch
-from earl_core.dispatch.layout import Layout
-from earl_core.dispatch.plan import DispatchPlan, make_plan
-from earl_core.dispatch.transports import (
+from earl_core.dispatch.reads import parts as parts_module
+from earl_core.dispatch.reads.fetch import fetch
+from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch.remote import (
     Corrupt,
     Gone,
     Proof,
@@ -351,7 +351,7 @@ def test_local_rows_need_no_transport(hosts: Hosts) -> None:
 
 
 def test_parts_cover_everything_once() -> None:
-    from earl_core.dispatch.ranges import Incoming
+    from earl_core.dispatch.reads.ranges import Incoming
 
     draw = np.random.default_rng(3)
     length = draw.integers(1, 500, 200)

@@ -18,7 +18,7 @@ import pytest
 from pyarrow import flight
 
 from earl_core.dispatch import Batch, ShardEntry, ShardStore
-from earl_core.dispatch.flight import ShardFlightServer
+from earl_core.dispatch.remote.flight import ShardFlightServer
 from earl_core.run.record import write_record
 from tests.dispatch.hosts import make_shard, manifest
 

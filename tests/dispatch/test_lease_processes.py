@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_core.dispatch.leases import (
+from earl_core.dispatch.segments.leases import (
     ShardGone,
     map_shared,
 )
-from earl_core.dispatch.pool import SegmentPool
+from earl_core.dispatch.segments.pool import SegmentPool
 from tests.dispatch.segments import MIB, Child, sealed, visible
 
 pytestmark = pytest.mark.usefixtures("nothing_mapped")

@@ -10,13 +10,13 @@ import sys
 import numpy as np
 import pytest
 
-from earl_core.dispatch.leases import (
+from earl_core.dispatch.segments.leases import (
     ShardGone,
     ShardMismatch,
     drop_idle_mappings,
     map_shared,
 )
-from earl_core.dispatch.pool import SegmentPool
+from earl_core.dispatch.segments.pool import SegmentPool
 from tests.dispatch.segments import MIB, inode, sealed, visible
 
 pytestmark = pytest.mark.usefixtures("nothing_mapped")
@@ -157,7 +157,7 @@ def test_leaving_the_program_with_leases_is_silent(pool: SegmentPool) -> None:
     path, size = sealed(pool, 1)
     script = (
         "import sys, numpy as np; from pathlib import Path;"
-        "from earl_core.dispatch.leases import map_shared;"
+        "from earl_core.dispatch.segments.leases import map_shared;"
         "mapped = map_shared(Path(sys.argv[1]), int(sys.argv[2]));"
         "view = np.frombuffer(mapped.memory, dtype=np.uint8)"
     )

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.dispatch.layout import Layout
-from earl_core.dispatch.manifest import ManifestError, ShardEntry
-from earl_core.dispatch.plan import DispatchPlan, make_plan
-from earl_core.dispatch.sources import batch_rows
+from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch.reads.sources import batch_rows
+from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from tests.dispatch.plan_cases import HOSTS, PER_TOKEN, World, cases, even_world, manifest
 
 

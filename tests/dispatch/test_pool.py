@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from earl_core.dispatch.leases import map_shared
-from earl_core.dispatch.pool import SegmentPool
-from earl_core.dispatch.size_classes import size_class
+from earl_core.dispatch.segments.leases import map_shared
+from earl_core.dispatch.segments.pool import SegmentPool
+from earl_core.dispatch.segments.size_classes import size_class
 from tests.dispatch.segments import (
     MIB,
     Child,

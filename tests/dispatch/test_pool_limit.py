@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_core.dispatch.leases import map_shared
-from earl_core.dispatch.pool import PoolFull, SegmentPool
+from earl_core.dispatch.segments.leases import map_shared
+from earl_core.dispatch.segments.pool import PoolFull, SegmentPool
 from tests.dispatch.segments import (
     MIB,
     Child,

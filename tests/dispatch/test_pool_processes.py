@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from earl_core.dispatch.leases import ShardGone, map_shared
-from earl_core.dispatch.pool import Segment, SegmentPool
-from earl_core.dispatch.size_classes import size_class
+from earl_core.dispatch.segments.leases import ShardGone, map_shared
+from earl_core.dispatch.segments.pool import Segment, SegmentPool
+from earl_core.dispatch.segments.size_classes import size_class
 from tests.dispatch.segments import (
     MIB,
     Child,

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import ShardEntry, ShardStore
-from earl_core.dispatch.ranges import Range
-from earl_core.dispatch.transports import Proof, Refused, TimedOut, wire
-from earl_core.dispatch.transports.range_server import RangeServer, ServerLimits
-from earl_core.dispatch.transports.tcp import ClientLimits, TcpTransport
+from earl_core.dispatch.reads.ranges import Range
+from earl_core.dispatch.remote import Proof, Refused, TimedOut, range_protocol
+from earl_core.dispatch.remote.range_server import RangeServer, ServerLimits
+from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, whole
 
 HASTY = ServerLimits(
@@ -56,18 +56,22 @@ def server(store: ShardStore) -> Iterator[RangeServer]:
 def connect(server: RangeServer, token: str | None = TOKEN) -> socket.socket:
     """A connection after its handshake."""
     client = socket.create_connection(server.address, timeout=10)
-    _, theirs = wire.HELLO.unpack(client.recv(wire.HELLO.size, socket.MSG_WAITALL))
-    mine = os.urandom(wire.NONCE_BYTES)
-    proof = wire.prove(token, b"client", theirs, mine)
-    client.sendall(wire.ANSWER.pack(wire.MAGIC, mine, proof))
-    status = wire.WELCOME.unpack(client.recv(wire.WELCOME.size, socket.MSG_WAITALL))[1]
-    assert status == (wire.Status.OK if token == TOKEN else wire.Status.REFUSED)
+    _, theirs = range_protocol.HELLO.unpack(
+        client.recv(range_protocol.HELLO.size, socket.MSG_WAITALL)
+    )
+    mine = os.urandom(range_protocol.NONCE_BYTES)
+    proof = range_protocol.prove(token, b"client", theirs, mine)
+    client.sendall(range_protocol.ANSWER.pack(range_protocol.MAGIC, mine, proof))
+    status = range_protocol.WELCOME.unpack(
+        client.recv(range_protocol.WELCOME.size, socket.MSG_WAITALL)
+    )[1]
+    assert status == (range_protocol.Status.OK if token == TOKEN else range_protocol.Status.REFUSED)
     return client
 
 
-def answer(client: socket.socket) -> tuple[int, wire.Status, bytes]:
-    head = client.recv(wire.RESPONSE.size, socket.MSG_WAITALL)
-    number, status, size, _ = wire.read_response(head)
+def answer(client: socket.socket) -> tuple[int, range_protocol.Status, bytes]:
+    head = client.recv(range_protocol.RESPONSE.size, socket.MSG_WAITALL)
+    number, status, size, _ = range_protocol.read_response(head)
     payload = bytearray()
     while len(payload) < size:
         more = client.recv(size - len(payload))
@@ -110,15 +114,15 @@ def test_it_answers_nobody_without_a_token(store: ShardStore, entry: ShardEntry)
 
 def test_the_token_never_travels(server: RangeServer) -> None:
     client = socket.create_connection(server.address, timeout=10)
-    hello = client.recv(wire.HELLO.size, socket.MSG_WAITALL)
-    first = wire.prove(TOKEN, b"client", wire.HELLO.unpack(hello)[1], bytes(32))
+    hello = client.recv(range_protocol.HELLO.size, socket.MSG_WAITALL)
+    first = range_protocol.prove(TOKEN, b"client", range_protocol.HELLO.unpack(hello)[1], bytes(32))
     assert TOKEN.encode() not in first
     with socket.create_connection(server.address, timeout=10) as other:
         # A recorded answer does not fit to another greeting.
-        other.recv(wire.HELLO.size, socket.MSG_WAITALL)
-        other.sendall(wire.ANSWER.pack(wire.MAGIC, bytes(32), first))
-        welcome = other.recv(wire.WELCOME.size, socket.MSG_WAITALL)
-        assert wire.WELCOME.unpack(welcome)[1] == wire.Status.REFUSED
+        other.recv(range_protocol.HELLO.size, socket.MSG_WAITALL)
+        other.sendall(range_protocol.ANSWER.pack(range_protocol.MAGIC, bytes(32), first))
+        welcome = other.recv(range_protocol.WELCOME.size, socket.MSG_WAITALL)
+        assert range_protocol.WELCOME.unpack(welcome)[1] == range_protocol.Status.REFUSED
         assert ended(other)
     client.close()
 
@@ -130,16 +134,16 @@ def test_requests_that_are_too_large_are_refused(
     start, _ = entry.columns["tokens"].values
     proof = Proof.of(entry)
     big = Range(entry.file, entry.generation, start, HASTY.max_request_bytes + 1)
-    client.sendall(wire.pack_request(7, [proof], [big]))
+    client.sendall(range_protocol.pack_request(7, [proof], [big]))
     number, status, message = answer(client)
-    assert (number, status) == (7, wire.Status.REFUSED)
+    assert (number, status) == (7, range_protocol.Status.REFUSED)
     assert b"too large" in message
     fits = big._replace(length=100)
-    client.sendall(wire.pack_request(8, [proof], [fits]))
-    assert answer(client) == (8, wire.Status.OK, file_bytes(store, fits)), "still in step"
-    client.sendall(wire.pack_request(9, [proof], [fits] * (HASTY.max_ranges + 1)))
+    client.sendall(range_protocol.pack_request(8, [proof], [fits]))
+    assert answer(client) == (8, range_protocol.Status.OK, file_bytes(store, fits)), "still in step"
+    client.sendall(range_protocol.pack_request(9, [proof], [fits] * (HASTY.max_ranges + 1)))
     number, status, message = answer(client)
-    assert (number, status) == (9, wire.Status.REFUSED)
+    assert (number, status) == (9, range_protocol.Status.REFUSED)
     assert b"ranges" in message
     assert ended(client)
     assert serves(server, store, entry)
@@ -160,8 +164,8 @@ def test_a_head_that_promises_gigabytes_is_refused_unread(
     server: RangeServer, store: ShardStore, entry: ShardEntry
 ) -> None:
     client = connect(server)
-    client.sendall(wire.REQUEST.pack(wire.REQUEST_MARK, 1, 2**32 - 1, 1, 1))
-    assert answer(client)[1] == wire.Status.REFUSED
+    client.sendall(range_protocol.REQUEST.pack(range_protocol.REQUEST_MARK, 1, 2**32 - 1, 1, 1))
+    assert answer(client)[1] == range_protocol.Status.REFUSED
     assert ended(client)
     assert serves(server, store, entry)
 
@@ -185,7 +189,9 @@ def test_garbage_never_ends_the_server(
     else:
         client = connect(garbage_server)
     if stage == "body":
-        head = wire.REQUEST.pack(wire.REQUEST_MARK, 1, len(garbage), 1, len(garbage) % 8)
+        head = range_protocol.REQUEST.pack(
+            range_protocol.REQUEST_MARK, 1, len(garbage), 1, len(garbage) % 8
+        )
         garbage = head + garbage
     with contextlib.suppress(OSError):
         client.sendall(garbage)
@@ -208,7 +214,7 @@ def test_flipped_bits_in_a_request_give_an_error_or_the_right_bytes(
     garbage_server: RangeServer, store: ShardStore, entry: ShardEntry, data: st.DataObject
 ) -> None:
     item = Range(entry.file, entry.generation, entry.columns["tokens"].values[0], 64)
-    message = bytearray(wire.pack_request(1, [Proof.of(entry)], [item]))
+    message = bytearray(range_protocol.pack_request(1, [Proof.of(entry)], [item]))
     for _ in range(data.draw(st.integers(1, 3))):
         bit = data.draw(st.integers(0, 8 * len(message) - 1))
         message[bit // 8] ^= 1 << bit % 8
@@ -220,11 +226,11 @@ def test_flipped_bits_in_a_request_give_an_error_or_the_right_bytes(
         while more := client.recv(65536):
             received += more
     client.close()
-    if len(received) < wire.RESPONSE.size:
+    if len(received) < range_protocol.RESPONSE.size:
         return
-    _, status, _, _ = wire.read_response(received[: wire.RESPONSE.size])
-    if status == wire.Status.OK:
-        payload = bytes(received[wire.RESPONSE.size :])
+    _, status, _, _ = range_protocol.read_response(received[: range_protocol.RESPONSE.size])
+    if status == range_protocol.Status.OK:
+        payload = bytes(received[range_protocol.RESPONSE.size :])
         content = store.path(entry).read_bytes()
         begin, size = entry.body
         assert payload in content[begin : begin + size], "other bytes than the shard's data"
@@ -236,13 +242,13 @@ def _never_answers(server: RangeServer) -> socket.socket:
 
 def _half_a_request(server: RangeServer) -> socket.socket:
     client = connect(server)
-    client.sendall(wire.REQUEST.pack(wire.REQUEST_MARK, 1, 100, 1, 1)[:7])
+    client.sendall(range_protocol.REQUEST.pack(range_protocol.REQUEST_MARK, 1, 100, 1, 1)[:7])
     return client
 
 
 def _head_without_body(server: RangeServer) -> socket.socket:
     client = connect(server)
-    client.sendall(wire.REQUEST.pack(wire.REQUEST_MARK, 1, 100, 1, 1))
+    client.sendall(range_protocol.REQUEST.pack(range_protocol.REQUEST_MARK, 1, 100, 1, 1))
     return client
 
 
@@ -277,7 +283,7 @@ def test_clients_that_do_not_read_are_given_up(
         # More than the kernel's buffers of both ends take.
         for number in range(40):
             with contextlib.suppress(OSError):
-                client.sendall(wire.pack_request(number, [Proof.of(entry)], [item]))
+                client.sendall(range_protocol.pack_request(number, [Proof.of(entry)], [item]))
         slow.append(client)
     deadline = time.monotonic() + 20
     while server._open and time.monotonic() < deadline:
@@ -337,7 +343,7 @@ def test_a_forked_child_neither_keeps_nor_ends_the_server(
 _SERVE = """
 import sys, time
 from pathlib import Path
-from earl_core.dispatch.transports.range_server import RangeServer
+from earl_core.dispatch.remote.range_server import RangeServer
 server = RangeServer(Path(sys.argv[1]), sys.argv[2])
 print(server.address[1], flush=True)
 time.sleep(60)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import Batch, ShardEntry, ShardStore
-from earl_core.dispatch.skeleton import make_skeleton
+from earl_core.dispatch.shards.skeleton import make_skeleton
 from earl_core.trajectory.samples import ListColumn
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,

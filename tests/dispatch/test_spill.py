@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import ShardStore
-from earl_core.dispatch.spill import ShardCorrupt, Spill, SpillError, SpillLost
+from earl_core.dispatch.spill.storage import ShardCorrupt, Spill, SpillError, SpillLost
 from tests.dispatch.spilled import UID, columns, row, written
 
 

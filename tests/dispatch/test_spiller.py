@@ -12,8 +12,8 @@ import pytest
 
 from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest, ManifestError, ShardEntry, ShardStore
-from earl_core.dispatch.spill import Spill
-from earl_core.dispatch.spiller import Spiller
+from earl_core.dispatch.spill.spiller import Spiller
+from earl_core.dispatch.spill.storage import Spill
 from earl_core.run import RunDirectory
 from tests.dispatch.spilled import UID, columns, row, written
 

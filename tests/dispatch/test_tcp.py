@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import ShardEntry, ShardStore
-from earl_core.dispatch.ranges import Range
-from earl_core.dispatch.transports import (
+from earl_core.dispatch.reads.ranges import Range
+from earl_core.dispatch.remote import (
     Corrupt,
     Proof,
     Refused,
@@ -24,10 +24,10 @@ from earl_core.dispatch.transports import (
     Transport,
     TransportError,
     Unreachable,
-    wire,
+    range_protocol,
 )
-from earl_core.dispatch.transports.range_server import RangeServer
-from earl_core.dispatch.transports.tcp import ClientLimits, TcpTransport
+from earl_core.dispatch.remote.range_server import RangeServer
+from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, soon, whole
 
 _ASKED = 2**18
@@ -68,20 +68,22 @@ def test_tokens_are_compared_in_constant_time(
     monkeypatch: pytest.MonkeyPatch, server: RangeServer, entry: ShardEntry
 ) -> None:
     compared = []
-    original = wire.hmac.compare_digest
+    original = range_protocol.hmac.compare_digest
     monkeypatch.setattr(
-        wire.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or original(a, b)
+        range_protocol.hmac,
+        "compare_digest",
+        lambda a, b: compared.append((a, b)) or original(a, b),
     )
     read(TcpTransport({"a": server.address}, TOKEN), entry, whole(entry))
     assert len(compared) == 2, "the server's and the client's proof"
-    assert all(len(a) == len(b) == wire.PROOF_BYTES for a, b in compared)
+    assert all(len(a) == len(b) == range_protocol.PROOF_BYTES for a, b in compared)
 
 
 def test_a_server_that_does_not_know_the_token_is_not_trusted(entry: ShardEntry) -> None:
     def pretend(client: socket.socket) -> None:
-        client.sendall(wire.HELLO.pack(wire.MAGIC, bytes(32)))
-        client.recv(wire.ANSWER.size)
-        client.sendall(wire.WELCOME.pack(wire.MAGIC, 0, bytes(32)))
+        client.sendall(range_protocol.HELLO.pack(range_protocol.MAGIC, bytes(32)))
+        client.recv(range_protocol.ANSWER.size)
+        client.sendall(range_protocol.WELCOME.pack(range_protocol.MAGIC, 0, bytes(32)))
 
     with _fake(pretend) as address, pytest.raises(Refused, match="not trusted"):
         read(TcpTransport({"a": address}, TOKEN), entry, whole(entry))
@@ -149,10 +151,14 @@ class _fake:  # noqa: N801
 
 def _welcome(client: socket.socket) -> None:
     nonce = os.urandom(32)
-    client.sendall(wire.HELLO.pack(wire.MAGIC, nonce))
-    _, theirs, _ = wire.ANSWER.unpack(client.recv(wire.ANSWER.size, socket.MSG_WAITALL))
-    proof = wire.prove(TOKEN, b"server", nonce, theirs)
-    client.sendall(wire.WELCOME.pack(wire.MAGIC, wire.Status.OK, proof))
+    client.sendall(range_protocol.HELLO.pack(range_protocol.MAGIC, nonce))
+    _, theirs, _ = range_protocol.ANSWER.unpack(
+        client.recv(range_protocol.ANSWER.size, socket.MSG_WAITALL)
+    )
+    proof = range_protocol.prove(TOKEN, b"server", nonce, theirs)
+    client.sendall(
+        range_protocol.WELCOME.pack(range_protocol.MAGIC, range_protocol.Status.OK, proof)
+    )
 
 
 def _silent_after_welcome(client: socket.socket) -> None:
@@ -161,8 +167,12 @@ def _silent_after_welcome(client: socket.socket) -> None:
 
 def _half_an_answer(client: socket.socket) -> None:
     _welcome(client)
-    number = wire.REQUEST.unpack(client.recv(wire.REQUEST.size, socket.MSG_WAITALL))[1]
-    client.sendall(wire.pack_response(number, wire.Status.OK, _ASKED, 0) + bytes(100))
+    number = range_protocol.REQUEST.unpack(
+        client.recv(range_protocol.REQUEST.size, socket.MSG_WAITALL)
+    )[1]
+    client.sendall(
+        range_protocol.pack_response(number, range_protocol.Status.OK, _ASKED, 0) + bytes(100)
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,9 +234,13 @@ def test_garbage_from_a_server_is_an_error(garbage: bytes, welcomed: bool) -> No
 def test_bytes_damaged_on_the_way_are_found(entry: ShardEntry) -> None:
     def lie(client: socket.socket) -> None:
         _welcome(client)
-        number = wire.REQUEST.unpack(client.recv(wire.REQUEST.size, socket.MSG_WAITALL))[1]
+        number = range_protocol.REQUEST.unpack(
+            client.recv(range_protocol.REQUEST.size, socket.MSG_WAITALL)
+        )[1]
         size = whole(entry, "reward").length
-        client.sendall(wire.pack_response(number, wire.Status.OK, size, 1234) + bytes(size))
+        client.sendall(
+            range_protocol.pack_response(number, range_protocol.Status.OK, size, 1234) + bytes(size)
+        )
 
     with _fake(lie) as address, pytest.raises(Corrupt, match="on the way"):
         read(TcpTransport({"a": address}, TOKEN, SOON), entry, whole(entry, "reward"))
@@ -235,7 +249,7 @@ def test_bytes_damaged_on_the_way_are_found(entry: ShardEntry) -> None:
 def test_requests_in_flight_are_bounded(
     monkeypatch: pytest.MonkeyPatch, store: ShardStore, entry: ShardEntry
 ) -> None:
-    from earl_core.dispatch.transports.peer import Peer
+    from earl_core.dispatch.remote.peer import Peer
 
     most: list[int] = []
     peers: list[Peer] = []

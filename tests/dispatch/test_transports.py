@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import ShardEntry, ShardStore
-from earl_core.dispatch.ranges import Range
-from earl_core.dispatch.transports import (
+from earl_core.dispatch.reads.ranges import Range
+from earl_core.dispatch.remote import (
     Corrupt,
     Gone,
     Proof,
@@ -24,9 +24,9 @@ from earl_core.dispatch.transports import (
     Transport,
     TransportError,
 )
-from earl_core.dispatch.transports.range_server import RangeServer
-from earl_core.dispatch.transports.shared_memory import SharedMemoryTransport
-from earl_core.dispatch.transports.tcp import TcpTransport
+from earl_core.dispatch.remote.range_server import RangeServer
+from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
+from earl_core.dispatch.remote.tcp import TcpTransport
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, soon, whole
 
 ROWS = [70_000, 0, 3, 130_000, 1]

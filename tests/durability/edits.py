@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import RunConfig
+from earl_core.control.policy_player import find_checkpoint
 from earl_core.run.shards import list_stores
 from flows.cli.app import app
 from flows.cli.errors import EXPECTED, UsageProblem, describe
 from flows.cli.runs import evaluations_of, iterations_of, stored_config, tracking_uri
-from flows.policy import find_checkpoint
 from tests.durability.crash_sweep import SweepFailed, import_ahead, in_child
 from tests.durability.life import Life, life_config, open_run, weights_of
 

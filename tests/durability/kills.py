@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import yaml
 
-from earl_core.learner.checkpoint import verify_training_state
+from earl_core.learner.state.checkpoint import verify_training_state
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "EARL_CAMPAIGN"
@@ -196,7 +196,7 @@ class Trial:
         for part, kind in (
             ("earl_core.cluster.supervisor", "supervisor"),
             ("earl_core.environments.host", "environment host"),
-            ("earl_core.dispatch.spill_process", "spill"),
+            ("earl_core.dispatch.spill.process", "spill"),
             ("flows.server", "Prefect's server"),
         ):
             if part in command:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from earl_core.config.rollout import VllmConfig
-from earl_core.out_of_memory import OutOfMemory
 from earl_core.rollout.engines import memory_watch
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.errors import ContextOutgrown
+from earl_core.system.out_of_memory import OutOfMemory
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of
 

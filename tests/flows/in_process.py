@@ -173,14 +173,14 @@ def run(config: str, steps: list[dict[str, Any]]) -> list[str | None]:
 if __name__ == "__main__":
     import torch
 
-    import tasks.groups
-    import tasks.preparing
+    import earl_core.control.preparing
+    import earl_core.control.worker_groups
 
     torch.set_num_threads(1)
-    for module in (tasks.groups, tasks.preparing):
+    for module in (earl_core.control.worker_groups, earl_core.control.preparing):
         module.LocalWorkerGroup = GroupHere  # type: ignore[attr-defined]
     # Threads that import torch and transformers side by side see them half made.
-    tasks.groups.WorkerGroups.start_ahead = lambda self, wanted: None  # type: ignore[method-assign]
+    earl_core.control.worker_groups.WorkerGroups.start_ahead = lambda self, wanted: None  # type: ignore[method-assign]
     config, place = sys.argv[1:]
     path = Path(place)
     path.write_text(json.dumps(run(config, json.loads(path.read_text()))))

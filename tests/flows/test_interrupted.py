@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.control.worker_groups import TARGETS
 from earl_core.experience.statistics import merge_statistics
-from tasks.groups import TARGETS
 from tests.flows.runs import KILLED, Runs
 from tests.flows.server import ask, flow_runs
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import ConfigError
+from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.run import RunDirectory
 from earl_core.run.training_state import describe_state
-from flows.policy import PolicyPlayer, find_checkpoint
 from tests.flows.test_sessions import config_in
 
 

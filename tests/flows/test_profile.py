@@ -16,9 +16,9 @@ import yaml
 
 from earl_core.cluster.errors import DeadlineExceeded, Where, WorkerCallFailed, WorkerLost
 from earl_core.config import parse_config
+from earl_core.control.failure_diagnosis import diagnose
 from earl_core.selector import Hardware, ModelShape, ProfileTable
-from earl_core.selector.profile_table import ProfilePoint, read_table, write_table
-from tasks.fit import diagnose
+from earl_core.selector.profile.profile_table import ProfilePoint, read_table, write_table
 from tasks.profile import fingerprint_of, profile_of
 from tests.flows.runs import REPOSITORY, Runs
 
@@ -142,7 +142,7 @@ def test_an_interrupted_profile_ends_cleanly_and_keeps_what_it_has(profiles: Pro
 def test_out_of_memory_is_told_from_other_failures() -> None:
     where = Where("update", 0, "measure", "update", 0)
     assert (
-        diagnose(WorkerCallFailed(where, "OutOfMemory", "earl_core.out_of_memory", "no"))
+        diagnose(WorkerCallFailed(where, "OutOfMemory", "earl_core.system.out_of_memory", "no"))
         is not None
     )
     assert (

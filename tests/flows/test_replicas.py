@@ -16,11 +16,11 @@ import pytest
 
 from earl_core.cluster.errors import WorkerLost
 from earl_core.config import parse_config
+from earl_core.control.replicas import ReplicasLost, deal, play_evaluation, play_rollout
+from earl_core.control.run_controller import Session, close_session, open_session
 from earl_core.dispatch import Manifest
 from earl_core.selector import StageDeployment
 from earl_core.weights.load import manifest_from_directory
-from tasks.replicas import ReplicasLost, deal, play_evaluation, play_rollout
-from tasks.session import Session, close_session, open_session
 from tasks.stage import run_stage
 
 GAMES = {"name": "tic_tac_toe", "options": {"style": "compact"}}

@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import load_file
 
 from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerLost
+from earl_core.control.failure_diagnosis import ReplicasLost, diagnose
+from earl_core.control.policy_player import newest_engine
 from earl_core.run.journal import Journal, read_lines
 from earl_core.selector import DeploymentPlan
-from earl_core.selector.observations import Observation
-from flows.policy import newest_engine
-from tasks.fit import ReplicasLost, diagnose
+from earl_core.selector.profile.observations import Observation
 from tests.cgroup import memory_cgroup
 from tests.flows.runs import KILLED, Runs
 

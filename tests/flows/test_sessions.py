@@ -14,10 +14,10 @@ from prefect import State
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import ConfigError, RunConfig, load_config, parse_config
+from earl_core.control.run_controller import close_session, open_session
 from earl_core.run import RunDirectory
 from earl_core.run.training_state import describe_state
 from flows.iteration import iteration
-from tasks.session import close_session, open_session
 
 
 def config_in(directory: Path, model: Path, **changes: Any) -> RunConfig:

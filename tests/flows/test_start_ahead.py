@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from earl_core.cluster.errors import WorkerCallFailed
-from earl_core.cluster.processes import inspect
 from earl_core.config import parse_config
+from earl_core.control import worker_groups as groups_module
+from earl_core.control.worker_groups import SessionInterrupted, WorkerGroups
 from earl_core.run import RunDirectory
 from earl_core.selector import Hardware, StageDeployment
-from tasks import groups as groups_module
-from tasks.groups import SessionInterrupted, WorkerGroups
+from earl_core.system.process_tree import inspect
 
 ROLLOUT = ("rollout", StageDeployment(stage="rollout"))
 UPDATE = ("update", StageDeployment(stage="update"))

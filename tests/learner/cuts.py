@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from earl_core.learner.exchange import BoxExchange
-from earl_core.learner.mesh import MeshShape, UpdateMesh
-from earl_core.learner.slices import boxes_of_all, shares, slices_of
-from earl_core.learner.together import Ranks
+from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh
+from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.exchange import BoxExchange
+from earl_core.tensors.slices import boxes_of_all, shares, slices_of
 
 
 def meshes(ranks: int) -> list[MeshShape]:

@@ -24,7 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from earl_core.learner.packing import TrainingSample
+from earl_core.learner.data.packing import TrainingSample
 
 VOCABULARY = 40
 ARCHITECTURES = ("llama", "qwen2", "gpt2")

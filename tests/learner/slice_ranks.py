@@ -34,19 +34,19 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from earl_core.dispatch.names import MARK
-from earl_core.learner.checkpoint import (
+from earl_core.dispatch.segments.names import MARK
+from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
+from earl_core.learner.parallel.parallel_model import build_shell, parallelize
+from earl_core.learner.state.checkpoint import (
     CheckpointError,
     read_training_state,
     write_training_state,
 )
-from earl_core.learner.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
-from earl_core.learner.parallel_model import build_shell, parallelize
-from earl_core.learner.relayout import relayout
-from earl_core.learner.reshard import move_state
-from earl_core.learner.slices import local_box, slices_of
-from earl_core.learner.together import Ranks
+from earl_core.learner.state.relayout import relayout
+from earl_core.learner.state.reshard import move_state
 from earl_core.selector import StageDeployment
+from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.slices import local_box, slices_of
 from earl_core.weights.manifest import WeightsManifest
 from earl_core.weights.publish import publish
 from tests.learner.cuts import check_boxes, meshes
@@ -274,7 +274,7 @@ def check_failures(mesh: UpdateMesh, scratch: Path) -> list[str]:
     for action, broken, place, culprit in (
         (write, full, "os.posix_fallocate", mesh.rank == 0),
         (send, full, "os.posix_fallocate", mesh.rank == 0),
-        (write, full, "earl_core.learner.checkpoint.fill", last),
+        (write, full, "earl_core.learner.state.checkpoint.fill", last),
         (send, full, "earl_core.weights.publish.fill", last),
         (read, None, "", False),
     ):

@@ -13,7 +13,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from earl_core.config import ConfigError
-from earl_core.learner.attention_dense import attend_bucket
+from earl_core.learner.attention.varlen_dense import attend_bucket
 from earl_core.rollout.engines.base import ModelRefused
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model

@@ -11,8 +11,8 @@ from earl_core.config import ConfigError, parse_config
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.learner.data.packing import pack
 from earl_core.learner.model import PackedTensors, decoder_of, logprobs_of_trained
-from earl_core.learner.packing import pack
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.models.architecture import model_config
 from earl_core.rollout.engines.causal_model import OutputLayer

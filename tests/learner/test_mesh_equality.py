@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from earl_core.config.base import ConfigError
-from earl_core.dispatch.layout import Layout
-from earl_core.learner.mesh import MeshShape, create_mesh
-from earl_core.learner.tensor_parallel import check_degree, working_degrees
+from earl_core.dispatch.reads.layout import Layout
+from earl_core.learner.parallel.mesh import MeshShape, create_mesh
+from earl_core.learner.parallel.tensor_parallel import check_degree, working_degrees
 from earl_core.selector import StageDeployment
 from tests.learner import mesh_ranks
 from tests.learner.helpers import build_model

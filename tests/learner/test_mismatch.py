@@ -12,8 +12,8 @@ import pytest
 
 from earl_core.algorithms import MismatchError, MismatchWatch
 from earl_core.dispatch import Batch
-from earl_core.dispatch.manifest import parse_manifest
-from earl_core.learner.samples import training_samples
+from earl_core.dispatch.shards.manifest import parse_manifest
+from earl_core.learner.data.samples import training_samples
 from tests.learner.helpers import random_samples, save_model
 from tests.learner.recorded import Recorded
 from tests.learner.test_policy_learner import make_learner

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from earl_core.config.update import UpdateConfig
-from earl_core.learner.optimizer import PolicyOptimizer, learning_rate
+from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
 from tests.learner.helpers import build_model
 
 

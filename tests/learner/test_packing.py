@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.learner.minibatches import split_minibatches
-from earl_core.learner.packing import TrainingSample, pack, plan_microbatches
+from earl_core.learner.data.minibatches import split_minibatches
+from earl_core.learner.data.packing import TrainingSample, pack, plan_microbatches
 from tests.learner.helpers import random_samples
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)

@@ -15,8 +15,8 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.base import ConfigError
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.learner.mesh import UpdateMesh
-from earl_core.learner.packing import TrainingSample
+from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.policy_learner import (
     NonFiniteGradientError,
     PolicyLearner,

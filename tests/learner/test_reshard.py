@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from earl_core.learner.mesh import create_mesh
-from earl_core.learner.reshard import move_state
+from earl_core.learner.parallel.mesh import create_mesh
+from earl_core.learner.state.reshard import move_state
 from tests.learner.cuts import meshes
 from tests.learner.slice_ranks import RANKS, policy, results
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from earl_core.dispatch import Manifest
-from earl_core.dispatch.host import host_name
-from earl_core.dispatch.manifest import parse_manifest
-from earl_core.dispatch.transports.shared_memory import SharedMemoryTransport
-from earl_core.learner.mesh import MeshShape, UpdateMesh
-from earl_core.learner.samples import (
+from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
+from earl_core.dispatch.shards.manifest import parse_manifest
+from earl_core.learner.data.samples import (
     SCORED,
     TRAINED,
     RankReader,
@@ -22,7 +20,9 @@ from earl_core.learner.samples import (
     by_minibatch,
     training_samples,
 )
+from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh
 from earl_core.selector import ModelShape
+from earl_core.system.host import host_name
 from tests.learner.recorded import Recorded
 
 SPLIT = by_minibatch(2, seed=3, iteration=4)

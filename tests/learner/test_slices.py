@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.learner.slices import Box, shares
+from earl_core.tensors.slices import Box, shares
 from tests.learner.cuts import meshes
 from tests.learner.slice_ranks import RANKS, results
 

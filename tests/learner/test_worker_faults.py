@@ -70,7 +70,7 @@ def run_into(
         update_and_publish()
     now = datetime.now()
     logs = "".join(path.read_text() for path in (recorded.root / "logs").iterdir())
-    reached = max(re.findall(r"(\S+ \S+),\d+ WARNING earl_core.faults", logs))
+    reached = max(re.findall(r"(\S+ \S+),\d+ WARNING earl_core.system.fault_points", logs))
     return caught.value, (now - datetime.fromisoformat(reached)).total_seconds()
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from earl_core.cluster.results import same_results
 from earl_core.dispatch import Batch
-from earl_core.dispatch.manifest import Manifest, ShardEntry
+from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
 from tests.learner.recorded import Recorded
 from tests.learnt import assert_learnt
 
@@ -69,7 +69,7 @@ def test_two_ranks_train_as_one_through_changes_of_their_mesh(
     assert group.call("restore", checkpoint=None, **site(0)) == [{"policy_version": 0}] * 2
     pids = group.pids
     for pid in pids:
-        # What is installed for other purposes does not slow the start; see earl_core.huggingface.
+        # What is installed for other purposes does not slow the start; see earl_core.models.huggingface.
         mapped = Path(f"/proc/{pid}/maps").read_text()
         assert not any(f"/{name}/" in mapped for name in ("scipy", "sklearn", "pandas"))
     mine = {"directory": str(tmp_path / "mine"), "dtype": "float32"}

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.local import LocalWorkerGroup
-from earl_core.out_of_memory import OutOfMemory
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.engines.slot_cache import SlotCache
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOutgrown, RolloutFailed
 from earl_core.rollout.worker import RolloutWorker
+from earl_core.system.out_of_memory import OutOfMemory
 from earl_core.trajectory.samples import Episode
 from tests.rollout.chat_models import tiny_model
 from tests.rollout.scripted import ScriptedEngine, ScriptedEnvironments

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import ConfigError
-from earl_core.locks import FileLock, is_held
 from earl_core.run import RunDirectory, RunInUse
 from earl_core.run.lock import RunLock, is_locked
 from earl_core.run.shards import list_stores, sweep
+from earl_core.system.locks import FileLock, is_held
 from tests.run.test_run_directory import config_in, seal
 
 COPY = "is a copy of the run in"
@@ -104,7 +104,7 @@ def test_a_live_store_stays_where_its_run_directory_is_not_seen(tmp_path: Path) 
 _ONLOOKER = """
 import sys
 from pathlib import Path
-from earl_core.locks import is_held
+from earl_core.system.locks import is_held
 from earl_core.run.lock import is_locked
 from earl_core.run.shards import list_stores, sweep
 run, root = Path(sys.argv[1]), Path(sys.argv[2])

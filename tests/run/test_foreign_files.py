@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from earl_core.config import ConfigError
-from earl_core.dispatch.mark import write_mark
-from earl_core.dispatch.names import MARK
-from earl_core.dispatch.spill import Spill, SpillError
-from earl_core.dispatch.spiller import Spiller
+from earl_core.dispatch.segments.mark import write_mark
+from earl_core.dispatch.segments.names import MARK
+from earl_core.dispatch.spill.spiller import Spiller
+from earl_core.dispatch.spill.storage import Spill, SpillError
 from earl_core.run import RunDirectory
 from earl_core.run.record import RunDamaged, read_record, write_record
 from earl_core.run.shards import run_store, sweep, sweep_unneeded

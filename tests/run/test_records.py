@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import load_config
-from earl_core.files import read_file, write_atomic
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import remove_leftovers
 from earl_core.run.journal import Journal, read_lines
 from earl_core.run.record import RunDamaged, read_record
+from earl_core.system.files import read_file, write_atomic
 from tests.durability.life import life_config
 from tests.run.test_run_directory import seal
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from earl_core import user_directory as module
 from earl_core.config.services import DispatchConfig
 from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep
-from earl_core.user_directory import NotPrivate
+from earl_core.system import user_directory as module
+from earl_core.system.user_directory import NotPrivate
 from flows.cli.checks.shared_memory import check_shared_memory
 from tests.run.test_run_directory import config_in, seal
 

@@ -7,7 +7,7 @@ from typing import Any
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector import SelectionInput, SelectorConfig, Statistics
-from earl_core.selector.catalogue import MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS, cluster
 
 
 def given(

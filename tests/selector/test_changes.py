@@ -13,8 +13,8 @@ from earl_core.selector import (
     Statistics,
     select,
 )
-from earl_core.selector.changes import layout_changes, misfit_text
-from earl_core.selector.observations import Observation
+from earl_core.selector.choice.changes import layout_changes, misfit_text
+from earl_core.selector.profile.observations import Observation
 from tests.selector.examples import given
 
 UPDATE = StageDeployment(stage="update", threads=2, max_tokens_per_microbatch=8192)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from earl_core.control.run_history import LearntProfile
 from earl_core.selector import ProfileTable, StageDeployment
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.observations import Observation
-from earl_core.selector.profile_table import only_writer, read_table, table_path
-from tasks.observed import LearntProfile
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.profile.observations import Observation
+from earl_core.selector.profile.profile_table import only_writer, read_table, table_path
 
 MARK = "0123456789abcdef"
 
@@ -63,7 +63,7 @@ def test_a_run_outlives_a_profile_that_cannot_be_written(
     run, directory = Run(), tmp_path / "profiles"
     directory.write_bytes(b"")
     profile = learnt(run, directory)
-    with caplog.at_level(logging.WARNING, "tasks.observed"):
+    with caplog.at_level(logging.WARNING, "earl_core.control.run_history"):
         for iteration in range(3):
             profile.share([seen(number) for number in range(iteration + 1)], Candidate.of)
     (warning,) = caplog.messages
@@ -81,7 +81,7 @@ def test_a_run_outlives_a_profile_that_is_damaged_meanwhile(
 ) -> None:
     table_path(tmp_path, MARK).write_bytes(b"PAR1 nonsense")
     profile = learnt(Run(), tmp_path)
-    with caplog.at_level(logging.WARNING, "tasks.observed"):
+    with caplog.at_level(logging.WARNING, "earl_core.control.run_history"):
         profile.share([seen(0)], Candidate.of)
     assert "remove it to measure anew" in caplog.text
     assert table_path(tmp_path, MARK).read_bytes() == b"PAR1 nonsense"

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from earl_core.selector import Predictor, ProfileTable, SelectionInput, StageDeployment, select
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.observations import (
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,
     calibration_of,

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from earl_core.dispatch import Manifest
-from earl_core.dispatch.manifest import write_manifest
+from earl_core.dispatch.shards.manifest import write_manifest
 from earl_core.run.journal import Journal
 from earl_core.selector import DeploymentPlan, Forbidden, NothingFits, SelectionInput, select
-from earl_core.selector.observations import Observation
+from earl_core.selector.profile.observations import Observation
 from flows.cli.app import app
 from flows.cli.errors import UsageProblem
 from flows.cli.plan import find_hardware, find_model, parse_contexts
@@ -201,7 +201,7 @@ def test_an_iteration_for_which_nothing_fitted(tmp_path: Path) -> None:
 
 def test_neither_selector_nor_command_imports_torch() -> None:
     code = (
-        "import sys, earl_core.selector, earl_core.selector.explain, flows.cli.plan\n"
+        "import sys, earl_core.selector, earl_core.selector.choice.explain, flows.cli.plan\n"
         "heavy = {'torch', 'transformers', 'vllm', 'prefect', 'mlflow'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

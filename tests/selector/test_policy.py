@@ -24,10 +24,10 @@ from earl_core.selector import (
     Statistics,
     select,
 )
-from earl_core.selector.candidates import Candidate, rollout_candidates, update_candidates
-from earl_core.selector.catalogue import MODELS, cluster
-from earl_core.selector.policy import POLICIES, choose
-from earl_core.selector.predict import gib
+from earl_core.selector.choice.candidates import Candidate, rollout_candidates, update_candidates
+from earl_core.selector.choice.policy import POLICIES, choose
+from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.predict import gib
 from tests.selector.examples import given
 
 contexts = st.floats(64, 60000)

@@ -23,16 +23,16 @@ from earl_core.selector import (
     SelectionInput,
     select,
 )
-from earl_core.selector.candidates import (
+from earl_core.selector.choice.candidates import (
     Candidate,
     coarse,
     coarse_above,
     logits_chunk,
     smaller_microbatches,
 )
-from earl_core.selector.catalogue import MODELS, cluster
-from earl_core.selector.policy import choose
-from earl_core.selector.predict import gib
+from earl_core.selector.choice.policy import choose
+from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.predict import gib
 from tests.selector.examples import given
 
 GIB = 2**30

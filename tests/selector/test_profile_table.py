@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from earl_core.selector.profile_table import (
+from earl_core.selector.profile.profile_table import (
     Correction,
     ProfileError,
     ProfilePoint,

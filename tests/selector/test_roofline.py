@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.catalogue import DEVICES, MODELS, cluster
-from earl_core.selector.roofline import Load, Queueing, Roofline
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster
+from earl_core.selector.model.roofline import Load, Queueing, Roofline
 
 DEVICE, HARDWARE = DEVICES["h100-80gb"], cluster("h100-80gb", 16, 8)
 QWEN = MODELS["qwen2.5-72b"]

@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector import Hardware, ModelShape, ProfilePoint, ProfileTable, SelectionInput
-from earl_core.selector.candidates import Candidate
-from earl_core.selector.held_out import held_out_errors, profile_peaks
-from earl_core.selector.survey import Costs, Grid, Point, grid_of, next_point, workers_of
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.held_out import held_out_errors, profile_peaks
+from earl_core.selector.profile.profile_planner import (
+    Costs,
+    Grid,
+    Point,
+    grid_of,
+    next_point,
+    workers_of,
+)
 from tests.selector.examples import given as run_given
 
 SHAPE = ModelShape(

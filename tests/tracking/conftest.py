@@ -20,7 +20,7 @@ import pytest
 from earl_core.config import parse_config
 from earl_core.run import RunDirectory
 from earl_core.selector import Hardware
-from tasks.tracking import Tracker
+from tasks.tracking.tracker import Tracker
 
 HARDWARE = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
 

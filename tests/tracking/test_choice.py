@@ -9,15 +9,15 @@ from xml.etree import ElementTree
 import pytest
 from mlflow import MlflowClient
 
+from earl_core.deployment.stage_deployment import StagePrediction
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
-from earl_core.selector.deployment import StagePrediction
-from earl_core.selector.observations import Observation
-from tasks.mlflow_client import Numbers
-from tasks.plan_report import plan_page
-from tasks.selector_chart import selector_chart
-from tasks.selector_metrics import load_metrics, selector_metrics
+from earl_core.selector.profile.observations import Observation
+from tasks.reports.plan import plan_page
+from tasks.reports.selector_chart import selector_chart
+from tasks.reports.selector_metrics import load_metrics, selector_metrics
+from tasks.tracking.mlflow_client import Numbers
 from tests.selector.examples import given
 from tests.tracking.conftest import Runs, history
 

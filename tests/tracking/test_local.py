@@ -20,7 +20,7 @@ import yaml
 from mlflow import MlflowClient
 
 from earl_core.run.keys import STAGES
-from tasks.tracking_outbox import Episode, Numbers, Outbox
+from tasks.tracking.outbox import Episode, Numbers, Outbox
 from tests.tracking.conftest import Runs, example, finish, history, plan, until, warnings_in
 
 
@@ -307,7 +307,7 @@ def test_more_than_fits_drops_the_oldest(runs: Runs) -> None:
 def test_numbers_that_fell_out_are_sent_from_the_file(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.tracking.Outbox", lambda: Outbox(numbers=2, others=2))
+    monkeypatch.setattr("tasks.tracking.tracker.Outbox", lambda: Outbox(numbers=2, others=2))
     run = runs.run()
     tracker = runs.tracker(run)
     for iteration in range(30):

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from earl_core.out_of_memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.rollout.engines.base import (
     OUT_OF_MEMORY_ADVICE,
     Completion,
@@ -30,6 +29,7 @@ from earl_core.rollout.engines.base import (
 from earl_core.rollout.engines.causal_model import OutputLayer, load_causal_model
 from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
+from earl_core.system.out_of_memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
 from earl_core.weights.match import match

@@ -17,7 +17,6 @@ import torch
 
 from earl_core.config.rollout import VllmConfig
 from earl_core.models.architecture import model_config
-from earl_core.out_of_memory import OutOfMemory
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.base import (
     Completion,
@@ -30,6 +29,7 @@ from earl_core.rollout.engines.base import (
 )
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import Remains, descendants, peak_bytes
+from earl_core.system.out_of_memory import OutOfMemory
 from earl_core.weights.load import open_weights, parameters_of
 from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
 from earl_core.weights.match import match

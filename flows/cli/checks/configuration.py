@@ -7,12 +7,12 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.config.layout import check_devices, check_layout
+from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import is_locked
 from flows.cli.checks.finding import Finding
 from flows.cli.checks.model import missing_files
-from tasks.hardware import read_hardware, read_model_shape
 
 TOPIC = "Run file"
 

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from earl_core.control.hardware import read_hardware
 from flows.cli.checks.finding import Finding
 from flows.cli.checks.packages import installed
-from tasks.hardware import read_hardware
 
 TOPIC = "Machine"
 

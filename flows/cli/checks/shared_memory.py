@@ -9,7 +9,7 @@ from pathlib import Path
 from earl_core.config import RunConfig
 from earl_core.config.services import DispatchConfig
 from earl_core.run.shards import list_stores
-from earl_core.user_directory import NotPrivate, check_user_directory
+from earl_core.system.user_directory import NotPrivate, check_user_directory
 from flows.cli.checks.finding import Finding
 from flows.cli.checks.machine import existing
 from flows.cli.shards import shards_command

@@ -1,0 +1,121 @@
+"""When a stage does not fit or loses its ranks: what happened, and the error that has it repeated.
+
+A stage that does not fit is repeated under another choice, one that lost ranks under the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from earl_core.cluster.errors import (
+    DeadlineExceeded,
+    WorkerCallFailed,
+    WorkerError,
+    WorkerLost,
+    WorkerStalled,
+)
+from earl_core.selector import DeploymentPlan
+from earl_core.selector.choice.changes import misfit_text
+from earl_core.selector.profile.observations import Kind, Observation
+from earl_core.system.out_of_memory import refused
+
+_LEARNER = {"publish": "update"}
+"""Whose layout has to change when a step of this name does not fit."""
+
+_STARVED = frozenset({"EngineLost", "EngineError", "WeightSyncError", "RuntimeError", "OSError"})
+"""What a rank raises when a process that it depends on is killed."""
+
+
+class ReplicasLost(RuntimeError):
+    """No engine is left to play with, or the same episodes have cost too many of them.
+
+    last: what the last engine was lost by.
+    """
+
+    def __init__(self, message: str, last: WorkerError) -> None:
+        super().__init__(message, last)
+        self.last = last
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def is_loss(error: WorkerError) -> bool:
+    """Whether a rank or its engine is gone, so that another may do what it was doing.
+
+    What a program raised is no loss: it would raise it again.
+    """
+    if isinstance(error, WorkerCallFailed):
+        half_loaded = (error.payload or {}).get("engine_lost", False)
+        return error.error_type == "EngineLost" or bool(half_loaded)
+    return isinstance(error, WorkerLost | WorkerStalled | DeadlineExceeded)
+
+
+def loss_of(error: BaseException) -> WorkerError | None:
+    """How ranks were lost, if that is what the error says."""
+    if isinstance(error, ReplicasLost):
+        return error.last
+    return error if isinstance(error, WorkerError) and is_loss(error) else None
+
+
+class RanksLost(RuntimeError):
+    """A stage lost ranks; it is repeated from its sealed inputs. `__cause__` is how."""
+
+
+class Misfit(NamedTuple):
+    """Why a stage failed. stage: the one to lay out anew, empty where the error does not say.
+    tokens: that the engines' context had no room for."""
+
+    kind: Kind
+    stage: str = ""
+    tokens: float = 0.0
+
+
+class StageDoesNotFit(RuntimeError):
+    """A stage ran out of memory, or its engines out of context; the choice has to be made again.
+
+    `seen`: what was observed, which `select` learns from. `__cause__` is the original error.
+    """
+
+    def __init__(self, seen: dict[str, Any], reason: str) -> None:
+        super().__init__(seen, reason)
+        self.seen = Observation.model_validate(seen)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"iteration {self.seen.iteration}, {misfit_text(self.seen)}. {self.reason}"
+
+
+def diagnose(error: BaseException) -> Misfit | None:
+    """What kind of misfit an error is; None when it is something else."""
+    if isinstance(error, ReplicasLost):
+        return diagnose(error.last)
+    if isinstance(error, WorkerLost):
+        return Misfit("out_of_memory") if error.out_of_memory else None
+    if isinstance(error, WorkerCallFailed):
+        return _raised(error)
+    return Misfit("out_of_memory") if isinstance(error, MemoryError) else None
+
+
+def _raised(error: WorkerCallFailed) -> Misfit | None:
+    payload = error.payload or {}
+    stage = str(payload.get("stage", ""))
+    stage = _LEARNER.get(stage, stage)
+    if error.error_type == "ContextOutgrown":
+        return Misfit("outgrown", "rollout", float(payload["tokens"]))
+    if error.error_type in ("OutOfMemory", "OutOfMemoryError", "MemoryError"):
+        return Misfit("out_of_memory", stage)
+    # The kernel's counter may hold kills that are none of ours: it counts where something that
+    # could be killed is gone.
+    starved = error.out_of_memory_kills > 0 and error.error_type in _STARVED
+    if starved or refused(error.message):
+        return Misfit("out_of_memory", stage)
+    return None
+
+
+def require_another(misfit: StageDoesNotFit, plan: DeploymentPlan) -> None:
+    """Raise the original error when the plan lays the stage out as it was when it did not fit."""
+    seen = misfit.seen
+    if plan.stages.get(seen.stage) == seen.deployment:
+        cause = misfit.__cause__
+        raise cause if isinstance(cause, WorkerError | ReplicasLost | MemoryError) else misfit

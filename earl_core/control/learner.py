@@ -1,0 +1,164 @@
+"""The live learner: started, laid out, restored and checked before a stage needs its version."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from earl_core.cluster.errors import WorkerCallFailed
+from earl_core.cluster.results import same_results
+from earl_core.control.observation import timing_switch
+from earl_core.control.run_controller import Session, StateLost
+from earl_core.dispatch import ManifestError
+from earl_core.selector import StageDeployment
+from earl_core.weights.manifest import WeightsManifest
+from tasks.stage import holds_update
+
+logger = logging.getLogger(__name__)
+
+
+def ensure_learner(
+    session: Session, deployment: StageDeployment, iteration: int, version: int
+) -> None:
+    """Have a learner, laid out so, that holds policy version `version`.
+
+    A live one takes another layout as it is where its number of ranks stays; else its state goes
+    through a checkpoint. One that holds another version, and a fresh group, load the checkpoint of
+    the version needed. Raises `StateLost` when there is none: the missing iterations come first.
+    """
+    with timing_switch(session, "update", deployment, iteration):
+        saved = _take_layout(session, deployment, iteration)
+        session.groups.get("update", deployment)
+        if session.live_version is None and saved is not None:
+            _restore(session, deployment, iteration, saved)
+        if session.live_version != version:
+            _restore(session, deployment, iteration, _saved_state(session, version))
+
+
+def _restore(
+    session: Session, deployment: StageDeployment, iteration: int, source: str | None
+) -> None:
+    result = call_learner(session, deployment, "restore", iteration, checkpoint=source)
+    session.live_version = int(result["policy_version"])
+
+
+def call_learner(
+    session: Session,
+    deployment: StageDeployment,
+    method: str,
+    iteration: int,
+    *,
+    agreed: tuple[str, ...] = ("policy_version",),
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Run a method of the learner in all ranks together; their one result.
+
+    agreed: what all ranks must return alike.
+    """
+    results = call_together(session, deployment, "update", method, iteration, **arguments)
+    return same_results(results, agreed)
+
+
+def call_together(
+    session: Session,
+    deployment: StageDeployment,
+    role: str,
+    method: str,
+    iteration: int,
+    **arguments: Any,
+) -> list[dict[str, Any]]:
+    """Run a method in which ranks talk to each other; the results in rank order.
+
+    When it fails in a group of several ranks the group is ended: one that left the others in the
+    middle of an exchange would be answered later with what was meant for that.
+    """
+    try:
+        return session.groups.call_all(deployment, role, method, iteration, **arguments)
+    except WorkerCallFailed:
+        group = session.groups.live(role)
+        if group is not None and deployment.world_size > 1:
+            group.stop()
+        raise
+
+
+def _take_layout(session: Session, deployment: StageDeployment, iteration: int) -> str | None:
+    """Bring a live learner's state over to another layout.
+
+    Returns the directory that a fresh group must restore from, if its state was put into one.
+    """
+    group = session.groups.live("update")
+    if group is None or group.deployment is None or session.live_version is None:
+        drop_handoff(session)
+        return None
+    if group.deployment == deployment.model_dump(mode="json"):
+        return None
+    current = StageDeployment.model_validate(group.deployment)
+    try:
+        if current.world_size == deployment.world_size:
+            moved = session.groups.relayout("update", deployment, iteration)
+            session.run.note(iteration, "update", f"laid out anew in {moved['seconds']:.2f} s")
+            return None
+        covered = session.run.checkpoint_path(session.live_version - 1)
+        if session.live_version - 1 == session.run.last_stable() and covered.is_dir():
+            return str(covered.resolve())
+        drop_handoff(session)
+        handoff = str(_handoff(session).resolve())
+        call_learner(session, current, "save", iteration, directory=handoff)
+        return handoff
+    except WorkerCallFailed:
+        # Its state is no use any more; the last checkpoint's may be as new.
+        logger.warning("the learner could not be laid out anew while it lives", exc_info=True)
+        return None
+
+
+def drop_handoff(session: Session) -> None:
+    """Remove the state through which a learner was rebuilt, once a newer one was made of it.
+
+    Until then a learner whose update was cut off goes back to it.
+    """
+    shutil.rmtree(_handoff(session), ignore_errors=True)
+
+
+def _handoff(session: Session) -> Path:
+    return session.run.path / "handoff"
+
+
+def _saved_state(session: Session, version: int) -> str | None:
+    """The checkpoint that holds this policy version; None for the initial model's.
+
+    One that is not STABLE yet is taken where the sealed update describes it. Raises `StateLost`.
+    """
+    if version == 0:
+        return None
+    iteration = version - 1
+    if iteration not in session.run.stable_iterations():
+        try:
+            update = session.run.manifest(iteration, "update")
+        except ManifestError:
+            update = None
+        if update is None or not holds_update(session, update):
+            raise StateLost(
+                f"policy version {version} is needed, but neither the learner nor a checkpoint "
+                "holds it: resume the run, which repeats what is missing"
+            )
+    return str(session.run.checkpoint_path(iteration).resolve())
+
+
+def publish_weights(
+    session: Session, deployment: StageDeployment, iteration: int, version: int
+) -> WeightsManifest:
+    """Have the learner write policy version `version` into shared memory."""
+    ensure_learner(session, deployment, iteration, version)
+    result = call_learner(
+        session,
+        deployment,
+        "publish",
+        iteration,
+        agreed=("digest",),
+        directory=str(session.run.store.directory),
+        policy_version=version,
+        dtype=session.config.rollout.dtype,
+    )
+    return WeightsManifest.model_validate(result)

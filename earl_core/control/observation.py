@@ -1,0 +1,256 @@
+"""Stages observed while they run: what they took, what they had no room for, what a switch cost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from earl_core.control.announce import announce_misfit
+from earl_core.control.failure_diagnosis import Misfit, StageDoesNotFit, diagnose
+from earl_core.control.hardware import memory_in_use
+from earl_core.control.run_controller import Session
+from earl_core.selector import Predictor, SelectionInput, StageDeployment
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.choice.switch_cost import move_between
+from earl_core.selector.model.predict import gib
+from earl_core.selector.model.roofline import Load
+from earl_core.selector.profile.observations import (
+    Kind,
+    Observation,
+    decode_rate,
+    offered_requests,
+    training_rate,
+)
+from earl_core.system import fault_points
+from earl_core.system.files import read_file
+
+logger = logging.getLogger(__name__)
+
+
+def load_of(rollout: Mapping[str, float]) -> Load:
+    """What the iteration asked of its stages, from the metrics of its rollout."""
+    turns = rollout["turns/mean"]
+    return Load(
+        episodes=max(1, round(rollout["episodes"] + rollout.get("episodes_failed", 0.0))),
+        context=max(1.0, rollout["context/mean"]),
+        longest=max(1.0, rollout["context/max"]),
+        generated=rollout["tokens_per_turn"] * turns,
+        turns=max(1.0, turns),
+        tool_wait=rollout.get("load/tool_wait_seconds", 0.0),
+    )
+
+
+def given_of(session: Session, iteration: int) -> SelectionInput:
+    """What the iteration's plan was chosen from."""
+    path = session.run.stage_path(iteration, "selection").with_suffix(".input")
+    return SelectionInput.model_validate_json(read_file(path))
+
+
+def observe_stage(
+    session: Session,
+    stage: str,
+    deployment: StageDeployment,
+    iteration: int,
+    load: Load,
+    seconds: float,
+    device_peak_bytes: float = 0.0,
+) -> None:
+    """Write down what a stage took that has just ended.
+
+    seconds: of its work alone, neither start nor switch nor checkpoint. device_peak_bytes: the
+    largest of its ranks' peaks on their GPUs.
+    """
+    ruler = _Ruler.of(session, stage, deployment, iteration)
+    if ruler is None:
+        return
+    peak = (
+        device_peak_bytes
+        if session.hardware.gpus
+        else session.groups.peak_bytes(stage) / ruler.devices
+    )
+    layout = ruler.layout
+    if stage == "rollout":
+        rate = decode_rate(ruler.predictor.roofline, layout, load, seconds)
+        requests = offered_requests(layout, load.episodes)
+    else:
+        rate, requests = training_rate(load, seconds), float(load.episodes)
+    session.observed.add(
+        Observation(
+            iteration=iteration,
+            stage=stage,
+            kind="measured",
+            deployment=deployment,
+            context=load.context,
+            longest=load.longest,
+            requests=requests,
+            tokens_per_second=rate,
+            seconds=seconds,
+            peak_bytes=peak,
+            formula_bytes=ruler.predictor.formula_peak(layout, load),
+            reserved_bytes=reserved_bytes(session, stage),
+        )
+    )
+
+
+class _Ruler:
+    """The predictor that the iteration's plan came from, and the layout as it sees it."""
+
+    def __init__(self, predictor: Predictor, layout: Candidate) -> None:
+        self.predictor, self.layout = predictor, layout
+
+    @classmethod
+    def of(
+        cls, session: Session, stage: str, deployment: StageDeployment, iteration: int
+    ) -> _Ruler | None:
+        """None for a model of which nothing can be predicted."""
+        try:
+            predictor = Predictor(given_of(session, iteration))
+        except (OSError, ValueError) as error:
+            logger.debug("%s of iteration %d is not observed: %s", stage, iteration, error)
+            return None
+        return cls(predictor, predictor.candidate_of(deployment))
+
+    @property
+    def devices(self) -> int:
+        """Devices whose peaks a group's memory is the sum of: on a CPU host, its ranks."""
+        return self.layout.ranks
+
+
+def reserved_bytes(session: Session, stage: str) -> float:
+    """Bytes of the host that others than the stage's own processes hold right now."""
+    if session.hardware.gpus:
+        return 0.0
+    return max(0.0, memory_in_use() - session.groups.bytes_now(stage))
+
+
+@contextmanager
+def fitting(
+    session: Session,
+    stage: str,
+    iteration: int,
+    deployment: StageDeployment,
+    load: Load | None = None,
+) -> Iterator[None]:
+    """Around a stage's work: what shows that it does not fit is written down and raised as
+    `StageDoesNotFit`; all else passes.
+
+    Under a policy that does not move the stage, running out of memory is an error like others.
+    """
+    try:
+        yield
+    except Exception as error:
+        misfit = diagnose(error)
+        if misfit is None:
+            raise
+        if misfit.stage not in ("", stage):
+            # Its group holds the memory of another stage's work.
+            logger.info("%s failed for %s", stage, misfit.stage)
+        movable = misfit.kind == "outgrown" or stage in session.config.selector.moves
+        seen = _misfit(session, stage, iteration, deployment, misfit, load, movable)
+        session.observed.add(seen)
+        session.run.note(iteration, stage, f"did not fit: {misfit.kind}")
+        fault_points.point(f"{stage}.unfit", iteration)
+        if not movable:
+            raise
+        announce_misfit(session, seen)
+        raise StageDoesNotFit(seen.model_dump(mode="json"), _reason(seen, error)) from error
+
+
+def observe_lost_engine(
+    session: Session, iteration: int, deployment: StageDeployment, error: BaseException
+) -> None:
+    """Write down that an engine ran out of memory whose episodes others have played."""
+    misfit = diagnose(error)
+    if misfit is not None:
+        seen = _misfit(session, "rollout", iteration, deployment, misfit, None, answered=False)
+        session.observed.add(seen)
+
+
+def _misfit(
+    session: Session,
+    stage: str,
+    iteration: int,
+    deployment: StageDeployment,
+    misfit: Misfit,
+    load: Load | None,
+    answered: bool,
+) -> Observation:
+    ruler = _Ruler.of(session, stage, deployment, iteration)
+    seen = Observation(
+        iteration=iteration,
+        stage=stage,
+        kind=misfit.kind,
+        deployment=deployment,
+        longest=misfit.tokens,
+        answered=answered,
+        reserved_bytes=reserved_bytes(session, stage),
+    )
+    if ruler is None or misfit.kind == "outgrown":
+        return seen
+    load = load or ruler.predictor.now
+    devices = 1 if session.hardware.gpus else ruler.devices
+    peak = 0.0 if session.hardware.gpus else session.groups.peak_bytes(stage)
+    if stage != "rollout":
+        # All that there was for the stage was not enough, whatever a sample of its use has caught.
+        # Engines take what they are given: of them the layout is ruled out, and no size.
+        peak = max(peak, ruler.predictor.predict(ruler.layout, load).budget)
+    peak /= devices
+    numbers = {
+        "context": load.context,
+        "longest": load.longest,
+        "requests": float(load.episodes),
+        "peak_bytes": max(0.0, peak),
+        "formula_bytes": ruler.predictor.formula_peak(ruler.layout, load),
+    }
+    return seen.model_copy(update=numbers)
+
+
+def _reason(seen: Observation, error: BaseException) -> str:
+    formula = f"The memory formula had said {gib(seen.formula_bytes)} a device. "
+    others = f"Others held {gib(seen.reserved_bytes)} of the host. " if seen.reserved_bytes else ""
+    return (formula if seen.formula_bytes else "") + others + f"The error: {error}"
+
+
+@contextmanager
+def timing_switch(
+    session: Session, stage: str, deployment: StageDeployment, iteration: int
+) -> Iterator[None]:
+    """Around what brings a stage's group into its layout: writes down what that took, if processes
+    were started or live ones exchanged their state."""
+    before = session.groups.live(stage)
+    layout = before.deployment if before is not None else None
+    started = time.perf_counter()
+    yield
+    after, seconds = session.groups.live(stage), time.perf_counter() - started
+    if after is None:
+        return
+    if ahead := session.groups.started_ahead(stage):
+        observe_switch(session, stage, deployment, iteration, ahead.seconds(started))
+    elif after is not before:
+        observe_switch(session, stage, deployment, iteration, seconds)
+    elif layout is not None:
+        old = Candidate.of(StageDeployment.model_validate(layout))
+        if move_between(old, Candidate.of(deployment)) == "relayout":
+            observe_switch(session, stage, deployment, iteration, seconds, "laid_out")
+
+
+def observe_switch(
+    session: Session,
+    stage: str,
+    deployment: StageDeployment,
+    iteration: int,
+    seconds: float,
+    kind: Kind = "switched",
+) -> None:
+    """Write down what bringing up a layout took. kind: `switched` or `laid_out`."""
+    session.observed.add(
+        Observation(
+            iteration=iteration,
+            stage=stage,
+            kind=kind,
+            deployment=deployment,
+            seconds=seconds,
+        )
+    )

@@ -1,0 +1,243 @@
+"""One policy of a run, ready to play: a rollout worker of its own, without the run's lock.
+
+It reads a checkpoint's `policy/` directory and nothing else of the run, so that a run in progress
+may be evaluated beside its training. Imports no prefect, and no torch in this process.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pydantic import ValidationError
+
+from earl_core.cluster.errors import WorkerCallFailed
+from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.config import ConfigError, RunConfig
+from earl_core.config.layout import LayoutConfig, RolloutLayout
+from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.worker_environment import worker_environment
+from earl_core.dispatch import ManifestError, read_manifest
+from earl_core.environments.base import Message
+from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
+from earl_core.run.recovery import newest_whole
+from earl_core.run.training_state import verify_checkpoint
+from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A policy on disk. version: the policy version; label: how to call it to people. engine: how
+    its run lays an engine out; None before its first iteration. marker: its STABLE file, by which
+    the checkpoint is held while it is used; None for a model that no run removes. damaged: what is
+    wrong with each later one, for which this one stands in."""
+
+    policy: Path
+    version: int
+    label: str
+    engine: StageDeployment | None = None
+    marker: Path | None = None
+    damaged: tuple[str, ...] = ()
+
+
+def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkpoint:
+    """`last`, `initial` (before training) or the number of an iteration.
+
+    Every file of it is verified. Where the last one is damaged, the last whole one is taken. Raises
+    `ConfigError` with the checkpoints there are, `CheckpointError` for a damaged one.
+    """
+    if which == "initial":
+        if not (Path(config.model.path) / "config.json").is_file():
+            raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
+        path = Path(config.model.path)
+        return Checkpoint(path, 0, "the initial model", newest_engine(run))
+    found = stable_checkpoints(run)
+    listed = ", ".join(map(str, found)) or "none yet"
+    if not (which == "last" or which.isdigit()):
+        raise ConfigError(
+            f"a checkpoint is `last`, `initial` or the number of an iteration, not {which!r}; "
+            f"{run} has {listed}"
+        )
+    if not found or (which != "last" and int(which) not in found):
+        raise ConfigError(
+            f"{run} has no whole checkpoint {'' if which == 'last' else f'{which} '}(it has "
+            f"{listed}): name one of them, or `initial` for the model before training"
+        )
+    number, damaged = newest_whole(run, found) if which == "last" else (int(which), [])
+    if which != "last":
+        verify_checkpoint(run, number)
+    path = run / "checkpoints" / f"{number:06d}"
+    label = f"the checkpoint of iteration {number}"
+    policy, engine = path / "policy", newest_engine(run)
+    return Checkpoint(policy, number + 1, label, engine, path / MARKER, tuple(damaged))
+
+
+def newest_engine(run: Path) -> StageDeployment | None:
+    """An engine as the run's newest plan has it: its context has grown with the episodes."""
+    for path in sorted(run.glob("iterations/*/select.json"), reverse=True):
+        # A damaged plan tells nothing; an older one may.
+        with suppress(ManifestError, ValidationError, KeyError):
+            plan = DeploymentPlan.model_validate(read_manifest(path).outputs["plan"])
+            return plan["rollout"]
+    return None
+
+
+class PolicyPlayer:
+    """A rollout worker group that holds one policy. Use it as a context manager.
+
+    From its construction on the checkpoint cannot be pruned; raises `ConfigError` if it just was.
+    on_progress gets the rollout's progress: episodes_done, episodes, tokens_per_second, return.
+    Raises what `WorkerGroup` raises; `stop` may be called from any thread and ends what runs.
+    """
+
+    def __init__(
+        self, config: RunConfig, checkpoint: Checkpoint, on_progress: Progress | None = None
+    ) -> None:
+        model = config.model.model_copy(update={"path": str(checkpoint.policy.resolve())})
+        self.config = config.model_copy(update={"model": model})
+        self.checkpoint = checkpoint
+        self._on_progress = on_progress
+        self._stopped = threading.Event()
+        with ExitStack() as held:
+            if checkpoint.marker is not None:
+                held.enter_context(holding_checkpoint(checkpoint.marker))
+            self._shape = read_model_shape(checkpoint.policy)
+            self._deployment = self._choose_deployment()
+            self._held = held.pop_all()
+        self._directory = Path(tempfile.mkdtemp(prefix="earl-policy-"))
+        self._group = LocalWorkerGroup(
+            "rollout",
+            "earl_core.rollout.worker:RolloutWorker",
+            log_directory=self._directory,
+            environment=worker_environment(self._deployment.threads),
+            start_timeout_seconds=config.deadlines.start,
+            heartbeat_timeout_seconds=config.deadlines.heartbeat,
+        )
+
+    def __enter__(self) -> PolicyPlayer:
+        players.add(self)
+        try:
+            self._start()
+        except BaseException:
+            self._close(keep_logs=True)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A failure's message names the worker's log.
+        self._close(keep_logs=isinstance(error, Exception))
+
+    def evaluate(self, episodes: int, temperature: float | None) -> dict[str, Any]:
+        """`RolloutWorker.evaluate`: the same prompts and seeds as `train` evaluates with."""
+        return self._call(
+            "evaluate",
+            episodes=episodes,
+            temperature=temperature,
+            options=self.config.evaluation.options,
+        )
+
+    def play_one(self, prompt: int, seed: int, temperature: float | None) -> dict[str, Any]:
+        """One game's transcript."""
+        return self._call("play_one", prompt=prompt, seed=seed, temperature=temperature)
+
+    def answer(self, messages: list[Message], seed: int, temperature: float | None) -> str:
+        """The policy's next answer in a conversation."""
+        result = self._call("answer", messages=messages, seed=seed, temperature=temperature)
+        return str(result["text"])
+
+    def stop(self) -> None:
+        """End the worker now, from any thread; a call under way raises."""
+        self._stopped.set()
+        self._group.stop(grace_seconds=2.0)
+
+    def _start(self) -> None:
+        arguments = {
+            "config": self.config.model_dump(mode="json"),
+            "run_directory": str(self._directory),
+        }
+        self._group.start(self._deployment.model_dump(mode="json"), arguments)
+        path = str(self.checkpoint.policy.resolve())
+        self._call("ensure_directory", path=path, policy_version=self.checkpoint.version)
+
+    def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """The method's result; once more with a longer engine for each time that it was too short.
+
+        Doubled each time, up to the model's own range, where nothing is outgrown any more.
+        """
+        while True:
+            try:
+                return self._call_once(method, **arguments)
+            except WorkerCallFailed as error:
+                length = self._deployment.max_model_len or 0
+                if error.error_type != "ContextOutgrown" or length >= self._shape.max_positions:
+                    raise
+                needed = int((error.payload or {})["tokens"])
+                longer = min(max(2 * length, needed), self._shape.max_positions)
+                self._deployment = self._deployment.model_copy(update={"max_model_len": longer})
+                self._start()
+
+    def _call_once(self, method: str, **arguments: Any) -> dict[str, Any]:
+        results = self._group.call(
+            method,
+            stage="evaluation",
+            iteration=self.checkpoint.version,
+            deadline_seconds=self.config.deadlines.stage,
+            on_progress=self._on_progress,
+            **arguments,
+        )
+        result: dict[str, Any] = results[0]
+        return result
+
+    def _close(self, keep_logs: bool) -> None:
+        players.discard(self)
+        try:
+            self._group.stop()
+        finally:
+            self._held.close()
+        if not keep_logs:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _choose_deployment(self) -> StageDeployment:
+        """One engine as wide as the run's, for a model that needs two devices needs them here too,
+        and for contexts as long."""
+        engine, layout = self.checkpoint.engine, self.config.layout.rollout
+        width = engine.tensor_parallel if engine else layout.tensor_parallel
+        plan = select(
+            SelectionInput(
+                iteration=0,
+                rollout=self.config.rollout,
+                update=self.config.update,
+                layout=LayoutConfig(rollout=RolloutLayout(tensor_parallel=width)),
+                needs_reference=False,
+                hardware=read_hardware(),
+                model=self._shape,
+            )
+        )
+        chosen = plan["rollout"]
+        grown = engine.max_model_len if engine else None
+        length = max(chosen.max_model_len or 0, min(grown or 0, self._shape.max_positions))
+        return chosen.model_copy(update={"max_model_len": length})
+
+
+players: set[PolicyPlayer] = set()
+"""Players in use in this process, so that whoever handles a signal can stop them."""
+
+
+def stop_players() -> None:
+    """Stop every player of this process."""
+    for player in list(players):
+        player.stop()

@@ -1,0 +1,74 @@
+"""What is checked of a start before its run directory is opened, and so bound to a configuration.
+
+Code of the user's, and of packages that bring environments, runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.config import RunConfig, check_references
+from earl_core.config.layout import check_devices, check_layout
+from earl_core.control.failure_diagnosis import is_loss
+from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.worker_environment import worker_environment
+from earl_core.selector import StageDeployment
+
+logger = logging.getLogger(__name__)
+
+
+def check_start(config: RunConfig) -> None:
+    """Check references, devices, layouts (where the model is there) and environments.
+
+    Writes nothing. Raises `ConfigError`, or `WorkerCallFailed` with what the environment's code
+    raised, whose log is then kept.
+    """
+    # From here on this process hides what they lead to.
+    check_references(config)
+    hardware = read_hardware()
+    check_devices(config, hardware)
+    model = Path(config.model.path)
+    if (model / "config.json").is_file():
+        check_layout(config, read_model_shape(model), hardware)
+    surely(lambda: _check_environments(config), config.deadlines.repeats)
+
+
+def surely(
+    work: Callable[[], object], repeats: int, stopping: Callable[[], bool] = lambda: False
+) -> None:
+    """Do what comes before the first stage; again when its ranks are lost."""
+    for left in reversed(range(repeats + 1)):
+        try:
+            work()
+            return
+        except WorkerError as error:
+            if not left or not is_loss(error) or stopping():
+                raise
+            logger.warning("tried again: %s: %s", error.where.sentence(), error.reason)
+
+
+def _check_environments(config: RunConfig) -> None:
+    logs = Path(tempfile.mkdtemp(prefix="earl-environment-"))
+    deployment = StageDeployment(stage="environment")
+    group = LocalWorkerGroup(
+        "environment",
+        "earl_core.environments.check:Check",
+        log_directory=logs,
+        environment=worker_environment(deployment.threads),
+        start_timeout_seconds=config.deadlines.start,
+        heartbeat_timeout_seconds=config.deadlines.heartbeat,
+    )
+    try:
+        group.start(deployment.model_dump(mode="json"), {"config": config.model_dump(mode="json")})
+        group.call(
+            "check", stage="environment", iteration=0, deadline_seconds=config.deadlines.stage
+        )
+    finally:
+        group.stop()
+    shutil.rmtree(logs, ignore_errors=True)

@@ -1,0 +1,315 @@
+"""One rollout or evaluation over several engines: dealt out, played side by side, made one.
+
+Each engine is a worker group of its own. The episodes are dealt in contiguous shares, one for each
+engine; an engine that is lost costs its share, which the others then play. Ids and seeds belong to
+the episodes, so nothing depends on how many engines there are or on who plays what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from earl_core.cluster.errors import WorkerError
+from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
+from earl_core.control.observation import observe_lost_engine, observe_switch
+from earl_core.control.run_controller import Session
+from earl_core.dispatch import Manifest
+from earl_core.rollout import metrics
+from earl_core.rollout.tally import Tally, merge
+from earl_core.selector import StageDeployment
+
+logger = logging.getLogger(__name__)
+
+_MOST_LOSSES = 2
+"""Engines that a share may cost; what ends two of them would end the others too."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Items that one engine plays in one call: prompts or held-out episodes, counted from 0."""
+
+    number: int
+    items: range
+    losses: int = 0
+
+
+@dataclass(frozen=True)
+class Played:
+    """A share's result, and the engine that gave it."""
+
+    share: Share
+    member: int
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engines are to do. arguments: those of the worker's `method` for a share."""
+
+    stage: str
+    iteration: int
+    method: str
+    items: int
+    arguments: Callable[[Share], dict[str, Any]]
+    weights: dict[str, Any]
+
+
+def play_rollout(
+    session: Session, deployment: StageDeployment, iteration: int, weights: Manifest
+) -> dict[str, Any]:
+    """Play the iteration's episodes; `shards` in the order of their rows, `metrics`,
+    `statistics` and `examples`."""
+    config = session.config
+    prompts, size = config.rollout.prompts_per_iteration, config.rollout.group_size
+
+    def arguments(share: Share) -> dict[str, Any]:
+        return {
+            "first_prompt": iteration * prompts + share.items.start,
+            "prompts": len(share.items),
+            "share": share.number,
+            "of_prompts": prompts,
+            "transcripts": _transcripts(session, share.items.start * size),
+        }
+
+    job = Job("rollout", iteration, "rollout", prompts, arguments, weights.outputs["weights"])
+    done, engines = run(session, deployment, job)
+    tally = merged(done)
+    metrics.check_failures(tally, config.environment.max_failed_share)
+    shards = [entry for played in done for entry in played.result["shards"]]
+    return {
+        "shards": shards,
+        "metrics": {**metrics.rollout_metrics(tally), **engines.metrics()},
+        "statistics": metrics.selector_statistics(tally),
+        "examples": _examples(done),
+    }
+
+
+def play_evaluation(
+    session: Session, deployment: StageDeployment, version: int, weights: Manifest
+) -> dict[str, Any]:
+    """Play the held-out episodes; `outcomes` with 95 % Wilson intervals, `metrics`, `examples`."""
+    settings = session.config.evaluation
+
+    def arguments(share: Share) -> dict[str, Any]:
+        return {
+            "episodes": len(share.items),
+            "temperature": settings.temperature,
+            "options": settings.options,
+            "first": share.items.start,
+            "of_episodes": settings.episodes,
+            "transcripts": _transcripts(session, share.items.start),
+        }
+
+    job = Job(
+        "evaluation", version, "evaluate", settings.episodes, arguments, weights.outputs["weights"]
+    )
+    done, engines = run(session, deployment, job)
+    tally = merged(done)
+    return {
+        "outcomes": metrics.evaluation_results(tally),
+        "metrics": {**metrics.rollout_metrics(tally), **engines.metrics()},
+        "examples": _examples(done),
+    }
+
+
+def run(session: Session, deployment: StageDeployment, job: Job) -> tuple[list[Played], Engines]:
+    """Have the deployment's engines do a job; the shares' results by ascending items.
+
+    Each engine first takes the weights. Raises `ReplicasLost`, what a worker raised, or, with one
+    engine only, what lost it.
+    """
+    session.groups.retire("rollout", deployment.replicas)
+    engines = Engines(session, deployment, job)
+    asyncio.run(engines.work())
+    engines.write_down()
+    return sorted(engines.done, key=lambda played: played.share.items.start), engines
+
+
+def merged(done: list[Played]) -> Tally:
+    """One tally of what all engines played."""
+    calls: dict[int, list[Tally]] = {}
+    for played in done:
+        calls.setdefault(played.member, []).append(Tally.from_json(played.result["tally"]))
+    return merge(calls[member] for member in sorted(calls))
+
+
+def deal(items: range, count: int) -> list[range]:
+    """At most `count` contiguous parts without empty ones; their sizes differ by one at most."""
+    total, start = len(items), items.start
+    edges = [start + total * number // count for number in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(edges) if b > a]
+
+
+@dataclass
+class Engines:
+    """Engines at work on one job. Everything happens on one event loop."""
+
+    session: Session
+    deployment: StageDeployment
+    job: Job
+    done: list[Played] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    _waiting: deque[Share] = field(default_factory=deque)
+    _playing: dict[int, Share] = field(default_factory=dict)
+    _progress: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _finished: list[tuple[int, float]] = field(default_factory=list)
+    _built: list[float] = field(default_factory=list)
+    _losses: list[WorkerError] = field(default_factory=list)
+    _shares: int = 0
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def work(self) -> None:
+        """Play all items, or raise."""
+        self._deal(range(self.job.items), self.deployment.replicas, losses=0)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for member in range(self.deployment.replicas):
+                    group.create_task(self._engine(member))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def write_down(self) -> None:
+        """What starting engines took, side by side, and which of them memory has cost."""
+        layout, number = self.deployment, self.job.iteration
+        if self._built:
+            observe_switch(self.session, "rollout", layout, number, max(self._built))
+        for error in self._losses:
+            observe_lost_engine(self.session, number, layout, error)
+
+    def _name(self, share: Share) -> str:
+        what = "prompts" if self.job.stage == "rollout" else "held-out episodes"
+        return f"{what} {share.items.start} to {share.items.stop - 1}"
+
+    def metrics(self) -> dict[str, float]:
+        """How many engines there were, and how many of them were lost."""
+        return {
+            "replicas": float(self.deployment.replicas),
+            "replicas_lost": float(len(self.lost)),
+        }
+
+    def _deal(self, items: range, count: int, losses: int) -> None:
+        for part in deal(items, count):
+            self._waiting.append(Share(self._shares, part, losses))
+            self._shares += 1
+
+    async def _engine(self, member: int) -> None:
+        share = None
+        try:
+            await self._ensure(member)
+            while (share := await self._next(member)) is not None:
+                result = await self._call(member, self.job.method, **self.job.arguments(share))
+                await self._finish(Played(share, member, result))
+        except WorkerError as error:
+            if not is_loss(error) or self.session.stop_requested.is_set():
+                raise
+            await self._lose(member, share, error)
+
+    async def _ensure(self, member: int) -> None:
+        started, before = time.perf_counter(), self.session.groups.live("rollout", member)
+        await self._call(member, "ensure", weights=self.job.weights)
+        ahead = self.session.groups.started_ahead("rollout", member)
+        if ahead is not None:
+            self._built.append(ahead.seconds(started))
+        elif self.session.groups.live("rollout", member) is not before:
+            self._built.append(time.perf_counter() - started)
+
+    async def _next(self, member: int) -> Share | None:
+        """The next share to play; waits for one that may still come back. None: all is done."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._waiting or not self._playing)
+            if not self._waiting:
+                return None
+            share = self._waiting.popleft()
+            self._playing[member] = share
+            return share
+
+    async def _finish(self, played: Played) -> None:
+        async with self._changed:
+            self._playing.pop(played.member)
+            self._progress.pop(played.member, None)
+            self.done.append(played)
+            tally = Tally.from_json(played.result["tally"])
+            self._finished.append((tally.episodes + tally.failed, tally.returns.mean))
+            self._changed.notify_all()
+
+    async def _lose(self, member: int, share: Share | None, error: WorkerError) -> None:
+        replicas, job = self.deployment.replicas, self.job
+        if replicas == 1:
+            raise error
+        self.lost.append(member)
+        self._losses.append(error)
+        left = replicas - len(self.lost)
+        last = f"The last error: {error}"
+        if not left and (share or self._waiting):
+            raise ReplicasLost(
+                f"all {replicas} rollout engines were lost in '{job.stage}' of iteration "
+                f"{job.iteration}, with episodes still to play; resume the run once the cause is "
+                f"removed. {last}",
+                error,
+            )
+        if share is not None and share.losses + 1 >= _MOST_LOSSES:
+            raise ReplicasLost(
+                f"{self._name(share)} of '{job.stage}' of "
+                f"iteration {job.iteration} have cost {_MOST_LOSSES} engines, so they are not "
+                f"tried on another. {last}",
+                error,
+            )
+        async with self._changed:
+            self._playing.pop(member, None)
+            self._progress.pop(member, None)
+            if share is not None:
+                self._deal(share.items, left, share.losses + 1)
+            self._changed.notify_all()
+        again = f"{self._name(share)} are played again" if share else "it was playing nothing"
+        note = f"engine {member} of {replicas} was lost ({error.reason}); {again}"
+        logger.warning("rollout %s; the run goes on with %d", note, left)
+        self.session.run.note(job.iteration, job.stage, note)
+
+    async def _call(self, member: int, method: str, **arguments: Any) -> dict[str, Any]:
+        session, job = self.session, self.job
+        group = await asyncio.to_thread(session.groups.get, "rollout", self.deployment, member)
+        results: list[dict[str, Any]] = await group.acall(
+            method,
+            stage=job.stage,
+            iteration=job.iteration,
+            deadline_seconds=session.config.deadlines.stage,
+            on_progress=lambda progress: self._report(member, progress),
+            **arguments,
+        )
+        return results[0]
+
+    def _report(self, member: int, progress: dict[str, Any]) -> None:
+        """Pass on what all engines have done together."""
+        if member not in self._playing:
+            return
+        self._progress[member] = progress
+        self.session.listener(self.job.stage, self.job.iteration, self._together())
+
+    def _together(self) -> dict[str, Any]:
+        now = list(self._progress.values())
+        counts = [*self._finished, *((p["episodes_done"], p["return"]) for p in now)]
+        done = sum(count for count, _ in counts)
+        size = self.session.config.rollout.group_size if self.job.stage == "rollout" else 1
+        return {
+            "episodes_done": done,
+            "episodes": self.job.items * size,
+            "tokens_per_second": sum(p["tokens_per_second"] for p in now),
+            "return": sum(count * mean for count, mean in counts) / max(done, 1),
+            "engines": self.deployment.replicas - len(self.lost),
+        }
+
+
+def _transcripts(session: Session, before: int) -> int:
+    """How many of a share's episodes are recorded when `before` episodes come before it."""
+    return max(0, session.config.tracking.trace_episodes - before)
+
+
+def _examples(done: list[Played]) -> list[dict[str, Any]]:
+    return [example for played in done for example in played.result["examples"]]

@@ -1,0 +1,117 @@
+"""What the selector knows of a run beside its metrics: observations, the profile, memory in use."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from earl_core.run import RunDirectory
+from earl_core.selector import ProfileTable, StageDeployment
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.profile.observations import Observation, refined
+from earl_core.selector.profile.profile_table import (
+    ProfileBusy,
+    ProfileError,
+    only_writer,
+    read_table,
+    write_table,
+)
+
+logger = logging.getLogger(__name__)
+
+CandidateOf = Callable[[StageDeployment], Candidate]
+
+
+class Observed:
+    """The run's observations: those of its file, and what is added. Any thread may add."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._seen = [Observation.model_validate(line) for line in run.observations()]
+        self._inherited = len(self._seen)
+
+    def add(self, seen: Observation) -> None:
+        """On disk when this returns."""
+        with self._lock:
+            self._run.append_observation(seen.model_dump(mode="json"))
+            self._seen.append(seen)
+
+    def through(self, iteration: int) -> list[Observation]:
+        """Those up to and with this iteration, oldest first."""
+        with self._lock:
+            return [seen for seen in self._seen if seen.iteration <= iteration]
+
+    def since_start(self, iteration: int) -> list[Observation]:
+        """Of `through`, those that this process added."""
+        with self._lock:
+            fresh = self._seen[self._inherited :]
+        return [seen for seen in fresh if seen.iteration <= iteration]
+
+    def all(self) -> list[Observation]:
+        """Every one, oldest first."""
+        with self._lock:
+            return list(self._seen)
+
+
+class LearntProfile:
+    """The shared table of a fingerprint with what this run has measured since it was read.
+
+    The run's record counts how many of its observations are in the shared table already, so that
+    none is counted twice after a resume.
+    """
+
+    def __init__(
+        self, run: RunDirectory, directory: Path, mark: str, table: ProfileTable, half_life: float
+    ) -> None:
+        self._run, self._directory, self._mark = run, directory, mark
+        self._half_life = half_life
+        self._table, self._counted = table, self._shared
+        self._warned = False
+
+    @property
+    def _shared(self) -> int:
+        """Observations of this run that are in the shared table."""
+        known: dict[str, int] = self._run.record.get("profiled", {})
+        return known.get(self._mark, 0)
+
+    def table(self, observations: list[Observation], candidate_of: CandidateOf) -> ProfileTable:
+        """With all of the run's observations."""
+        fresh = observations[self._counted :]
+        if fresh:
+            self._table = refined(self._table, fresh, self._half_life, candidate_of)
+            self._counted = len(observations)
+        return self._table
+
+    def share(self, observations: list[Observation], candidate_of: CandidateOf) -> None:
+        """Write what the run measured into the shared table, for the runs to come.
+
+        Never that it ran out of memory: that may have been another program's doing. A table that
+        cannot be written, in a directory that is read-only or full, or that was damaged meanwhile,
+        is left alone with a warning: the run goes on by what it measured itself.
+        """
+        fresh = observations[self._shared :]
+        if not any(seen.kind == "measured" for seen in fresh):
+            return
+        try:
+            with only_writer(self._directory, self._mark):
+                table = read_table(self._directory, self._mark)
+                table = refined(table, fresh, self._half_life, candidate_of)
+                write_table(self._directory, self._mark, table)
+        except ProfileBusy:
+            # `earl profile` writes it for long: the next iteration will do.
+            return
+        except (OSError, ProfileError) as error:
+            self._warn(error)
+            return
+        known = self._run.record.get("profiled", {})
+        self._run.update_record(profiled={**known, self._mark: len(observations)})
+        self._table, self._counted = table, len(observations)
+
+    def _warn(self, error: Exception) -> None:
+        """Once: what stands in the way now will most likely do so in each iteration."""
+        if not self._warned:
+            logger.warning("what this run measures is not shared with others: %s", error)
+        self._warned = True

@@ -1,0 +1,357 @@
+"""A run's worker groups: started when a stage needs them or ahead of that, rebuilt, and stopped.
+
+Groups outlive iterations and are rebuilt when their StageDeployment changes. A role has one group,
+but the rollout one for each engine, so that an engine that is lost takes no other with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.placement import PLACED, Place, Site, Wish
+from earl_core.control.worker_environment import worker_environment
+from earl_core.run import RunDirectory
+from earl_core.selector import Hardware, StageDeployment
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, dict[str, Any]], None]
+
+TARGETS = {
+    "rollout": "earl_core.rollout.worker:RolloutWorker",
+    "experience": "earl_core.experience.worker:ExperienceWorker",
+    "reference": "earl_core.learner.reference:ReferenceWorker",
+    "update": "earl_core.learner.worker:LearnerWorker",
+    "model": "earl_core.models.builder:ModelBuilder",
+}
+"""What runs in the ranks of each worker group."""
+
+_IN_ITS_PLACE = "earl_core.cluster.placement:build"
+
+_MEMORY = {
+    "rollout": ("release_memory", "restore_memory"),
+    "reference": ("offload", "reload"),
+    "update": ("offload", "reload"),
+}
+"""How a role's workers give their device's memory back, and take it again."""
+
+_GRACE_SECONDS = 30.0
+"""For a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared memory
+when it is cut short."""
+
+_PREPARE = {"rollout": "prepare"}
+"""What a role's workers do ahead beside being built."""
+
+Member = tuple[str, int]
+"""A worker group: the role, and which of its groups, counted from 0."""
+
+
+class Ahead(NamedTuple):
+    """When a start ahead of need began, and when it was done, by `time.perf_counter`."""
+
+    begun: float
+    done: float
+
+    def seconds(self, waited_since: float) -> float:
+        """What it took with what followed until now, for one who waits since then."""
+        return self.done - self.begun + time.perf_counter() - max(waited_since, self.done)
+
+
+class SessionInterrupted(RuntimeError):
+    """The controller was asked to stop."""
+
+
+class WorkerGroups:
+    """The groups of one session. Any thread may ask for one; no two start the same one.
+
+    listener: told what starts. next_iteration: the one that calls outside of a stage belong to.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        hardware: Hardware,
+        listener: Progress,
+        next_iteration: Callable[[], int],
+    ) -> None:
+        self.hardware = hardware
+        self.stop_requested = threading.Event()
+        self._run = run
+        self._config = run.config
+        self._listener = listener
+        self._next_iteration = next_iteration
+        self._closing = False
+        self._groups: dict[Member, LocalWorkerGroup] = {}
+        self._places: dict[Member, Place] = {}
+        self._released: set[Member] = set()
+        self._lock = threading.RLock()
+        self._starting: defaultdict[Member, threading.RLock] = defaultdict(threading.RLock)
+        self._turns = threading.BoundedSemaphore(max(1, hardware.cpu_cores // 2))
+        self._threads: list[threading.Thread] = []
+        self._ahead: dict[Member, Ahead] = {}
+
+    def get(self, role: str, deployment: StageDeployment, member: int = 0) -> LocalWorkerGroup:
+        """The role's live group under this deployment; started or rebuilt when needed.
+
+        member: which engine's, for the rollout.
+        """
+        key = (role, member)
+        with self._starting_of(key):
+            self._refuse_when_stopping()
+            self._make_room(role, deployment)
+            place = self._place(role, deployment, member)
+            if role == "rollout":
+                # An engine does not change when others come and go.
+                deployment = deployment.model_copy(update={"replicas": 1})
+            group = self.live(role, member)
+            wanted = deployment.model_dump(mode="json")
+            if group is None or group.deployment != wanted or self._places.get(key) != place:
+                group = self._rebuild(key, deployment, place)
+            elif key in self._released:
+                self._memory_call(key, _MEMORY[role][1], deployment)
+                self._released.discard(key)
+            return group
+
+    def _rebuild(self, key: Member, deployment: StageDeployment, place: Place) -> LocalWorkerGroup:
+        role, member = key
+        name = f"{role}-{member}" if role == "rollout" else role
+        self._listener(role, 0, {"starting": name if member else role})
+        with self._lock:
+            old = self._groups.get(key)
+        if old is not None:
+            old.stop(_GRACE_SECONDS)
+        group = self._new_group(name, deployment)
+        with self._lock:
+            self._refuse_when_stopping()
+            self._groups[key], self._places[key] = group, place
+            self._released.discard(key)
+            self._ahead.pop(key, None)
+        arguments = {
+            "target": TARGETS[role],
+            "cores": list(place.cores),
+            "gpus": list(place.gpus),
+            "arguments": self._arguments(),
+        }
+        group.start(deployment.model_dump(mode="json"), arguments, deployment.world_size)
+        return group
+
+    def _starting_of(self, key: Member) -> threading.RLock:
+        with self._lock:
+            return self._starting[key]
+
+    def _refuse_when_stopping(self) -> None:
+        if self._closing or self.stop_requested.is_set():
+            raise SessionInterrupted("the run was asked to stop")
+
+    def _place(self, role: str, deployment: StageDeployment, member: int) -> Place:
+        if role not in PLACED:
+            return Place()
+        rollout = role == "rollout"
+        wish = Wish(
+            role=role,
+            ranks=deployment.tensor_parallel if rollout else deployment.world_size,
+            threads=deployment.threads,
+            member=member,
+            members=deployment.replicas if rollout else 1,
+        )
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        return self._config.layout.placed.place(wish, Site(cores, self.hardware.gpus))
+
+    def _make_room(self, role: str, deployment: StageDeployment) -> None:
+        """Have other roles give back the devices' memory that this one is about to use."""
+        if not self.hardware.gpus or role not in PLACED:
+            # A core's memory is everybody's: nothing would be freed by giving it back.
+            return
+        for key in list(self._groups):
+            giving = key[0] in self._config.layout.placed.gives_way(role)
+            if giving and key not in self._released and self.live(*key) is not None:
+                self._memory_call(key, _MEMORY[key[0]][0], deployment)
+                self._released.add(key)
+
+    def _memory_call(self, key: Member, method: str, deployment: StageDeployment) -> None:
+        self._call_quietly(self._groups[key], method, deployment)
+
+    def _call_quietly(
+        self, group: LocalWorkerGroup, method: str, deployment: StageDeployment
+    ) -> None:
+        group.call(
+            method,
+            stage=deployment.stage,
+            iteration=self._next_iteration(),
+            deadline_seconds=self._config.deadlines.stage,
+        )
+
+    def relayout(self, role: str, deployment: StageDeployment, iteration: int) -> dict[str, Any]:
+        """Lay the role's live ranks out anew, their number and their state unchanged.
+
+        What rank 0 says of it: seconds and bytes. Raises what
+        `WorkerGroup.relayout` raises; the group has then ended.
+        """
+        with self._starting_of((role, 0)):
+            self._make_room(role, deployment)
+            group = self._groups[(role, 0)]
+            self._listener(role, iteration, {"laying_out": role})
+            results = group.relayout(
+                deployment.model_dump(mode="json"),
+                stage=role,
+                iteration=iteration,
+                deadline_seconds=self._config.deadlines.stage,
+            )
+            # What it had parked, it took back to move it.
+            self._released.discard((role, 0))
+            return dict(results[0] or {})
+
+    def retire(self, role: str, members: int) -> None:
+        """Stop the role's groups from number `members` on, which no layout has any more."""
+        with self._lock:
+            over = [key for key in self._groups if key[0] == role and key[1] >= members]
+            groups = [self._groups.pop(key) for key in over]
+        for group in groups:
+            group.stop(_GRACE_SECONDS)
+
+    def start_ahead(self, wanted: Iterable[tuple[str, StageDeployment]]) -> None:
+        """Start the groups of these roles side by side, and return at once.
+
+        A stage that needs one of them waits for it. Groups that live are left alone, for only
+        their stage knows how to bring their state into another layout, and so are those that must
+        not use a device beside others. Half of the cores start groups ahead, for a stage may start
+        one of its own meanwhile. An error is the stage's to raise: it starts the group again.
+        """
+        for role, deployment in wanted:
+            if self.hardware.gpus and self._config.layout.placed.gives_way(role):
+                continue
+            for member in range(deployment.replicas if role == "rollout" else 1):
+                if self.live(role, member) is None:
+                    self._in_background(role, deployment, member)
+
+    def _in_background(self, role: str, deployment: StageDeployment, member: int) -> None:
+        def work() -> None:
+            try:
+                with self._turns, self._starting_of((role, member)):
+                    if self.live(role, member) is None:
+                        self._start_ahead(role, deployment, member)
+            except (WorkerError, SessionInterrupted, OSError) as error:
+                logger.info("%s could not be started ahead: %s", role, error)
+
+        thread = threading.Thread(target=work, name=f"earl-ahead-{role}-{member}", daemon=True)
+        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+        thread.start()
+
+    def _start_ahead(self, role: str, deployment: StageDeployment, member: int) -> None:
+        begun = time.perf_counter()
+        group = self.get(role, deployment, member)
+        if role in _PREPARE:
+            self._call_quietly(group, _PREPARE[role], deployment)
+        self._ahead[(role, member)] = Ahead(begun, time.perf_counter())
+
+    def started_ahead(self, role: str, member: int = 0) -> Ahead | None:
+        """When the group was started, if that was ahead of need and nobody has asked yet."""
+        return self._ahead.pop((role, member), None)
+
+    def _new_group(self, name: str, deployment: StageDeployment) -> LocalWorkerGroup:
+        return LocalWorkerGroup(
+            name,
+            _IN_ITS_PLACE,
+            log_directory=self._run.logs,
+            environment=worker_environment(deployment.threads),
+            start_timeout_seconds=self._config.deadlines.start,
+            heartbeat_timeout_seconds=self._config.deadlines.heartbeat,
+        )
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "config": self._config.model_dump(mode="json"),
+            "run_directory": str(self._run.path),
+        }
+
+    def live(self, role: str, member: int = 0) -> LocalWorkerGroup | None:
+        """The role's group if it is alive."""
+        group = self._groups.get((role, member))
+        return group if group is not None and group.alive else None
+
+    def call(
+        self,
+        deployment: StageDeployment,
+        role: str,
+        method: str,
+        iteration: int,
+        *,
+        stage: str | None = None,
+        **arguments: Any,
+    ) -> dict[str, Any]:
+        """Run a method in every rank of the role's group; rank 0's JSON result.
+
+        For stages whose ranks return the same. Arguments as in `call_all`.
+        """
+        return self.call_all(deployment, role, method, iteration, stage=stage, **arguments)[0]
+
+    def call_all(
+        self,
+        deployment: StageDeployment,
+        role: str,
+        method: str,
+        iteration: int,
+        *,
+        stage: str | None = None,
+        **arguments: Any,
+    ) -> list[dict[str, Any]]:
+        """Run a method in every rank of the role's group; all JSON results in rank order.
+
+        `stage` names the stage in errors and progress when it is not the deployment's. Where each
+        rank did a part, `earl_core.cluster.results.merge_results` makes them one.
+        """
+        group = self.get(role, deployment)
+        name = stage or deployment.stage
+        results: list[dict[str, Any]] = group.call(
+            method,
+            stage=name,
+            iteration=iteration,
+            deadline_seconds=self._config.deadlines.stage,
+            on_progress=lambda progress: self._listener(name, iteration, progress),
+            **arguments,
+        )
+        return results
+
+    def peak_bytes(self, role: str) -> float:
+        """Most private memory that the role's ranks used during their last call, together."""
+        return float(sum(use.tree_peak_bytes for g in self._of(role) for use in g.memory))
+
+    def bytes_now(self, role: str) -> float:
+        """Private memory that the role's live ranks use now, together."""
+        living = [group for group in self._of(role) if group.alive]
+        return float(sum(use.tree_bytes for group in living for use in group.memory))
+
+    def _of(self, role: str) -> list[LocalWorkerGroup]:
+        with self._lock:
+            return [group for key, group in self._groups.items() if key[0] == role]
+
+    def interrupt(self) -> None:
+        """Stop every group now, from any thread; calls and starts under way raise."""
+        self.stop_requested.set()
+        self._stop_all(grace_seconds=2.0)
+
+    def close(self) -> None:
+        """Stop every group, those that are being started too; none starts any more."""
+        with self._lock:
+            self._closing = True
+        self._stop_all(_GRACE_SECONDS)
+        for thread in self._threads:
+            thread.join(self._config.deadlines.start)
+        # One that was about to begin when the others were stopped.
+        self._stop_all(_GRACE_SECONDS)
+
+    def _stop_all(self, grace_seconds: float) -> None:
+        with self._lock:
+            groups = list(self._groups.values())
+        if groups:
+            with ThreadPoolExecutor(len(groups)) as pool:
+                list(pool.map(lambda group: group.stop(grace_seconds), groups))

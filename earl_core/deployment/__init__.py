@@ -1,0 +1,1 @@
+"""How a stage is laid out on the hardware: the words that configuration, selector, learner and rollout share."""

@@ -1,0 +1,1 @@
+"""Who reads what: layouts, plans, batches."""

@@ -1,0 +1,191 @@
+"""The range protocol's bytes. Little endian, no pickle, every length bounded before it is read.
+
+    server → client   HELLO     magic, version, server's nonce (32 bytes)
+    client → server   ANSWER    magic, client's nonce, HMAC(token, "client", both nonces)
+    server → client   WELCOME   status, HMAC(token, "server", both nonces)
+    then, any number of times and without waiting for each other:
+    client → server   REQUEST   id, files with their proofs, ranges of them
+    server → client   RESPONSE  id, status, length, xxh3_64 of the payload; then the payload
+
+The token itself never travels, both sides prove that they know it, and the nonces make a recorded
+handshake worthless. The payload of an unsuccessful response is a sentence in UTF-8. What passes
+is authenticated but not encrypted: the hosts' network has to be a private one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from earl_core.dispatch.reads.ranges import Range
+from earl_core.dispatch.remote.transport import (
+    Corrupt,
+    Gone,
+    Proof,
+    Refused,
+    TimedOut,
+    TransportError,
+)
+
+MAGIC = b"EARLRNG2"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+HELLO = struct.Struct(f"<8s{NONCE_BYTES}s")
+ANSWER = struct.Struct(f"<8s{NONCE_BYTES}s{PROOF_BYTES}s")
+WELCOME = struct.Struct(f"<8sB{PROOF_BYTES}s")
+REQUEST = struct.Struct("<4sIIHH")  # mark, id, bytes of the body, files, ranges
+RESPONSE = struct.Struct("<4sIB3xQQ")  # mark, id, status, bytes of the payload, xxh3_64 of it
+REQUEST_MARK = b"ERq1"
+RESPONSE_MARK = b"ERs1"
+MAX_NAME = 255
+MAX_FILES = 256
+MAX_RANGES = 1024
+MAX_MESSAGE = 2048
+
+# name's bytes, generation, size, body, checksums, block, checksum, layout
+_FILE = struct.Struct("<H6QIQQ")
+_RANGE = np.dtype([("file", "<u4"), ("start", "<u8"), ("length", "<u8")])
+MAX_BODY = MAX_FILES * (_FILE.size + MAX_NAME) + MAX_RANGES * _RANGE.itemsize
+
+
+class Status(IntEnum):
+    """How a request, or the handshake, ended."""
+
+    OK = 0
+    REFUSED = 1
+    GONE = 2
+    CORRUPT = 3
+    TIMED_OUT = 4
+    FAILED = 5
+
+
+_ERRORS: dict[Status, type[TransportError]] = {
+    Status.REFUSED: Refused,
+    Status.GONE: Gone,
+    Status.CORRUPT: Corrupt,
+    Status.TIMED_OUT: TimedOut,
+    Status.FAILED: TransportError,
+}
+
+
+class Malformed(ValueError):
+    """What came is not of this protocol; the connection is out of step and has to be closed."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parsed request; `ranges` refer to `proofs` by file name."""
+
+    number: int
+    proofs: dict[str, Proof]
+    ranges: tuple[Range, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the answer's payload."""
+        return sum(item.length for item in self.ranges)
+
+
+def prove(token: str, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """HMAC-SHA256 that shows knowledge of the token to the holder of either nonce."""
+    key = token.encode()
+    return hmac.new(key, MAGIC + side + server_nonce + client_nonce, hashlib.sha256).digest()
+
+
+def same(given: bytes, expected: bytes) -> bool:
+    """Whether two proofs are equal, in a time that does not depend on where they differ."""
+    return hmac.compare_digest(given, expected)
+
+
+def pack_request(number: int, proofs: Sequence[Proof], ranges: Sequence[Range]) -> bytes:
+    """A request's bytes; `proofs` are those of exactly the files that `ranges` name."""
+    if len(proofs) > MAX_FILES or len(ranges) > MAX_RANGES:
+        raise ValueError(f"a request has at most {MAX_FILES} files and {MAX_RANGES} ranges")
+    index = {proof.file: place for place, proof in enumerate(proofs)}
+    parts = []
+    for proof in proofs:
+        name = proof.file.encode()
+        numbers = (proof.generation, proof.bytes, *proof.body, *proof.checksums)
+        sums = (int(proof.checksum, 16), proof.layout)
+        parts += [_FILE.pack(len(name), *numbers, proof.block_bytes, *sums), name]
+    table = np.empty(len(ranges), dtype=_RANGE)
+    table["file"] = [index[item.file] for item in ranges]
+    table["start"] = [item.start for item in ranges]
+    table["length"] = [item.length for item in ranges]
+    body = b"".join([*parts, table.tobytes()])
+    return REQUEST.pack(REQUEST_MARK, number, len(body), len(proofs), len(ranges)) + body
+
+
+def read_request_head(head: bytes | bytearray) -> tuple[int, int, int, int]:
+    """(number, bytes of the body, files, ranges). Raises `Malformed`."""
+    mark, number, size, files, ranges = REQUEST.unpack(head)
+    if mark != REQUEST_MARK:
+        raise Malformed("this is no request")
+    return number, size, files, ranges
+
+
+def read_request(number: int, body: memoryview, files: int, ranges: int) -> Request:
+    """Parse a request's body. Raises `Malformed` when its lengths contradict each other."""
+    proofs: list[Proof] = []
+    place = 0
+    for _ in range(files):
+        if place + _FILE.size > len(body):
+            raise Malformed("the request is shorter than its files")
+        size, generation, length, *spans, block, checksum, layout = _FILE.unpack_from(body, place)
+        place += _FILE.size
+        name = bytes(body[place : place + size])
+        place += size
+        if size > MAX_NAME or len(name) != size:
+            raise Malformed("a file name is longer than the request")
+        try:
+            text = name.decode()
+        except UnicodeDecodeError as error:
+            raise Malformed("a file name is not UTF-8") from error
+        body_span, table_span = (spans[0], spans[1]), (spans[2], spans[3])
+        sums = (f"{checksum:016x}", layout)
+        proofs.append(Proof(text, generation, length, body_span, table_span, block, *sums))
+    if len(body) - place != ranges * _RANGE.itemsize:
+        raise Malformed("the request's length does not match its number of ranges")
+    table = np.frombuffer(body[place:], dtype=_RANGE)
+    if len(table) and int(table["file"].max()) >= files:
+        raise Malformed("a range names a file that the request does not describe")
+    found = tuple(
+        Range(proofs[file].file, proofs[file].generation, start, length)
+        for file, start, length in table.tolist()
+    )
+    return Request(number, {proof.file: proof for proof in proofs}, found)
+
+
+def pack_response(number: int, status: Status, size: int, checksum: int) -> bytes:
+    """The head of a response; its payload follows."""
+    return RESPONSE.pack(RESPONSE_MARK, number, status, size, checksum)
+
+
+def pack_failure(number: int, error: BaseException) -> bytes:
+    """A whole unsuccessful response. Errors that are not ours tell nothing of the server's."""
+    status = next((s for s, kind in _ERRORS.items() if type(error) is kind), Status.FAILED)
+    text = str(error) if isinstance(error, TransportError) else "the server failed; see its log"
+    payload = text.encode()[:MAX_MESSAGE]
+    return pack_response(number, status, len(payload), 0) + payload
+
+
+def read_response(head: bytes | bytearray) -> tuple[int, Status, int, int]:
+    """(number, status, bytes of the payload, checksum). Raises `Malformed`."""
+    mark, number, status, size, checksum = RESPONSE.unpack(head)
+    if mark != RESPONSE_MARK or status > max(Status):
+        raise Malformed("this is no response")
+    if status != Status.OK and size > MAX_MESSAGE:
+        raise Malformed("an error message of this length is no message")
+    return number, Status(status), size, checksum
+
+
+def failure(status: Status, message: bytes, host: str) -> TransportError:
+    """The error that an unsuccessful response stands for."""
+    text = message.decode(errors="replace")
+    return _ERRORS[status](f"host {host!r}: {text}")

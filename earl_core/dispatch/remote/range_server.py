@@ -1,0 +1,241 @@
+"""Serves byte ranges of one run's sealed shards to other hosts.
+
+A thread per connection: each spends its time in the kernel, sending slices of the mapping. Every
+wait has a deadline, every size a limit, and nothing that comes over the wire can end the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from earl_core.dispatch.remote import range_protocol
+from earl_core.dispatch.remote.shared_memory import leased_views
+from earl_core.dispatch.remote.sockets import drain, receive, send_all, tune
+from earl_core.dispatch.remote.transport import Refused, TimedOut, TransportError
+
+_log = logging.getLogger(__name__)
+_servers: weakref.WeakSet[RangeServer] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What a client may ask for, and how long it may take.
+
+    handshake_seconds: from connecting to being welcome. idle_seconds: without a request.
+    request_seconds: for the bytes of one request to come. send_seconds: for one answer to be
+    taken. max_in_flight: answers being prepared or sent at one time.
+    """
+
+    max_request_bytes: int = 4 * 2**20
+    max_ranges: int = range_protocol.MAX_RANGES
+    max_connections: int = 256
+    max_in_flight: int = 64
+    handshake_seconds: float = 5.0
+    idle_seconds: float = 3600.0
+    request_seconds: float = 10.0
+    send_seconds: float = 60.0
+
+
+class RangeServer:
+    """Serves the shards in `directory` to who knows `token`. A context manager.
+
+    Raises `ValueError` for an empty token, `OSError` when it cannot listen.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        check_token(token, "the range server")
+        self.directory = Path(directory)
+        self.limits = limits or ServerLimits()
+        self._token = token
+        self._slots = threading.BoundedSemaphore(self.limits.max_in_flight)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=256)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._acceptor = threading.Thread(target=self._accept, name="earl-ranges", daemon=True)
+        _servers.add(self)
+        self._acceptor.start()
+
+    def __enter__(self) -> RangeServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening, break connections off, and wait for their threads."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            threads = dict(self._open)
+        # Shutting down reaches the thread in accept() and copies that forked children hold.
+        for used in (self._listener, *threads):
+            with contextlib.suppress(OSError):
+                used.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in (self._acceptor, *threads.values()):
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed or self._listener.fileno() < 0:
+                    return
+                # Out of descriptors or a connection that is gone already: others still count.
+                _log.warning("a connection could not be accepted: %s", error)
+                time.sleep(0.05)
+                continue
+            with self._lock:
+                if self._closed or len(self._open) >= self.limits.max_connections:
+                    client.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._serve, args=(client,), name="earl-ranges-client", daemon=True
+                )
+                self._open[client] = thread
+            thread.start()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            tune(client)
+            if self._welcome(client):
+                while self._answer(client):
+                    pass
+        except (OSError, range_protocol.Malformed) as error:
+            _log.debug("a connection ended: %s", error)
+        except Exception:
+            _log.exception("a connection ended by a fault of the range server")
+        finally:
+            with self._lock:
+                self._open.pop(client, None)
+            client.close()
+
+    def _welcome(self, client: socket.socket) -> bool:
+        deadline = time.monotonic() + self.limits.handshake_seconds
+        nonce = secrets.token_bytes(range_protocol.NONCE_BYTES)
+        send_all(client, [range_protocol.HELLO.pack(range_protocol.MAGIC, nonce)], deadline)
+        answer = bytearray(range_protocol.ANSWER.size)
+        if not receive(client, answer, deadline):
+            return False
+        magic, theirs, proof = range_protocol.ANSWER.unpack(answer)
+        expected = range_protocol.prove(self._token, b"client", nonce, theirs)
+        good = range_protocol.same(proof, expected) and magic == range_protocol.MAGIC
+        status = range_protocol.Status.OK if good else range_protocol.Status.REFUSED
+        mine = (
+            range_protocol.prove(self._token, b"server", nonce, theirs)
+            if good
+            else bytes(len(expected))
+        )
+        send_all(
+            client, [range_protocol.WELCOME.pack(range_protocol.MAGIC, status, mine)], deadline
+        )
+        return good
+
+    def _answer(self, client: socket.socket) -> bool:
+        """Read one request and answer it; False when the connection is to end."""
+        head = bytearray(range_protocol.REQUEST.size)
+        first = memoryview(head)[:1]
+        if not receive(client, first, time.monotonic() + self.limits.idle_seconds):
+            return False
+        deadline = time.monotonic() + self.limits.request_seconds
+        if not receive(client, memoryview(head)[1:], deadline):
+            return False
+        number, size, files, ranges = range_protocol.read_request_head(head)
+        if (
+            size > range_protocol.MAX_BODY
+            or files > range_protocol.MAX_FILES
+            or ranges > self.limits.max_ranges
+        ):
+            refusal = Refused(
+                f"a request of {ranges} ranges in {files} files ({size} bytes) is too large: at "
+                f"most {self.limits.max_ranges} ranges in {range_protocol.MAX_FILES} files are answered"
+            )
+            send_all(client, [range_protocol.pack_failure(number, refusal)], deadline)
+            drain(client, size)
+            return False
+        body = bytearray(size)
+        if not receive(client, body, deadline):
+            return False
+        request = range_protocol.read_request(number, memoryview(body), files, ranges)
+        if not self._slots.acquire(timeout=self.limits.request_seconds):
+            busy = TimedOut("too many requests are being answered; ask again later")
+            send_all(client, [range_protocol.pack_failure(number, busy)], time.monotonic() + 1.0)
+            return True
+        try:
+            self._send(client, request)
+        finally:
+            self._slots.release()
+        return True
+
+    def _send(self, client: socket.socket, request: range_protocol.Request) -> None:
+        deadline = time.monotonic() + self.limits.send_seconds
+        try:
+            if request.total_bytes > self.limits.max_request_bytes:
+                raise Refused(
+                    f"a request for {request.total_bytes:,} bytes is too large: at most "
+                    f"{self.limits.max_request_bytes:,} are answered at a time"
+                )
+            with leased_views(self.directory, request.ranges, request.proofs, True) as views:
+                digest = xxhash.xxh3_64()
+                for view in views:
+                    digest.update(view)
+                size, checksum = request.total_bytes, digest.intdigest()
+                head = range_protocol.pack_response(
+                    request.number, range_protocol.Status.OK, size, checksum
+                )
+                send_all(client, [head, *views], deadline)
+        except TransportError as error:
+            send_all(client, [range_protocol.pack_failure(request.number, error)], deadline)
+        except OSError as error:
+            if not isinstance(error, TimeoutError | ConnectionError):
+                _log.warning("a request could not be answered: %s", error)
+            raise
+
+
+def check_token(token: str, what: str) -> None:
+    """Raise `ValueError` for an empty token: other users of this machine reach loopback too."""
+    if not token:
+        raise ValueError(f"{what} would answer everyone: give it a token, a long random word")
+
+
+def _forget_in_child() -> None:
+    """A forked child holds copies of the sockets; closing them here leaves the parent's alone."""
+    for server in list(_servers):
+        for used in (server._listener, *server._open):
+            with contextlib.suppress(OSError):
+                os.close(used.detach())
+        server._closed = True
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

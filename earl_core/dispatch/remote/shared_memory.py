@@ -1,0 +1,151 @@
+"""Ranges of shards that lie on this host: checked, then copied or lent.
+
+The transport of one host, and what the range server does for other hosts: both read through
+`leased_views`, so both refuse the same things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from earl_core.dispatch.reads.ranges import Range
+from earl_core.dispatch.remote.transport import (
+    FILE_NAME,
+    Corrupt,
+    Gone,
+    Proof,
+    Refused,
+    RemoteRead,
+    proof_for,
+)
+from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
+from earl_core.dispatch.shards.checksums import verify_blocks
+from earl_core.dispatch.shards.manifest import ManifestError
+from earl_core.system.host import host_name
+
+_MIN_BLOCK = 4096
+
+
+class SharedMemoryTransport:
+    """Reads shards of the run's directory on this host. verify: check every block that is read."""
+
+    def __init__(self, directory: Path, verify: bool = True) -> None:
+        self.directory = Path(directory)
+        self.verify = verify
+
+    def read(
+        self,
+        host: str,
+        ranges: Sequence[Range],
+        into: Sequence[memoryview],
+        proofs: Mapping[str, Proof],
+    ) -> None:
+        """Copy ranges into place; `host` does not matter, for all lies here."""
+        self.read_all({host: RemoteRead(ranges, into)}, proofs)
+
+    def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
+        """Copy what is wanted of every host."""
+        for read in reads.values():
+            with leased_views(self.directory, read.ranges, proofs, self.verify) as views:
+                for view, place in zip(views, read.into, strict=True):
+                    place.cast("B")[:] = view
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@contextmanager
+def leased_views(
+    directory: Path, ranges: Sequence[Range], proofs: Mapping[str, Proof], verify: bool
+) -> Iterator[list[memoryview]]:
+    """The bytes of each range as a read-only view, under leases, checked.
+
+    Raises `Refused` for names and ranges that no manifest could hold, `Gone` for shards that are
+    not there in this generation, `Corrupt` for blocks that do not match the block table.
+    """
+    leases: dict[str, Mapped] = {}
+    views: list[memoryview] = []
+    try:
+        for item in ranges:
+            proof = proof_for(item, proofs)
+            if item.file not in leases:
+                _check_proof(proof)
+                leases[item.file] = _lease(directory, proof)
+            _check_range(item, proof)
+        if verify:
+            for file, mapped in leases.items():
+                _verify(mapped, proofs[file], [item for item in ranges if item.file == file])
+        for item in ranges:
+            views.append(leases[item.file].memory[item.start : item.start + item.length])
+        yield views
+    finally:
+        for view in views:
+            view.release()
+        for mapped in leases.values():
+            # The traceback of an error keeps views alive: the lease goes with the last of them.
+            with contextlib.suppress(BufferError):
+                mapped.close()
+
+
+def _verify(mapped: Mapped, proof: Proof, ranges: Sequence[Range]) -> None:
+    """Check the blocks that the ranges of one file touch, each once."""
+    try:
+        for start, length in _joined(proof, ranges):
+            verify_blocks(mapped.memory, proof, start, length)
+    except ManifestError as error:
+        raise Corrupt(
+            f"{error}: the memory of host {host_name()!r} is damaged, or the manifest is not this "
+            "shard's; resume the run, which computes the shard again"
+        ) from error
+
+
+def _joined(proof: Proof, ranges: Sequence[Range]) -> list[tuple[int, int]]:
+    """(start, length) of stretches that cover the ranges, no block in two of them."""
+    begin, size = proof.body
+    found: list[list[int]] = []
+    for item in sorted(ranges, key=lambda one: one.start):
+        first = (item.start - begin) // proof.block_bytes
+        last = (item.start + item.length - 1 - begin) // proof.block_bytes
+        if found and first <= found[-1][1] + 1:
+            found[-1][1] = max(found[-1][1], last)
+        else:
+            found.append([first, last])
+    spans = ((first * proof.block_bytes, (last + 1) * proof.block_bytes) for first, last in found)
+    return [(begin + start, min(stop, size) - start) for start, stop in spans]
+
+
+def _check_proof(proof: Proof) -> None:
+    match = FILE_NAME.fullmatch(proof.file)
+    if match is None:
+        raise Refused(f"{proof.file!r} is not the name of a sealed shard")
+    if int(match[1]) != proof.generation:
+        raise Gone(f"{proof.file} is not of generation {proof.generation}")
+    inside = all(
+        start >= 0 and size >= 0 and start + size <= proof.bytes
+        for start, size in (proof.body, proof.checksums)
+    )
+    blocks = -(-proof.body[1] // max(proof.block_bytes, _MIN_BLOCK))
+    if not inside or proof.block_bytes < _MIN_BLOCK or proof.checksums[1] != 8 * (1 + blocks):
+        raise Refused(f"the description of {proof.file} contradicts itself")
+
+
+def _check_range(item: Range, proof: Proof) -> None:
+    begin, size = proof.body
+    if item.length <= 0 or item.start < begin or item.start + item.length > begin + size:
+        raise Refused(
+            f"bytes {item.start} to {item.start + item.length} lie outside of the data of "
+            f"{item.file}, which is bytes {begin} to {begin + size}"
+        )
+
+
+def _lease(directory: Path, proof: Proof) -> Mapped:
+    try:
+        return map_shared(directory / proof.file, proof.bytes)
+    except (ShardGone, ShardMismatch) as error:
+        raise Gone(
+            f"the shard {proof.file} is not on host {host_name()!r}: it was released or never "
+            "written; resume the run, which computes it again"
+        ) from error

@@ -1,0 +1,131 @@
+"""What every transport does: bring byte ranges of sealed shards into given memory, or say why not.
+
+A transport gives verified bytes or raises; it never gives wrong ones. Blocks are checked against
+the shard's block table at the side that holds the shard, and the table against the checksum of the
+manifest, so that memory which went bad on the producer is found before it is trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from earl_core.dispatch.reads.ranges import Range
+from earl_core.dispatch.shards.manifest import ShardEntry
+
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}-(\d{1,20})\.arrow")
+"""Names that may be asked for: a sealed shard, with its generation, in the run's own directory."""
+
+
+class TransportError(RuntimeError):
+    """Bytes could not be brought here."""
+
+
+class Refused(TransportError):
+    """The other side does not answer such a request: wrong token, limits, ranges outside."""
+
+
+class TimedOut(TransportError):
+    """Nothing, or too little, came within the deadline."""
+
+
+class Unreachable(TransportError):
+    """The connection cannot be made or broke off."""
+
+
+class Corrupt(TransportError):
+    """Bytes do not match their checksum, at the producer or on the way."""
+
+
+class Gone(TransportError):
+    """The shard was released, or is of another generation than its manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a manifest says about a shard's file that lets its bytes be checked.
+
+    body and checksums: start and length in bytes. checksum: xxh3_64 of the block table, in hex.
+    layout: what the table says of rows, lengths and columns.
+    """
+
+    file: str
+    generation: int
+    bytes: int
+    body: tuple[int, int]
+    checksums: tuple[int, int]
+    block_bytes: int
+    checksum: str
+    layout: int
+
+    @classmethod
+    def of(cls, entry: ShardEntry) -> Proof:
+        """From a manifest's entry. Raises `Refused` while the checksum is pending."""
+        if not entry.checksum:
+            raise Refused(
+                f"the shard {entry.file} has no checksum yet, so its bytes cannot be proved to "
+                "another host: seal the manifest before other hosts read it"
+            )
+        return cls(
+            entry.file,
+            entry.generation,
+            entry.bytes,
+            entry.body,
+            entry.checksums,
+            entry.block_bytes,
+            entry.checksum,
+            entry.layout,
+        )
+
+
+@dataclass(frozen=True)
+class RemoteRead:
+    """What is wanted from one host: `ranges[i]` fills `into[i]`, whose length is equal."""
+
+    ranges: Sequence[Range]
+    into: Sequence[memoryview]
+
+    def __post_init__(self) -> None:
+        wanted = [item.length for item in self.ranges]
+        if wanted != [view.nbytes for view in self.into]:
+            raise ValueError("every range needs a destination of exactly its length")
+
+
+class Transport(Protocol):
+    """Reads ranges of sealed shards. Safe to use from several threads, and after a fork."""
+
+    def read(
+        self,
+        host: str,
+        ranges: Sequence[Range],
+        into: Sequence[memoryview],
+        proofs: Mapping[str, Proof],
+    ) -> None:
+        """Fill `into` from one host; `proofs` by file name.
+
+        Raises `TransportError`; the destinations' contents are then undefined.
+        """
+        ...
+
+    def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
+        """Fill from several hosts at the same time."""
+        ...
+
+    def close(self) -> None:
+        """Close connections. Reading again opens new ones."""
+        ...
+
+
+def proof_for(item: Range, proofs: Mapping[str, Proof]) -> Proof:
+    """The proof of a range's file. Raises `Refused` when the range does not fit to it."""
+    proof = proofs.get(item.file)
+    if proof is None:
+        raise Refused(f"no manifest was given for the shard {item.file!r}")
+    if proof.generation != item.generation:
+        raise Gone(
+            f"the plan wants generation {item.generation} of {item.file}, its manifest describes "
+            f"{proof.generation}: make the plan from the same manifests"
+        )
+    return proof

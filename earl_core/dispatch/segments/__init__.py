@@ -1,0 +1,1 @@
+"""Recycled segments of shared memory: pool, leases, names."""

@@ -1,0 +1,365 @@
+"""Recycled segments of shared memory: files whose pages are already there.
+
+A fresh page of shared memory costs about ten times a copy into one that is faulted, so a released
+segment is not removed but used again. Its state is its name in the run's directory:
+
+    .free.<bytes>.<inode>  →  .writing.<ProcessId>.<generation>  →  <the name it was sealed under>
+
+and back. Every move is one atomic rename, so of two processes that want the same segment one gets
+it, and a crash at any point leaves a state that others can deal with. Sealed files are never
+truncated or rewritten; they become free under an exclusive lock, which no one gets while a reader
+has a lease. Because the free name follows from the inode, a process can ask for the very segments
+that it has mapped, whose page tables are built (affinity).
+
+Published weights lie in the same directory: they count for the limit, and a release removes them.
+So does anything else that lies there, but it is not ours: nothing happens to a file unless the
+directory carries our mark, the file's name is one that our code gives (`dispatch.names`) and it is
+a regular file of this user.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from earl_core.dispatch.segments.holders import describe_holders
+from earl_core.dispatch.segments.names import LIVE, MARK, is_ours, is_sealed, unlink_own
+from earl_core.dispatch.segments.pool_directory import (
+    FREE,
+    SEGMENT_MODE,
+    PoolDirectory,
+    is_whole_segment,
+)
+from earl_core.dispatch.segments.segment import POISON, Segment
+from earl_core.dispatch.segments.size_classes import size_class
+from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
+
+__all__ = ["PoolFull", "Segment", "SegmentPool"]
+
+logger = logging.getLogger(__name__)
+
+_PAUSES = (0.002, 0.05)  # seconds between looks at a full pool, growing from the first
+_SWEEP_SECONDS = 0.1
+
+_T = TypeVar("_T")
+
+
+class PoolFull(OSError):
+    """Shared memory, or this run's share of it, is used up; `errno` is ENOSPC."""
+
+
+class SegmentPool:
+    """The segments of one run on this host, shared by its processes through `directory` alone.
+
+    `max_bytes` bounds all files in the directory. A full pool makes `acquire` and `reserve` wait up
+    to `wait_seconds` for a release. With `poison` (or EARL_POISON=1) released segments are filled
+    with 0xA5, so that reading after a release shows.
+    """
+
+    def __init__(
+        self, directory: Path, max_bytes: int, wait_seconds: float = 0.0, poison: bool = False
+    ) -> None:
+        self.directory = Path(directory)
+        self.max_bytes = max_bytes
+        self.wait_seconds = wait_seconds
+        self.poison = poison or os.environ.get("EARL_POISON") == "1"
+        self._files = PoolDirectory(self.directory)
+
+    def make(self) -> None:
+        """Make the directory; raises `OSError` for one that cannot be a store."""
+        self._files.make()
+
+    def acquire(self, size: int) -> Segment:
+        """A segment of at least `size` bytes, in the smallest size class where there is room.
+
+        Its pages are allocated, so that writing cannot fail. A recycled one where possible, this
+        process's own mappings first. Raises `PoolFull` when it fits neither within `max_bytes` nor
+        on the file system before the deadline, `ValueError` for a negative size.
+        """
+        wanted = size_class(size)
+
+        def attempt() -> Segment | str:
+            recycled = self._recycle(wanted)
+            if recycled is not None:
+                return recycled
+            fresh = self._allocate(wanted, evict=False)
+            if isinstance(fresh, Segment):
+                return fresh
+            # A larger free segment beats fresh pages that cost other free ones.
+            return self._recycle_larger(wanted) or self._allocate(wanted, evict=True)
+
+        return self._wait_for(attempt, wanted)
+
+    def reserve(self, size: int) -> None:
+        """Make room for an ordinary file of `size` bytes that is written next.
+
+        Free segments are removed for it. Raises `PoolFull` like `acquire`.
+        """
+
+        def attempt() -> bool | str:
+            with self._files.locked():
+                return self._make_room(size, evict=True) or True
+
+        self._wait_for(attempt, size)
+
+    def release(self, path: Path) -> bool:
+        """Make a sealed segment free, or remove another file of the pool.
+
+        False while someone has a lease on it (then call again later); True when it is done or was
+        before, and for what is no file of ours, which is left alone. Raises `ValueError` for a path
+        that is not a sealed file of this pool.
+        """
+        path = Path(path)
+        if path.parent != self.directory or path.name.startswith("."):
+            raise ValueError(f"{path} is not a sealed file of {self.directory}")
+        if not is_sealed(path.name) or self._files.own(path.name) is None:
+            return True
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return True
+        try:
+            return self._release_opened(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def trim(self, keep_bytes: int = 0) -> int:
+        """Remove free segments, the largest first, until at most `keep_bytes` of them are left.
+
+        Returns the bytes given back to the system.
+        """
+        free = self._files.free()
+        left = sum(size for size, _ in free)
+        gone = 0
+        for size, name in reversed(free):
+            if left - gone <= keep_bytes:
+                break
+            gone += size if self._evict(name) else 0
+        return gone
+
+    def sweep_unsealed(self) -> int:
+        """Take back what dead writers left; returns how many files."""
+        return sum(self._take_back(path) for path in self._files.dead_writing())
+
+    def remove(self) -> None:
+        """Remove everything of this run; readers keep what they have mapped.
+
+        Files of others stay, and with them the directory and its mark.
+        """
+        if not self._files.is_marked():
+            return
+        for name in self._files.names():
+            if is_sealed(name):
+                self.release(self.directory / name)
+        self.trim()
+        for name in self._files.names():
+            if is_ours(name):
+                unlink_own(self.directory / name)
+        if set(self._files.names()) <= {MARK, LIVE}:
+            unlink_own(self.directory / LIVE)
+            # Whatever could not be removed needs the mark: without it nobody may touch it.
+            if self._files.names() == [MARK]:
+                unlink_own(self.directory / MARK)
+            with suppress(OSError):
+                self.directory.rmdir()
+
+    def used_bytes(self) -> int:
+        """Bytes of all files of this run: free, being written, sealed and others."""
+        return self._files.used_bytes()
+
+    def free_bytes(self) -> int:
+        """Bytes of the free segments."""
+        return sum(size for size, _ in self._files.free())
+
+    def _wait_for(self, attempt: Callable[[], _T | str], size: int) -> _T:
+        """What `attempt` gives once it gives no reason any more; `PoolFull` at the deadline."""
+        if size > self.max_bytes:
+            raise self._full(size, f"dispatch.max_bytes is {self.max_bytes:,}")
+        deadline = time.monotonic() + self.wait_seconds
+        pause, next_sweep = _PAUSES[0], 0.0
+        while True:
+            found = attempt()
+            if not isinstance(found, str):
+                return found
+            now = time.monotonic()
+            if now >= next_sweep:
+                next_sweep = now + _SWEEP_SECONDS
+                if self.sweep_unsealed():
+                    continue
+            if now >= deadline:
+                raise self._full(size, found)
+            time.sleep(min(pause, deadline - now))
+            pause = min(2 * pause, _PAUSES[1])
+
+    def _recycle(self, size: int) -> Segment | None:
+        for inode in writable_mappings.of_size(size):
+            segment = self._claim(f"{FREE}{size}.{inode}", size)
+            if segment is not None:
+                return segment
+        for name in self._files.names(f"{FREE}{size}."):
+            segment = self._claim(name, size)
+            if segment is not None:
+                return segment
+        return None
+
+    def _recycle_larger(self, size: int) -> Segment | None:
+        for larger, name in self._files.free():
+            if size < larger <= 2 * size:
+                segment = self._claim(name, larger)
+                if segment is not None:
+                    return segment
+        return None
+
+    def _claim(self, name: str, size: int) -> Segment | None:
+        """Take a free segment; None when another process was faster."""
+        free = self._files.own(name)
+        if free is None:
+            return None
+        path, generation = self._files.new_writing_path()
+        try:
+            os.rename(free, path)
+        except FileNotFoundError:
+            return None
+        try:
+            status = path.lstat()
+            if status.st_size != size or not is_whole_segment(status):
+                logger.warning("removed %s, which is not a whole segment", name)
+                path.unlink(missing_ok=True)
+                return None
+            mapping = writable_mappings.take(path, status)
+        except FileNotFoundError:
+            return None  # the directory is being removed
+        except BaseException:
+            self._take_back(path)
+            raise
+        return self._segment(path, generation, mapping)
+
+    def _segment(self, path: Path, generation: int, mapping: WritableMapping) -> Segment:
+        mapping.populate()
+        return Segment(self._files, path, generation, mapping, self.poison)
+
+    def _allocate(self, size: int, evict: bool) -> Segment | str:
+        """A new segment, or why there is no room for one."""
+        with self._files.locked():
+            full = self._make_room(size, evict)
+            if full is not None:
+                return full
+            path, generation = self._files.new_writing_path()
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, SEGMENT_MODE)
+            try:
+                # From here on it counts; allocating its pages takes long and needs no lock.
+                os.ftruncate(descriptor, size)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        try:
+            # Writing to a page that a full file system cannot give would be SIGBUS.
+            os.posix_fallocate(descriptor, 0, size)
+            mapping = WritableMapping(descriptor)
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                return "the file system is full"
+            raise
+        finally:
+            os.close(descriptor)
+        return self._segment(path, generation, mapping)
+
+    def _make_room(self, size: int, evict: bool) -> str | None:
+        """Why `size` more bytes do not fit, after removing free segments if allowed to."""
+        used = self._files.used_bytes()
+        available = self._files.available_bytes()
+        lack = used + size - self.max_bytes
+        why = f"dispatch.max_bytes is {self.max_bytes:,} and {used:,} are in use"
+        if available is not None and size - available > lack:
+            lack = size - available
+            why = f"{available:,} bytes are free on the file system"
+        if lack <= 0:
+            return None
+        free = self._files.free() if evict else []
+        if sum(each for each, _ in free) < lack:
+            return why
+        while lack > 0 and free:
+            # The smallest that is enough, else the largest.
+            chosen = next((item for item in free if item[0] >= lack), free[-1])
+            free.remove(chosen)
+            lack -= chosen[0] if self._evict(chosen[1]) else 0
+        return None if lack <= 0 else why
+
+    def _release_opened(self, path: Path, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        status = os.fstat(descriptor)
+        with suppress(FileNotFoundError):
+            named = path.lstat()
+            if (named.st_dev, named.st_ino) != (status.st_dev, status.st_ino):
+                return True  # another released it first
+            if not is_whole_segment(status):
+                path.unlink()
+            elif self.poison:
+                self._release_poisoned(path, descriptor, status)
+            else:
+                os.rename(path, self._files.free_path(status))
+        return True
+
+    def _release_poisoned(self, path: Path, descriptor: int, status: os.stat_result) -> None:
+        # Filled in state writing: a crash half-way must not leave a poisoned sealed file.
+        writing, _ = self._files.new_writing_path()
+        os.rename(path, writing)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        try:
+            mapping = writable_mappings.take(writing, status)
+            mapping.fill(POISON)
+            writable_mappings.put_back(mapping)
+        finally:
+            os.rename(writing, self._files.free_path(status))
+
+    def _evict(self, name: str) -> bool:
+        """Remove a free segment and its memory; False when another process was faster."""
+        free = self._files.own(name)
+        if free is None:
+            return False
+        path, _ = self._files.new_writing_path()
+        mapping = None
+        try:
+            os.rename(free, path)
+            with suppress(OSError, ValueError):  # no descriptor left, or an empty file
+                mapping = writable_mappings.take(path, path.lstat())
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        if mapping is not None:
+            # Other processes may keep it mapped while they are idle.
+            mapping.discard_pages()
+            mapping.close()
+        return True
+
+    def _take_back(self, path: Path) -> bool:
+        """Make a file in state writing free, or remove it if it is not a whole segment."""
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            if is_whole_segment(status):
+                os.rename(path, self._files.free_path(status))
+            else:
+                path.unlink()
+            return True
+        return False
+
+    def _full(self, size: int, why: str) -> PoolFull:
+        paths = [self.directory / name for name in self._files.names()]
+        return PoolFull(
+            errno.ENOSPC,
+            f"{size:,} bytes do not fit into {self.directory}: {why}. "
+            f"{describe_holders(paths)}. Enlarge the shared memory, raise dispatch.max_bytes, or "
+            "run `earl shards sweep`",
+        )

@@ -1,0 +1,1 @@
+"""Arrow shards and the manifests that describe them."""

@@ -1,0 +1,160 @@
+"""Checksums of shards: one for each block of the body, so that any range can be verified alone.
+
+The block table lies in the shard itself, in the gap between the body and the footer: one uint64
+for the layout (`ShardEntry.layout`), then one xxh3_64 for each `BLOCK_BYTES` of the body, the last
+block shorter. The manifest holds the xxh3_64 of the table. So the manifest vouches for the bytes,
+and the shard for what the manifest says of its rows, lengths and columns. Both depend on the data
+alone: equal data has equal checksums wherever and whenever it was written. A table is filled by a
+thread of the producer after the shard was published, off the hot path; until then the entry's
+checksum is empty.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from earl_core.dispatch.shards.manifest import ManifestError, ShardCorrupt, Span
+
+BLOCK_BYTES = 256 * 1024
+
+
+class Checksummed(Protocol):
+    """What must be known of a shard to verify it; a `ShardEntry` is one."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def body(self) -> Span: ...
+    @property
+    def checksums(self) -> Span: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def layout(self) -> int: ...
+    @property
+    def checksum(self) -> str: ...
+
+
+def table_bytes(body_length: int) -> int:
+    """Size of the block table of a body."""
+    return 8 * (1 - (-body_length // BLOCK_BYTES))
+
+
+def fill_table(memory: memoryview, body: Span, table: Span, layout: int) -> str:
+    """Compute the block table of a body and write it; returns its checksum in hex."""
+    start, length = body
+    sums = np.frombuffer(memory, dtype="<u8", count=table[1] // 8, offset=table[0])
+    sums[0] = layout
+    for block in range(len(sums) - 1):
+        first = start + block * BLOCK_BYTES
+        stop = min(first + BLOCK_BYTES, start + length)
+        sums[1 + block] = xxhash.xxh3_64_intdigest(memory[first:stop])
+    return _table_checksum(memory, table)
+
+
+def verify_blocks(memory: memoryview, entry: Checksummed, start: int, length: int) -> None:
+    """Check the blocks that cover `length` bytes from byte `start` of a shard's file.
+
+    `memory` is the whole file. Raises `ShardCorrupt` when table or blocks do not match, and
+    `ManifestError` for a range outside of the body, or while the entry's checksum is pending.
+    """
+    first, size = entry.body
+    if not entry.checksum:
+        raise ManifestError(f"the checksum of {entry.file} is pending, so nothing can be verified")
+    if len(memory) != entry.bytes:
+        raise ManifestError(f"{entry.file} has {len(memory)} bytes, not {entry.bytes}")
+    if start < first or length < 0 or start + length > first + size:
+        raise ManifestError(f"bytes {start}+{length} lie outside of the body of {entry.file}")
+    if _table_checksum(memory, entry.checksums) != entry.checksum:
+        raise ShardCorrupt(
+            f"the shard {entry.file} is corrupt: its block table does not match its checksum"
+        )
+    check_layout(memory, entry)
+    if not length:
+        return
+    table = np.frombuffer(
+        memory, dtype="<u8", count=entry.checksums[1] // 8, offset=entry.checksums[0]
+    )
+    size_of_block = entry.block_bytes
+    last = (start + length - 1 - first) // size_of_block
+    for block in range((start - first) // size_of_block, last + 1):
+        begin = first + block * size_of_block
+        stop = min(begin + size_of_block, first + size)
+        if xxhash.xxh3_64_intdigest(memory[begin:stop]) != table[1 + block]:
+            raise ShardCorrupt(
+                f"the shard {entry.file} is corrupt: bytes {begin} to {stop} do not match their "
+                "checksum"
+            )
+
+
+def check_layout(memory: memoryview, entry: Checksummed) -> None:
+    """Raise `ManifestError` when the shard was written with another layout than the entry's."""
+    start = entry.checksums[0]
+    if int.from_bytes(memory[start : start + 8], "little") != entry.layout:
+        raise ManifestError(
+            f"what the manifest says of the rows, lengths or columns of {entry.file} is not what "
+            "the shard was written with: its stage must be repeated"
+        )
+
+
+def verify_body(memory: memoryview, entry: Checksummed) -> None:
+    """Check the whole body of a shard; errors as in `verify_blocks`."""
+    verify_blocks(memory, entry, *entry.body)
+
+
+def _table_checksum(memory: memoryview, table: Span) -> str:
+    return xxhash.xxh3_64_hexdigest(memory[table[0] : table[0] + table[1]])
+
+
+class PendingTables:
+    """The block tables that this process fills in the background, one after the other."""
+
+    _KEPT = 1024
+
+    def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        # A forked child has the parent's records but not its thread.
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._checksums: OrderedDict[Path, Future[str]] = OrderedDict()
+
+    def start(self, path: Path, job: Callable[[], str]) -> None:
+        """Run `job`, which fills the table of the shard at `path` and returns its checksum."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+            self._checksums[path] = self._thread.submit(job)
+            # Of shards that were published and never completed, the oldest are forgotten.
+            while len(self._checksums) > self._KEPT and next(iter(self._checksums.values())).done():
+                self._checksums.popitem(last=False)
+
+    def wait(self, path: Path, timeout_seconds: float) -> str:
+        """The checksum of a shard that this process published.
+
+        Raises `TimeoutError` at the deadline and `ValueError` for any other shard.
+        """
+        with self._lock:
+            future = self._checksums.get(path)
+        if future is None:
+            raise ValueError(
+                f"this process did not publish {path}, or long ago: complete a shard where it "
+                "was written"
+            )
+        return future.result(timeout_seconds)
+
+
+pending_tables = PendingTables()

@@ -1,0 +1,217 @@
+"""The shards of one run on this host: create, complete, verify, release, sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
+from earl_core.dispatch.segments.mark import NotOurs
+from earl_core.dispatch.segments.names import is_sealed
+from earl_core.dispatch.segments.pool import SegmentPool
+from earl_core.dispatch.shards.checksums import (
+    check_layout,
+    pending_tables,
+    table_bytes,
+    verify_body,
+)
+from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
+from earl_core.dispatch.shards.shard import ShardWriter
+from earl_core.dispatch.shards.skeleton import make_skeleton
+from earl_core.system.user_directory import NotPrivate, check_user_directory, remove_when_empty
+from earl_core.trajectory.samples import Columns, CopiedRows, RowSource
+
+# Texts of fixed width in the metadata, so that shards of one kind have one layout. No number equals
+# them. The real generation takes its place when the segment is had.
+_NO_GENERATION, _NO_ITERATION = "@" * 20, "#" * 20
+
+
+class ShardStore:
+    """All shards (and published weights) of one run on this host.
+
+    `directory` is `<dispatch.directory>/<run uid>`, made and marked on first use with mode 0700.
+    `max_bytes` and `wait_seconds` are the pool's: the bytes that all its files may have, and how
+    long a writer waits for releases when there is no room.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, wait_seconds: float = 0.0) -> None:
+        self.directory = Path(directory)
+        self.pool = SegmentPool(self.directory, max_bytes, wait_seconds)
+
+    def prepare(self) -> None:
+        """Make the directory; raise `OSError` with what to change if it cannot be made."""
+        check_user_directory(self.directory.parent)
+        try:
+            self.pool.make()
+        except (NotOurs, NotPrivate):
+            raise
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"shared memory at {self.directory} cannot be used ({error.strerror}): set "
+                "dispatch.directory to a folder you can write, best on tmpfs",
+            ) from error
+
+    # Writing
+
+    def create(
+        self,
+        *,
+        stage: str,
+        iteration: int,
+        rank: int,
+        schema: pa.Schema,
+        rows: int,
+        lengths: Mapping[str, np.ndarray] | None = None,
+        strings: Mapping[str, Sequence[str]] | None = None,
+    ) -> ShardWriter:
+        """Begin a shard whose columns are then filled in place.
+
+        lengths: int64 [rows] elements of each row, for every list column. strings: the values of
+        the string columns. Raises `PoolFull` when it does not fit, `ValueError` when the columns
+        do not match the schema.
+        """
+        encoded = {name: [v.encode() for v in column] for name, column in (strings or {}).items()}
+        sizes = {name: np.array([len(v) for v in c], np.int64) for name, c in encoded.items()}
+        metadata = {
+            "earl.stage": stage,
+            "earl.iteration": _NO_ITERATION,
+            "earl.rank": str(rank),
+            "earl.generation": _NO_GENERATION,
+        }
+        if "sample_id" not in schema.names or schema.field("sample_id").type != pa.int64():
+            raise ValueError("a shard needs the column `sample_id` of type int64")
+        skeleton = make_skeleton(schema, rows, {**(lengths or {}), **sizes}, metadata)
+        skeleton = skeleton.with_text(_NO_ITERATION, str(iteration).zfill(20))
+        self.prepare()
+        segment = self.pool.acquire(skeleton.least_bytes(table_bytes(skeleton.body[1])))
+        try:
+            generation = segment.generation
+            skeleton = skeleton.with_text(_NO_GENERATION, str(generation).zfill(20))
+            name = f"{iteration:06d}-{stage}-{rank}-{generation}.arrow"
+            return ShardWriter(segment, skeleton, name, encoded)
+        except BaseException:
+            segment.abandon()
+            raise
+
+    def publish(
+        self, *, stage: str, iteration: int, rank: int, schema: pa.Schema, rows: RowSource
+    ) -> ShardEntry:
+        """Let rows write themselves into a shard, publish and complete it; errors of `create`."""
+        with self.create(
+            stage=stage,
+            iteration=iteration,
+            rank=rank,
+            schema=schema,
+            rows=len(rows),
+            lengths=rows.lengths,
+            strings=rows.strings,
+        ) as writer:
+            rows.fill(writer)
+            return self.complete(writer.seal())
+
+    def write(
+        self, *, stage: str, iteration: int, rank: int, schema: pa.Schema, columns: Columns
+    ) -> ShardEntry:
+        """`publish` of columns that lie elsewhere: a copy, for the small ones."""
+        rows = CopiedRows(columns, schema)
+        return self.publish(stage=stage, iteration=iteration, rank=rank, schema=schema, rows=rows)
+
+    def complete(self, entry: ShardEntry, timeout_seconds: float = 120.0) -> ShardEntry:
+        """The entry with its checksum, once the background thread has it; then it may be sealed
+        in a manifest. Only in the process that wrote the shard.
+
+        Raises `TimeoutError` at the deadline.
+        """
+        if entry.checksum:
+            return entry
+        checksum = pending_tables.wait(self.path(entry), timeout_seconds)
+        return entry.model_copy(update={"checksum": checksum})
+
+    # Reading
+
+    def path(self, entry: ShardEntry) -> Path:
+        """Where an entry's file lies; the entry's name cannot leave the directory."""
+        return self.directory / entry.file
+
+    def open(self, entry: ShardEntry, verify: bool = False) -> Mapped:
+        """A lease on a shard, mapped read-only; with `verify` its whole body is checked.
+
+        Raises `ManifestError` unless the shard is there, of this size, generation and layout, and
+        `ShardCorrupt` (one of them) when bytes do not match their checksum.
+        """
+        path = self.path(entry)
+        if not entry.file.endswith(f"-{entry.generation}.arrow"):
+            raise ManifestError(f"the shard {path} is of another generation than its manifest")
+        try:
+            mapped = map_shared(path, entry.bytes)
+        except ShardGone as error:
+            raise ManifestError(f"the shard {path} of host {entry.host} is gone") from error
+        except ShardMismatch as error:
+            raise ManifestError(f"the shard is damaged: {error.strerror}") from error
+        if verify or entry.checksum:
+            try:
+                check = verify_body if verify else check_layout
+                check(mapped.memory, entry)
+            except BaseException:
+                # The traceback keeps views alive; the lease then goes with the last of them.
+                with suppress(BufferError):
+                    mapped.close()
+                raise
+        return mapped
+
+    def verify(self, entry: ShardEntry, checksum: bool) -> None:
+        """Raise as `open` does; without `checksum` bytes are not looked at."""
+        self.open(entry, verify=checksum).close()
+
+    # Life
+
+    def release(self, entry: ShardEntry) -> bool:
+        """Let the shard's memory be used again; False when a reader still holds it."""
+        return self.pool.release(self.path(entry))
+
+    def release_file(self, path: Path) -> bool:
+        """Release any sealed file of the store unless a reader holds a lease on it."""
+        return self.pool.release(path)
+
+    def reserve(self, size: int) -> None:
+        """Check that `size` more bytes fit, in this run's share and on the file system.
+
+        Free segments make room if need be. Raises `PoolFull`.
+        """
+        self.prepare()
+        self.pool.reserve(size)
+
+    def used_bytes(self) -> int:
+        """Bytes of all files of this run: free, being written, sealed and others."""
+        return self.pool.used_bytes()
+
+    def sweep_unsealed(self) -> int:
+        """Take back what dead writers left; returns how many files."""
+        return self.pool.sweep_unsealed()
+
+    def adopt(self, files: set[str]) -> int:
+        """Release every shard that is not in `files`, which no manifest names; returns how many.
+
+        Called when a run is taken over: what dead processes sealed, received or were writing goes.
+        """
+        self.pool.sweep_unsealed()
+        gone = 0
+        for pattern in ("*.arrow", "*.part"):
+            for path in self.directory.glob(pattern):
+                if is_sealed(path.name) and path.name not in files:
+                    gone += self.pool.release(path)
+        return gone
+
+    def trim(self) -> int:
+        """Give the free segments back to the system; returns their bytes."""
+        return self.pool.trim()
+
+    def remove(self) -> None:
+        """Remove everything of this run; readers keep what they have mapped."""
+        self.pool.remove()
+        remove_when_empty(self.directory.parent)

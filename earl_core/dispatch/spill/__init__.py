@@ -1,0 +1,1 @@
+"""Copies of shards on any storage that fsspec knows."""

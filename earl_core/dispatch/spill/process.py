@@ -1,0 +1,83 @@
+"""The process that copies shards to the spill and back, so that no other touches their bytes.
+
+Run as `python -m earl_core.dispatch.spill.process URL UID DIRECTORY`. Requests are JSON lines on
+standard input, answered in order on standard output: `{"id", "do", ...}` → `{"id", "error"}`,
+where `error` is null or `[kind, message]`. It ends when standard input does, even in the middle of
+a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
+from earl_core.dispatch.spill.storage import Spill, SpillError
+
+_NICE = 10  # the stages come first
+
+
+class _Copier:
+    def __init__(self, url: str, uid: str, directory: Path) -> None:
+        self._url, self._uid, self._directory = url, uid, directory
+        self._opened: Spill | None = None
+
+    def answer(self, request: dict[str, Any]) -> list[str] | None:
+        """Do one request; the error as (kind, message), or None."""
+        try:
+            # Opened late, so that a missing package is the answer to a request.
+            if self._opened is None:
+                self._opened = Spill(self._url, self._uid)
+            self._do(self._opened, request)
+        except SpillError as error:
+            return ["spill", str(error)]
+        except ManifestError as error:
+            return ["lost", str(error)]
+        except OSError as error:
+            return ["spill", f"{self._directory} cannot be used: {error}"]
+        return None
+
+    def _do(self, spill: Spill, request: dict[str, Any]) -> None:
+        what = request["do"]
+        if what == "put":
+            entry = ShardEntry.model_validate(request["entry"])
+            spill.put(self._directory / entry.file, entry)
+        elif what == "restore":
+            entry = ShardEntry.model_validate(request["entry"])
+            spill.restore(entry, self._directory / entry.file)
+        elif what == "delete":
+            spill.delete(request["files"])
+        elif what == "remove":
+            spill.remove()
+
+
+def _read_requests(into: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in sys.stdin:
+        into.put(json.loads(line))
+    # The controller is gone: what is half copied counts as not copied.
+    os._exit(0)
+
+
+def main(url: str, uid: str, directory: str) -> None:
+    """Serve requests until standard input ends."""
+    os.nice(_NICE)
+    # Ctrl-C reaches the whole group; the controller decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    copier = _Copier(url, uid, Path(directory))
+    while True:
+        request = requests.get()
+        error = copier.answer(request)
+        sys.stdout.write(json.dumps({"id": request["id"], "error": error}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,380 @@
+"""Spill: the same bytes as a shard in shared memory, on any storage that fsspec knows.
+
+`<url>/<run uid>/<file>` holds the whole Arrow file, so any Arrow reader opens it. Reads go by the
+manifest: only the blocks that cover the bytes asked for are fetched, in one `cat_ranges`, and
+each is compared with the shard's block table, whose checksum is in the manifest.
+
+The folder carries a mark of ours, its first object. Only where it does, and only plain objects with
+the name of a shard, are removed or written over: whatever else lies there belongs to others.
+
+An object may be torn by a crash while it was written (local disk is not atomic). That is harmless:
+its size decides whether it counts as written, its checksums whether its bytes are used.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from earl_core.dispatch.segments.names import is_shard, is_uid
+from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardCorrupt, ShardEntry
+from earl_core.secrets import redact, redact_error, resolve
+from earl_core.system.files import private
+from earl_core.system.process_identity import ProcessId
+
+_MARK = "earl-spill.json"
+_FORMAT = "earl.spill/1"
+
+_Blocks = dict[int, bytes]
+
+
+class SpillError(RuntimeError):
+    """The spill cannot be written or read; the message names it and says what to change."""
+
+
+class SpillLost(ManifestError):
+    """The spill does not hold this shard."""
+
+
+class Spill:
+    """The shards of one run under `url`, which may be a reference to one (`env:NAME`, `file:PATH`).
+    Credentials come from the storage's own environment.
+
+    Raises `SpillError` when the storage's package is missing or the URL is none, `ValueError` for
+    what is no uid.
+    """
+
+    def __init__(self, url: str, uid: str) -> None:
+        if not is_uid(uid):
+            raise ValueError(f"{uid!r} is no uid of a run, so it names no folder of a spill")
+        self._mark = json.dumps({"format": _FORMAT, "run": uid}).encode()
+        self._uid = uid
+        self.url = f"{url.rstrip('/')}/{uid}"
+        try:
+            import fsspec
+        except ImportError as error:
+            raise SpillError(
+                "dispatch.durability `spill` needs the package fsspec: install it, or choose "
+                "`memory`"
+            ) from error
+        try:
+            location = f"{resolve(url).rstrip('/')}/{uid}"
+            self._storage, self._root = fsspec.core.url_to_fs(location)
+        except (ImportError, ValueError) as error:
+            # An unresolvable reference is a ValueError too.
+            raise SpillError(
+                f"dispatch.spill_url {url!r} cannot be used ({redact(str(error))}): install the "
+                "storage's package (s3fs for s3://, gcsfs for gs://), or correct the URL"
+            ) from redact_error(error)
+        self._prepared = False
+
+    def put(self, path: Path, entry: ShardEntry) -> bool:
+        """Copy a sealed shard's file under a lease; harmless when it is there already.
+
+        False when the shard was released meanwhile, so that nobody needs it. Raises `SpillError`.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            # The lease came after the open: the name must still be this file's.
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return False
+            with self._storage_errors("written"):
+                self._prepare()
+                if self._size(entry) != entry.bytes:
+                    self._storage.put_file(str(path), self._name(entry))
+        except SpillError as error:
+            if self._prepared:
+                self._forget_partial(entry, error)
+            raise
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def holds(self, entry: ShardEntry) -> bool:
+        """Whether the shard is there at full size. Raises `SpillError`."""
+        with self._storage_errors("read"):
+            return self._size(entry) == entry.bytes
+
+    def read(self, entry: ShardEntry, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes of each span (start, length) of the shard's file, verified.
+
+        Raises `SpillLost`, `ShardCorrupt`, `SpillError`; `ValueError` for a span outside of the
+        shard's body.
+        """
+        body_start, body_length = entry.body
+        for start, length in spans:
+            if length and not body_start <= start <= start + length <= body_start + body_length:
+                raise ValueError(f"bytes {start}+{length} are no data of {entry.file}")
+        blocks = self._fetch(entry, _covering(entry, spans))
+        return [_cut(entry, blocks, start, length) for start, length in spans]
+
+    def column(
+        self, entry: ShardEntry, name: str, rows: Sequence[int] | None = None
+    ) -> list[np.ndarray]:
+        """One array for each row number asked for (default: all) of one column, read-only.
+
+        A list column's row has its elements, a scalar's row one element, a string's its UTF-8
+        bytes as uint8. Only these rows' bytes are fetched. Errors as in `read`.
+        """
+        column = entry.columns[name]
+        wanted = range(entry.rows) if rows is None else rows
+        starts, lengths = _row_bytes(entry, column)
+        spans = [(int(starts[row]), int(lengths[row])) for row in wanted]
+        kind = np.uint8 if column.dtype == "string" else np.dtype(column.dtype)
+        return [np.frombuffer(part, dtype=kind) for part in self.read(entry, spans)]
+
+    def restore(self, entry: ShardEntry, path: Path) -> None:
+        """Copy a shard back to where it lay, verified before it gets its name.
+
+        The caller sees to it that there is room. Raises as `read`, and `OSError` when the
+        directory cannot be written.
+        """
+        aside = path.with_name(f".writing.{ProcessId.current()}.{entry.generation}")
+        try:
+            with open(aside, "w+b", opener=private) as stream:
+                # A full tmpfs must be an error here and not a signal to whoever maps the file.
+                os.posix_fallocate(stream.fileno(), 0, max(1, entry.bytes))
+                self._copy(entry, stream)
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, f"{path} is in the way: remove it")
+            os.rename(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def delete(self, files: Sequence[str]) -> None:
+        """Remove shards by file name; harmless for those that are not there.
+
+        Raises `SpillError`, and removes nothing, where the folder does not carry our mark.
+        """
+        with self._storage_errors("changed"):
+            there = self._own_objects()
+            for file in set(files):
+                if there.get(file):
+                    self._storage.rm_file(f"{self._root}/{file}")
+
+    def remove(self) -> None:
+        """Remove all shards of this run, then the mark, then the folder if it is empty.
+
+        Objects of others stay, and the mark with them. Raises as `delete`.
+        """
+        with self._storage_errors("changed"):
+            there = self._own_objects()
+            for file in [file for file, own in there.items() if own]:
+                self._storage.rm_file(f"{self._root}/{file}")
+            if set(self._objects()) == {_MARK}:
+                self._storage.rm_file(f"{self._root}/{_MARK}")
+                with suppress(Exception):  # a storage without folders has nothing to remove
+                    self._storage.rmdir(self._root)
+        self._prepared = False
+
+    def names(self) -> list[str]:
+        """Shards that are there, ascending."""
+        with self._storage_errors("read"):
+            return sorted(name for name in self._objects() if is_shard(name))
+
+    def _prepare(self) -> None:
+        """Make the folder and mark it, unless others have put something there."""
+        if self._prepared:
+            return
+        self._storage.makedirs(self._root, exist_ok=True)
+        there = self._objects()
+        if not self._is_marked(there):
+            # A mark that was cut off by a crash lies there alone.
+            if not set(there) <= {_MARK} or not all(map(_is_plain, there.values())):
+                raise self._foreign()
+            self._storage.pipe_file(f"{self._root}/{_MARK}", self._mark)
+        self._prepared = True
+
+    def _own_objects(self) -> dict[str, bool]:
+        """Whether each object is a shard of ours; empty when the folder is not there."""
+        there = self._objects()
+        if there and not self._is_marked(there):
+            raise self._foreign()
+        return {name: is_shard(name) and _is_plain(info) for name, info in there.items()}
+
+    def _is_marked(self, there: dict[str, dict[str, Any]]) -> bool:
+        mark = there.get(_MARK)
+        # Through a link, the folder is another's, whatever lies in it.
+        if mark is None or not _is_plain(mark) or self._storage.info(self._root).get("islink"):
+            return False
+        return bool(self._storage.cat_file(f"{self._root}/{_MARK}") == self._mark)
+
+    def _objects(self) -> dict[str, dict[str, Any]]:
+        """What fsspec tells of each object in the folder, by name."""
+        self._storage.invalidate_cache()
+        try:
+            found = self._storage.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        named = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in found}
+        # Some storages list a folder as an object in itself.
+        return {name: info for name, info in named.items() if name != self._uid}
+
+    def _foreign(self) -> SpillError:
+        return SpillError(
+            f"the spill {self.url} does not carry the mark of this run ({_MARK}): what lies there "
+            "is not of EARL and was left alone; set dispatch.spill_url to another place"
+        )
+
+    def _name(self, entry: ShardEntry) -> str:
+        return f"{self._root}/{entry.file}"
+
+    def _size(self, entry: ShardEntry) -> int:
+        self._storage.invalidate_cache()
+        try:
+            info = self._storage.info(self._name(entry))
+        except FileNotFoundError:
+            return -1
+        if not _is_plain(info):
+            raise SpillError(f"{self._name(entry)} is no plain file of this user: remove it")
+        return int(info["size"])
+
+    def _forget_partial(self, entry: ShardEntry, error: SpillError) -> None:
+        """Give a full storage its space back; nothing more can be done where that fails too."""
+        try:
+            self.delete([entry.file])
+        except SpillError as again:
+            error.add_note(str(again))
+
+    def _fetch(self, entry: ShardEntry, numbers: Sequence[int]) -> _Blocks:
+        """The wanted blocks of the body and the table that vouches for them, in one request."""
+        if not numbers:
+            return {}
+        name, (table_start, table_length) = self._name(entry), entry.checksums
+        # Neighbouring blocks become one range: storage is slow to begin and quick to go on.
+        runs = np.split(np.asarray(numbers), np.flatnonzero(np.diff(numbers) > 1) + 1)
+        starts = [table_start] + [_block(entry, int(run[0]))[0] for run in runs]
+        ends = [table_start + table_length] + [_block(entry, int(run[-1]))[1] for run in runs]
+        with self._storage_errors("read"):
+            try:
+                table, *parts = self._storage.cat_ranges(
+                    [name] * len(starts), starts, ends, on_error="raise"
+                )
+            except FileNotFoundError as error:
+                raise SpillLost(f"the shard {entry.file} is not in {self.url}") from error
+        sums = _checked_table(entry, table, self.url)
+        blocks: _Blocks = {}
+        for run, part in zip(runs, parts, strict=True):
+            base = _block(entry, int(run[0]))[0]
+            for number in run.tolist():
+                start, stop = _block(entry, number)
+                blocks[number] = _checked_block(entry, number, part[start - base : stop - base])
+                if xxhash.xxh3_64_intdigest(blocks[number]) != sums[number]:
+                    raise _corrupt(entry, self.url)
+        return blocks
+
+    def _copy(self, entry: ShardEntry, stream: Any) -> None:
+        with self._storage_errors("read"):
+            try:
+                source = self._storage.open(self._name(entry), "rb")
+            except FileNotFoundError as error:
+                raise SpillLost(f"the shard {entry.file} is not in {self.url}") from error
+            with source:
+                left = entry.bytes
+                while left and (part := source.read(min(left, 1 << 23))):
+                    stream.write(part)
+                    left -= len(part)
+        if left:
+            raise _corrupt(entry, self.url)
+        stream.seek(entry.checksums[0])
+        sums = _checked_table(entry, stream.read(entry.checksums[1]), self.url)
+        stream.seek(entry.body[0])
+        for number, expected in enumerate(sums):
+            start, stop = _block(entry, number)
+            if xxhash.xxh3_64_intdigest(stream.read(stop - start)) != expected:
+                raise _corrupt(entry, self.url)
+
+    @contextmanager
+    def _storage_errors(self, what: str) -> Iterator[None]:
+        """Every storage has errors of its own: all become one, which names the spill."""
+        try:
+            yield
+        except (SpillError, ManifestError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                advice = "it is full: free some space"
+            else:
+                advice = redact(f"{type(error).__name__}: {error}")
+            raise SpillError(
+                f"the spill {self.url} cannot be {what} ({advice}). Correct dispatch.spill_url or "
+                "the storage behind it, or set dispatch.durability to `memory`"
+            ) from error
+
+
+def _is_plain(info: dict[str, Any]) -> bool:
+    """Whether this is an object, and on a file system one of this user and no link."""
+    own = info.get("uid", os.geteuid()) == os.geteuid()
+    return info["type"] == "file" and not info.get("islink") and own
+
+
+def _block(entry: ShardEntry, number: int) -> tuple[int, int]:
+    """First byte and the byte after the last of a block of the body."""
+    start, length = entry.body
+    begin = start + number * entry.block_bytes
+    return begin, min(begin + entry.block_bytes, start + length)
+
+
+def _covering(entry: ShardEntry, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Numbers of the blocks that the spans touch, ascending."""
+    base, size = entry.body[0], entry.block_bytes
+    numbers: set[int] = set()
+    for start, length in spans:
+        if length:
+            numbers.update(range((start - base) // size, (start + length - 1 - base) // size + 1))
+    return sorted(numbers)
+
+
+def _cut(entry: ShardEntry, blocks: _Blocks, start: int, length: int) -> memoryview:
+    numbers = _covering(entry, [(start, length)])
+    if not numbers:
+        return memoryview(b"")
+    first = _block(entry, numbers[0])[0]
+    whole = blocks[numbers[0]] if len(numbers) == 1 else b"".join(blocks[n] for n in numbers)
+    return memoryview(whole)[start - first : start - first + length]
+
+
+def _row_bytes(entry: ShardEntry, column: ColumnRange) -> tuple[np.ndarray, np.ndarray]:
+    """Start and length in bytes of every row of a column, from the manifest alone."""
+    counts = np.ones(entry.rows, dtype=np.int64)
+    if column.axis is not None:
+        counts = np.asarray(entry.axes[column.axis], dtype=np.int64)
+    lengths = counts * column.itemsize
+    return column.values[0] + np.cumsum(lengths) - lengths, lengths
+
+
+def _checked_table(entry: ShardEntry, table: bytes, url: str) -> list[int]:
+    if not entry.checksum or xxhash.xxh3_64_hexdigest(table) != entry.checksum:
+        raise _corrupt(entry, url)
+    layout, *sums = np.frombuffer(table, dtype="<u8").tolist()
+    if layout != entry.layout:
+        raise _corrupt(entry, url)
+    return sums
+
+
+def _checked_block(entry: ShardEntry, number: int, data: bytes) -> bytes:
+    start, stop = _block(entry, number)
+    if len(data) != stop - start:
+        raise ShardCorrupt(f"the spilled shard {entry.file} is cut off; its stage must be repeated")
+    return data
+
+
+def _corrupt(entry: ShardEntry, url: str) -> ShardCorrupt:
+    return ShardCorrupt(
+        f"the shard {entry.file} in {url} does not match its checksums: its stage is repeated"
+    )

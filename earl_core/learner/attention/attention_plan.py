@@ -1,0 +1,306 @@
+"""Which tokens of a pack attend to which, and in which calls: planned once per pack, on the host.
+
+Samples of similar length share one batched call; right padding needs no mask there, because causal
+attention never looks to the right. Tokens that several samples begin with lie in the pack once
+(`prefix_tree`): the runs that continue them attend to them and to themselves. A context rank plans
+for the runs it has, with the keys of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from earl_core.learner.attention.varlen import varlen_cuda
+from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, cut_tree
+from earl_core.learner.parallel.context_parallel import PackExchange
+
+# Longer samples amortise a call of their own, so padding them together only costs.
+_NO_PADDING_FROM = 512
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Runs attended in one batched call: each sees the same number of tokens before it.
+
+    count, length: the call's batch size and padded length. prefix: tokens before each run that it
+    attends to. start: first token of the bucket among the queries. gather: int64 [count * length],
+    the query of each padded position, or None when the bucket's queries lie in order and without
+    padding. key_start: likewise its first token among the keys. keys: int64 [count * (prefix +
+    length)], or None.
+    """
+
+    count: int
+    length: int
+    prefix: int
+    start: int
+    gather: torch.Tensor | None
+    key_start: int
+    keys: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """Runs that a CUDA kernel attends in one call; their queries lie in order.
+
+    start, count: the queries. key_start, key_count: the keys, which lie in order too where `keys`
+    is None; otherwise keys: int64 [key_count], their places. cu_seqlens, cu_keys: int32 [runs + 1],
+    where each run's queries and keys begin in these. longest, longest_keys: of any run.
+    """
+
+    start: int
+    count: int
+    cu_seqlens: torch.Tensor
+    longest: int
+    key_start: int
+    key_count: int
+    keys: torch.Tensor | None
+    cu_keys: torch.Tensor
+    longest_keys: int
+
+
+@dataclass(frozen=True)
+class SampleBoundaries:
+    """Which tokens of a pack see which, made once per pack on the host.
+
+    cu_seqlens: int32 [runs + 1], on the device; without shared prefixes a run is a sample.
+    longest: tokens of the longest sample. buckets: for devices without a varlen kernel; calls: for
+    those with one (not made for the CPU). scatter: int64 [T], the position of each query among the
+    buckets' concatenated padded positions, or None for the identity. padded_tokens: positions that
+    attention computes. exchange: where the queries are one context rank's, how it gets the keys of
+    the others; the keys are then numbered as in the whole pack. None: queries and keys are both
+    the whole pack.
+    """
+
+    cu_seqlens: torch.Tensor
+    longest: int
+    buckets: tuple[Bucket, ...]
+    calls: tuple[KernelCall, ...]
+    scatter: torch.Tensor | None
+    padded_tokens: int
+    exchange: PackExchange | None = None
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu"
+    ) -> SampleBoundaries:
+        """Samples of these lengths (all positive) that share nothing, end to end."""
+        if len(lengths) == 0 or min(lengths) < 1:
+            raise ValueError(f"A pack needs at least one sample of at least one token: {lengths}.")
+        starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        runs = tuple(
+            TokenRun(start, int(length), 0, -1)
+            for start, length in zip(starts, lengths, strict=False)
+        )
+        return cls.from_tree(PrefixTree(runs, tuple(range(len(runs)))), device)
+
+    @classmethod
+    def from_tree(
+        cls,
+        tree: PrefixTree,
+        device: torch.device | str = "cpu",
+        exchange: PackExchange | None = None,
+    ) -> SampleBoundaries:
+        """Plan the attention of a pack, or of the context rank's part of it that `exchange` names.
+
+        tree: of the whole pack, as `pack` gives it.
+        """
+        tree = tree if exchange is None else cut_tree(tree, exchange.cut.edges)
+        queries = _queries_of(tree, exchange)
+        scatter = np.empty(int(queries.sizes.sum()), dtype=np.int64)
+        buckets: list[Bucket] = []
+        offset = 0
+        for parent, members in _alike(queries.parents, queries.sizes):
+            bucket, real, local = _bucket(tree, queries, parent, members, device)
+            padded = offset + np.arange(real.size).reshape(real.shape)
+            scatter[local[real]] = padded[real]
+            buckets.append(bucket)
+            offset += real.size
+        identity = np.array_equal(scatter, np.arange(offset))
+        cu_seqlens = _cumulative(queries.sizes).to(device)
+        return cls(
+            cu_seqlens=cu_seqlens,
+            longest=max(
+                (tree.runs[run].depth + tree.runs[run].length for run in queries.runs), default=0
+            ),
+            buckets=tuple(buckets),
+            calls=_kernel_calls(tree, queries, cu_seqlens, split=exchange is not None),
+            scatter=None if identity else torch.from_numpy(scatter).to(device),
+            padded_tokens=offset,
+            exchange=exchange,
+        )
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything of it that lies on the device."""
+        held = [self.cu_seqlens, self.scatter]
+        for bucket in self.buckets:
+            held += [bucket.gather, bucket.keys]
+        for call in self.calls:
+            held += [call.cu_seqlens, call.cu_keys, call.keys]
+        return (tensor for tensor in held if tensor is not None)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """The runs of a tree that are attended here, int64 [runs] each.
+
+    runs: their indices in the tree. starts: their first tokens among the queries; places: among
+    the keys, which is their place in the pack. sizes, parents: as in the tree.
+    """
+
+    runs: np.ndarray
+    starts: np.ndarray
+    places: np.ndarray
+    sizes: np.ndarray
+    parents: np.ndarray
+
+
+def _queries_of(tree: PrefixTree, exchange: PackExchange | None) -> _Queries:
+    table = np.array(
+        [(run.start, run.length, run.parent) for run in tree.runs], dtype=np.int64
+    ).reshape(-1, 3)
+    places, sizes, parents = table.T
+    runs = np.arange(len(tree.runs))
+    if exchange is not None:
+        owners = exchange.cut.owners[places]
+        runs = np.flatnonzero(owners == exchange.place.rank)
+    sizes = sizes[runs]
+    # A rank's tokens are in pack order, so its runs follow each other without a gap.
+    starts = np.cumsum(sizes) - sizes
+    return _Queries(runs, starts, places[runs], sizes, parents[runs])
+
+
+def _bucket(
+    tree: PrefixTree,
+    queries: _Queries,
+    parent: int,
+    members: np.ndarray,
+    device: torch.device | str,
+) -> tuple[Bucket, np.ndarray, np.ndarray]:
+    """The call for these runs, which of its padded positions are real [count, length], and the
+    query of each of those.
+    """
+    sizes, starts, places = queries.sizes[members], queries.starts[members], queries.places[members]
+    steps = np.arange(int(sizes[0]))
+    real = steps < sizes[:, None]
+    # A padding position repeats its run's first token: any valid index will do, since nothing
+    # real attends to it and its own output is dropped.
+    steps = np.where(real, steps, 0)
+    local, own = starts[:, None] + steps, places[:, None] + steps
+    before = tree.path(parent) if parent >= 0 else np.empty(0, dtype=np.int64)
+    start, gather = _in_order(local, device)
+    if before.size == 0 and np.array_equal(local, own):
+        key_start, keys = start, gather
+    else:
+        tiled = np.tile(before, (members.size, 1))
+        key_start, keys = _in_order(np.concatenate([tiled, own], axis=1), device)
+    bucket = Bucket(
+        count=int(members.size),
+        length=int(sizes[0]),
+        prefix=before.size,
+        start=start,
+        gather=gather,
+        key_start=key_start,
+        keys=keys,
+    )
+    return bucket, real, local
+
+
+def _in_order(places: np.ndarray, device: torch.device | str) -> tuple[int, torch.Tensor | None]:
+    """The first place, and all of them unless they simply follow each other."""
+    flat = places.reshape(-1)
+    first = int(flat[0])
+    if np.array_equal(flat, np.arange(first, first + flat.size)):
+        return first, None
+    return first, torch.from_numpy(flat).to(device)
+
+
+def _cumulative(sizes: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+
+
+def _kernel_calls(
+    tree: PrefixTree, queries: _Queries, cu_seqlens: torch.Tensor, *, split: bool
+) -> tuple[KernelCall, ...]:
+    """One call for all runs, or, where `split`, as many as spare copies of keys.
+
+    The kernel takes the keys of its runs one after another. Runs of a long sample that was cut see
+    overlapping stretches of the pack: each has a call of its own, which reads them where they lie.
+    """
+    device = cu_seqlens.device
+    if not varlen_cuda.wanted(device) or queries.runs.size == 0:
+        return ()
+    shared = bool((queries.parents >= 0).any())
+    paths = [tree.path(int(run)) for run in queries.runs] if shared or split else []
+    groups = _calls_without_copies(paths) if split else [range(queries.runs.size)]
+    calls = []
+    for group in groups:
+        first, last = group[0], group[-1]
+        sizes = queries.sizes[first : last + 1]
+        start, count = int(queries.starts[first]), int(sizes.sum())
+        cu = cu_seqlens if len(groups) == 1 else _cumulative(sizes).to(device)
+        call = KernelCall(
+            start, count, cu, int(sizes.max()), start, count, None, cu, int(sizes.max())
+        )
+        if paths:
+            seen = [paths[index] for index in group]
+            lengths = np.array([path.size for path in seen])
+            key_start, keys = _in_order(np.concatenate(seen), device)
+            call = replace(
+                call,
+                key_start=key_start,
+                key_count=int(lengths.sum()),
+                keys=keys,
+                cu_keys=_cumulative(lengths).to(device),
+                longest_keys=int(lengths.max()),
+            )
+        calls.append(call)
+    return tuple(calls)
+
+
+def _calls_without_copies(paths: Sequence[np.ndarray]) -> list[range]:
+    """Neighbours whose keys follow each other in the pack, and neighbours whose keys must be
+    copied together in any case.
+    """
+    # None: the path has gaps.
+    spans = [
+        (int(path[0]), int(path[-1]) + 1) if path[-1] - path[0] + 1 == path.size else None
+        for path in paths
+    ]
+    groups: list[range] = []
+    for index, span in enumerate(spans):
+        before = spans[index - 1] if index else None
+        joins = before is None if span is None else before is not None and before[1] == span[0]
+        if index and joins:
+            groups[-1] = range(groups[-1].start, index + 1)
+        else:
+            groups.append(range(index, index + 1))
+    return groups
+
+
+def _alike(parents: np.ndarray, sizes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Runs that one call may attend together: same parent, similar length; longest first."""
+    for parent in np.unique(parents):
+        members = np.flatnonzero(parents == parent)
+        order = members[np.argsort(-sizes[members], kind="stable")]
+        for group in _group_similar(sizes, order):
+            yield int(parent), group
+
+
+def _group_similar(sizes: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
+    """Cut samples, longest first, into groups that waste at most a quarter on padding."""
+    groups: list[np.ndarray] = []
+    first = 0
+    for index in range(1, order.size + 1):
+        longest = int(sizes[order[first]])
+        if index < order.size:
+            size = int(sizes[order[index]])
+            similar = 4 * size >= 3 * longest and longest < _NO_PADDING_FROM
+            if size == longest or similar:
+                continue
+        groups.append(order[first:index])
+        first = index
+    return groups

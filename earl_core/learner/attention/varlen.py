@@ -1,0 +1,157 @@
+"""Variable-length attention: many samples in one flat sequence, no T x T mask.
+
+transformers builds a dense T x T mask when `position_ids` restart inside a sequence (1.1 GB at
+32K tokens). `earl_varlen` is registered with transformers' AttentionInterface instead: the model
+forward gets the keyword `sample_boundaries`, every layer hands it to the attention function, and
+attention runs causally inside each sample, as `boundaries` planned it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.varlen import varlen_cuda, varlen_dense
+from earl_core.learner.parallel.context_parallel import attend_to_all_ranks
+from earl_core.models.huggingface import AttentionInterface
+
+__all__ = [
+    "ATTENTION_NAME",
+    "SampleBoundaries",
+    "UnsupportedAttention",
+    "register_attention",
+    "varlen_attention",
+    "windows_seen",
+]
+
+ATTENTION_NAME = "earl_varlen"
+
+# What some models ask of their attention and is not supported here: its name there, and in words.
+_REFUSED = {
+    "softcap": "soft caps on its attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias in its attention",
+}
+
+
+class UnsupportedAttention(ValueError):
+    """The model's attention needs what packed training does not compute."""
+
+
+def register_attention() -> str:
+    """Make `earl_varlen` known to transformers; returns the name. Idempotent.
+
+    No mask function is registered with it: transformers then passes no mask at all and also
+    skips its search for packed sequences, which would synchronise with the device.
+    """
+    AttentionInterface.register(ATTENTION_NAME, varlen_attention)
+    return ATTENTION_NAME
+
+
+@contextmanager
+def windows_seen() -> Iterator[set[int | None]]:
+    """The sliding windows that layers ask for inside the context; None: of those without one."""
+    seen: set[int | None] = set()
+
+    def noting(*given: Any, **options: Any) -> Any:
+        seen.add(options.get("sliding_window"))
+        return varlen_attention(*given, **options)
+
+    AttentionInterface.register(ATTENTION_NAME, noting)
+    try:
+        yield seen
+    finally:
+        register_attention()
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    sample_boundaries: SampleBoundaries | None = None,
+    **unsupported: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each sample of a pack; transformers' attention signature.
+
+    query [1, heads, T, dim]; key, value [1, kv_heads, T, dim]; returns ([1, T, heads, dim], None).
+    Dropout is never applied: log-probs must be those of the policy that played. Raises
+    UnsupportedAttention when the boundaries are missing or it needs what is not supported here.
+    """
+    _check_supported(module, attention_mask, sample_boundaries, unsupported)
+    assert sample_boundaries is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sliding_window is not None and sliding_window >= sample_boundaries.longest:
+        sliding_window = None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    attend = partial(_attend, sample_boundaries, scale, sliding_window)
+    if sample_boundaries.exchange is None:
+        attended = attend(q, k, v)
+    else:
+        attended = attend_to_all_ranks(q, k, v, sample_boundaries.exchange, attend)
+    # Some models look at it as [T, heads * dim], which takes contiguous memory.
+    return attended.contiguous()[None], None
+
+
+def _attend(
+    boundaries: SampleBoundaries,
+    scale: float,
+    window: int | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """query [T, heads, dim]; key, value [keys, kv_heads, dim] -> [T, heads, dim]."""
+    if varlen_cuda.usable(query, key, value):
+        return varlen_cuda.attend(query, key, value, boundaries, scale, window)
+    outputs = []
+    for bucket in boundaries.buckets:
+        attended = varlen_dense.attend_bucket(
+            varlen_dense.queries(query, bucket),
+            varlen_dense.keys(key, bucket),
+            varlen_dense.keys(value, bucket),
+            scale,
+            window,
+        )
+        outputs.append(attended.transpose(1, 2).reshape(-1, *attended.shape[1::2]))
+    packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if boundaries.scatter is not None:
+        packed = packed.index_select(0, boundaries.scatter)
+    return packed
+
+
+def _check_supported(
+    module: torch.nn.Module,
+    attention_mask: torch.Tensor | None,
+    boundaries: SampleBoundaries | None,
+    unsupported: dict[str, Any],
+) -> None:
+    if boundaries is None:
+        raise UnsupportedAttention(
+            f"{type(module).__name__} was called without `sample_boundaries`, because the layers "
+            "around it do not hand keyword arguments on to their attention. Choose a model whose "
+            "layers do."
+        )
+    if attention_mask is not None:
+        raise UnsupportedAttention(
+            "Packed samples take no attention_mask: do not pass one to the model."
+        )
+    for name, words in _REFUSED.items():
+        if unsupported.get(name) is not None:
+            raise UnsupportedAttention(
+                f"{type(module).__name__} has {words} (`{name}`), which packed training does not "
+                "compute. Choose a model without."
+            )
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedAttention(
+            f"{type(module).__name__} is not causal: choose a causal language model."
+        )

@@ -1,0 +1,95 @@
+"""The CUDA side of variable-length attention: torch's own flash varlen kernel."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from earl_core.learner.attention.attention_plan import KernelCall, SampleBoundaries
+
+
+def wanted(device: torch.device) -> bool:
+    """Whether calls of the kernel are worth planning on this device."""
+    return device.type != "cpu"
+
+
+def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the kernel takes these tensors: CUDA, half precision, head size up to 256."""
+    return (
+        query.device.type == "cuda"
+        and value.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+        and "window_size" in _options()
+    )
+
+
+@cache
+def _options() -> frozenset[str]:
+    """The parameters of torch's varlen kernel; none where torch has no such kernel."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: SampleBoundaries,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention of [T, heads, dim] to [keys, kv_heads, dim] without a host synchronisation.
+
+    A run that continues a shared prefix has more keys than queries; the kernel aligns the causal
+    mask to the last ones (flash attention, since version 2.1).
+    """
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    parts = [_call(query, key, value, call, scale, window) for call in boundaries.calls]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: KernelCall,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {}
+    if "enable_gqa" in _options():
+        # Before torch 2.12 the kernel takes fewer key heads without being told.
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    attended = varlen_attn(
+        _part(query, call.start, call.count),
+        _chosen(key, call),
+        _chosen(value, call),
+        call.cu_seqlens,
+        call.cu_keys,
+        call.longest,
+        call.longest_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    assert isinstance(attended, torch.Tensor)
+    return attended
+
+
+def _part(states: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return states if count == states.shape[0] else states.narrow(0, start, count)
+
+
+def _chosen(states: torch.Tensor, call: KernelCall) -> torch.Tensor:
+    if call.keys is not None:
+        return states.index_select(0, call.keys)
+    return _part(states, call.key_start, call.key_count)

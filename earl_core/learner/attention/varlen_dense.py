@@ -1,0 +1,163 @@
+"""Attention of one bucket of runs, on any device: what is used where no varlen kernel is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from earl_core.learner.attention.attention_plan import Bucket
+
+# Up to this padded length, scores as plain matrix products in float32 beat torch's fused CPU
+# kernel by 1.2 (fp32) to 4 times (bf16); they hold T * heads * 128 numbers, linear in T.
+_SHORT = 128
+# The same for runs that continue a shared prefix, by the number of keys.
+_SHORT_AFTER_PREFIX = 256
+# Query rows of one call when a sliding window or a shared prefix needs a mask.
+_QUERY_BLOCK = 512
+# Numbers (64 MiB in float32) of the masks of a call's blocks that may wait for the backward pass;
+# with more, each block and its mask are computed again there.
+_MASKS_KEPT = 2**24
+
+
+def queries(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """[T, heads, dim] -> the bucket's [count, heads, length, dim]."""
+    if bucket.gather is None:
+        chosen = states.narrow(0, bucket.start, bucket.count * bucket.length)
+    else:
+        chosen = states.index_select(0, bucket.gather)
+    return chosen.reshape(bucket.count, bucket.length, *states.shape[1:]).transpose(1, 2)
+
+
+def keys(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """[keys, kv_heads, dim] -> the bucket's [count, kv_heads, prefix + length, dim]."""
+    if bucket.keys is None:
+        count = bucket.count * (bucket.prefix + bucket.length)
+        chosen = states.narrow(0, bucket.key_start, count)
+    else:
+        chosen = states.index_select(0, bucket.keys)
+    return chosen.reshape(bucket.count, -1, *states.shape[1:]).transpose(1, 2)
+
+
+def attend_bucket(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Causal attention of [count, heads, length, dim] to keys and values [count, kv_heads, keys,
+    dim], whose last `length` belong to the queries and whose others all come before them. Values
+    may have a size of their own.
+    """
+    rows, columns = query.shape[2], key.shape[2]
+    short = _SHORT if rows == columns else _SHORT_AFTER_PREFIX
+    if query.device.type == "cpu" and columns <= short:
+        return _short_attention(query, key, value, scale, window)
+    # Rotary embeddings leave query and key in float32 under autocast; the fused kernels want one
+    # dtype, and the value's is the one that autocast chose.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    width = value.shape[3]
+    if query.device.type == "cpu" and query.shape[3] != width:
+        # Latent attention (MLA). The fused kernel wants one width; without it torch computes all
+        # scores at once, T * T a head.
+        most = max(query.shape[3], width)
+        query, key, value = (F.pad(x, (0, most - x.shape[3])) for x in (query, key, value))
+    return _fused_attention(query, key, value, scale, window)[..., :width]
+
+
+def _fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    rows, columns = query.shape[2], key.shape[2]
+    if rows != columns or (window is not None and window < rows):
+        return _blocked_attention(query, key, value, scale, window)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _short_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    count, heads, rows, dim = query.shape
+    kv_heads, columns = key.shape[1], key.shape[2]
+    # The query heads that share a key head are stacked along the rows, so keys are not repeated.
+    with torch.autocast(query.device.type, enabled=False):
+        q = query.float().reshape(count * kv_heads, heads // kv_heads * rows, dim)
+        k = key.float().reshape(count * kv_heads, columns, dim)
+        v = value.float().reshape(count * kv_heads, columns, value.shape[3])
+        mask = _causal_mask(rows, columns, columns - rows, window, q.device)
+        mask = mask.repeat(heads // kv_heads, 1)
+        scores = torch.baddbmm(mask[None], q, k.transpose(1, 2), alpha=scale)
+        attended = torch.bmm(torch.softmax(scores, dim=-1), v)
+    return attended.view(count, heads, rows, value.shape[3]).to(value.dtype)
+
+
+def _blocked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Blocks of queries, each with only the keys it can see, so that masks stay small."""
+    blocks = []
+    rows = query.shape[2]
+    prefix = key.shape[2] - rows
+    columns = key.shape[2] if window is None else min(key.shape[2], window + _QUERY_BLOCK)
+    many = rows * columns > _MASKS_KEPT and torch.is_grad_enabled()
+    for start in range(0, rows, _QUERY_BLOCK):
+        stop = min(start + _QUERY_BLOCK, rows)
+        first = 0 if window is None else max(0, prefix + start - window + 1)
+        seen = slice(first, prefix + stop)
+        block = (query[:, :, start:stop], key[:, :, seen], value[:, :, seen])
+        offset = prefix + start - first
+        if many:
+            blocks.append(
+                checkpoint(
+                    _masked_attention,
+                    *block,
+                    offset,
+                    scale,
+                    window,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            )
+        else:
+            blocks.append(_masked_attention(*block, offset, scale, window))
+    return torch.cat(blocks, dim=2)
+
+
+def _masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offset: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Row r stands at column r + offset."""
+    mask = _causal_mask(query.shape[2], key.shape[2], offset, window, query.device)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask.to(query.dtype),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _causal_mask(
+    rows: int, columns: int, offset: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Additive float32 [rows, columns]; row r stands at column r + offset."""
+    distance = (
+        torch.arange(rows, device=device)[:, None]
+        + offset
+        - torch.arange(columns, device=device)[None, :]
+    )
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(rows, columns, device=device).masked_fill_(hidden, float("-inf"))

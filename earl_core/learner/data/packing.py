@@ -1,0 +1,263 @@
+"""From samples to packed microbatches. Pure functions over numpy arrays; no torch.
+
+A microbatch is a flat sequence of whole samples. Nothing is padded and nothing is truncated: a
+sample, or an episode that must stay whole, that exceeds the budget gets a microbatch of its own.
+The only copy of a sample's tokens is the one into the pack; tokens that several of its samples
+begin with are in the pack once (`prefix_tree`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from earl_core.learner.data.prefix_tree import (
+    LEAST_SHARED,
+    PrefixTree,
+    TokenRun,
+    build_tree,
+    sort_by_prefix,
+)
+
+Allocate = Callable[[int, str], np.ndarray]
+"""(count, dtype) → an uninitialised one-dimensional array: where the pack's numbers go."""
+
+# Every run that continues a shared one has copies of its keys and values in each layer; so many of
+# them take about the memory of one computed token's activations.
+_KEYS_PER_TOKEN = 16
+
+# Per-token columns that follow the trained tokens into the pack when they are there.
+_COLUMNS = ("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs", "current")
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One row of training data; arrays are views of equal length L and are never written.
+
+    tokens: int32 [L]. loss_mask: uint8 [L], 1 on tokens that the policy sampled. The others are
+    float32 [L], meaningful where the mask is 1: rollout_logprobs under the engine, advantages,
+    reference_logprobs under the frozen policy, old_logprobs under the trainer before its first
+    step. None: not known, and not needed by the caller. current: uint8 [L], 1 on tokens that the
+    policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    advantages: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    current: np.ndarray | None = None
+    episode_id: int = 0
+    group_id: int = 0
+    sample_id: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("loss_mask", *_COLUMNS):
+            column = getattr(self, name)
+            if column is not None and len(column) != len(self.tokens):
+                raise ValueError(
+                    f"Sample {self.sample_id} has {len(self.tokens)} tokens but {len(column)} "
+                    f"values of {name}: give every column of a sample the same length."
+                )
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch:
+    """Samples laid end to end: T tokens, T' trained ones over all samples, E episodes.
+
+    rows: the samples' indices in the caller's list, with their `lengths` and `trained_counts`.
+    tree: which stretch of the pack belongs to which sample; T is less than the sum of the lengths
+    when samples share their beginnings. tokens, position_ids: int64 [T]; a position is the
+    token's place in its sample. predictors: int64 [T'], row after row, where the hidden state that
+    predicts the trained token stands (one before it). targets: int64 [T'], the trained tokens.
+    episode_ids: int64 [E], ascending; episode_index: int64 [T'], into it. columns: float32 [T'].
+    """
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    trained_counts: tuple[int, ...]
+    tokens: np.ndarray
+    position_ids: np.ndarray
+    tree: PrefixTree
+    predictors: np.ndarray
+    targets: np.ndarray
+    episode_ids: np.ndarray
+    episode_index: np.ndarray
+    columns: dict[str, np.ndarray]
+
+    def split_by_row(self, values: np.ndarray) -> list[np.ndarray]:
+        """Cut an array over the trained tokens [T'] into one array per row of `rows`."""
+        return np.split(values, np.cumsum(self.trained_counts)[:-1])
+
+
+def plan_microbatches(
+    lengths: Sequence[int] | np.ndarray,
+    budget: int,
+    *,
+    keep_together: Sequence[int] | np.ndarray | None = None,
+) -> list[list[int]]:
+    """Distribute samples over microbatches of at most `budget` tokens where possible.
+
+    Best-fit decreasing: longest unit first into the microbatch with the least room that still
+    takes it; ties by index, so the plan depends on the arguments only. `keep_together` gives a
+    label per sample (its episode): samples with one label share a microbatch. A unit longer than
+    the budget is alone in its own. Inside a microbatch samples stand longest first, which lets
+    attention batch equal lengths without copies. O(n log n).
+    """
+    if budget < 1:
+        raise ValueError(f"max_tokens_per_microbatch must be at least 1, not {budget}.")
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if sizes.size and sizes.min() < 1:
+        raise ValueError(f"Sample {int(sizes.argmin())} of the list has no tokens: leave it out.")
+    labels = np.arange(sizes.size) if keep_together is None else np.asarray(keep_together)
+    _, unit_of = np.unique(labels, return_inverse=True)
+    unit_sizes = np.bincount(unit_of, weights=sizes).astype(np.int64)
+    first_row = np.full(unit_sizes.size, sizes.size)
+    np.minimum.at(first_row, unit_of, np.arange(sizes.size))
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for unit in np.lexsort((first_row, -unit_sizes)):
+        size = int(unit_sizes[unit])
+        place = bisect_left(room, (size, -1))
+        if place < len(room):
+            left, number = room.pop(place)
+            bins[number].append(int(unit))
+        else:
+            left, number = max(budget, size), len(bins)
+            bins.append([int(unit)])
+        if left > size:
+            insort(room, (left - size, number))
+    bin_of_unit = np.empty(unit_sizes.size, dtype=np.int64)
+    for number, units in enumerate(bins):
+        bin_of_unit[units] = number
+    plan: list[list[int]] = [[] for _ in bins]
+    for row in np.argsort(-sizes, kind="stable"):
+        plan[bin_of_unit[unit_of[row]]].append(int(row))
+    return plan
+
+
+def plan_shared(
+    tokens: Sequence[np.ndarray],
+    budget: int,
+    *,
+    keep_together: Sequence[int] | np.ndarray | None = None,
+) -> list[list[int]]:
+    """Like `plan_microbatches`, for samples whose tokens are known: those with one beginning
+    share a microbatch, and the budget counts what is computed after sharing, and the copies of
+    shared keys and values at what they take.
+
+    Units (samples, or episodes that stay whole) are taken in the lexicographic order of their
+    first sample. Falls back to `plan_microbatches` where sharing saves less than a twentieth.
+    """
+    lengths = np.array([len(sample) for sample in tokens], dtype=np.int64)
+    plan = plan_microbatches(lengths, budget, keep_together=keep_together)
+    labels = range(len(tokens)) if keep_together is None else keep_together
+    order, shared = sort_by_prefix(tokens)
+    if shared[shared >= LEAST_SHARED].sum() < lengths.sum() / 20:
+        return plan
+    units: dict[int, list[int]] = {}
+    for row in order:
+        units.setdefault(int(labels[row]), []).append(row)
+    sharing: list[list[int]] = []
+    total = bound = budget
+    for unit in units.values():
+        added = int(lengths[unit].sum())
+        total, bound = total + added, bound + added
+        # Nothing costs more than separate samples; the exact cost is asked for where it decides.
+        if sharing and bound > budget:
+            tree = build_tree([tokens[row] for row in (*sharing[-1], *unit)])
+            bound = tree.size + (total - tree.size) // _KEYS_PER_TOKEN
+        if sharing and bound <= budget:
+            sharing[-1].extend(unit)
+        else:
+            sharing.append(list(unit))
+            total = bound = added
+    return sharing
+
+
+def pack(
+    samples: Sequence[TrainingSample], rows: Sequence[int], allocate: Allocate = np.empty
+) -> PackedMicrobatch:
+    """Copy the chosen samples into one microbatch.
+
+    allocate: gives the memory of `tokens`, `position_ids`, `predictors`, `targets`,
+    `episode_index` and the columns, so that they can be written straight into a buffer that a
+    device reads from.
+
+    Raises ValueError when a sample's first token is trained: nothing predicts it.
+    """
+    chosen = [samples[row] for row in rows]
+    tree = build_tree([sample.tokens for sample in chosen])
+    tokens, position_ids = (allocate(tree.size, "int64") for _ in range(2))
+    for run, sample in _runs_with_a_sample(tree, chosen):
+        place = slice(run.start, run.start + run.length)
+        tokens[place] = sample.tokens[run.depth : run.depth + run.length]
+        position_ids[place] = np.arange(run.depth, run.depth + run.length)
+    trained = [np.flatnonzero(sample.loss_mask) for sample in chosen]
+    for sample, at in zip(chosen, trained, strict=True):
+        if at.size and at[0] == 0:
+            raise ValueError(
+                f"Sample {sample.sample_id} trains its first token, which nothing predicts: "
+                "every sample must begin with a given token."
+            )
+    counts = [at.size for at in trained]
+    count = sum(counts)
+    predictors, targets, episode_index = (allocate(count, "int64") for _ in range(3))
+    episode_ids, episode_of_row = np.unique(
+        np.array([sample.episode_id for sample in chosen], dtype=np.int64), return_inverse=True
+    )
+    start = 0
+    for index, (sample, at) in enumerate(zip(chosen, trained, strict=True)):
+        place = slice(start, start + at.size)
+        predictors[place] = tree.positions(index)[at - 1]
+        targets[place] = sample.tokens[at]
+        episode_index[place] = episode_of_row[index]
+        start += at.size
+    return PackedMicrobatch(
+        rows=tuple(rows),
+        lengths=tuple(len(sample.tokens) for sample in chosen),
+        trained_counts=tuple(counts),
+        tokens=tokens,
+        position_ids=position_ids,
+        tree=tree,
+        predictors=predictors,
+        targets=targets,
+        episode_ids=episode_ids,
+        episode_index=episode_index,
+        columns=_trained_columns(chosen, count, allocate),
+    )
+
+
+def _runs_with_a_sample(
+    tree: PrefixTree, chosen: Sequence[TrainingSample]
+) -> Iterator[tuple[TokenRun, TrainingSample]]:
+    """Every run once, with one of the samples that have it."""
+    done: set[int] = set()
+    for last, sample in zip(tree.last_run, chosen, strict=True):
+        run = last
+        while run >= 0 and run not in done:
+            done.add(run)
+            yield tree.runs[run], sample
+            run = tree.runs[run].parent
+
+
+def _trained_columns(
+    chosen: Sequence[TrainingSample], count: int, allocate: Allocate
+) -> dict[str, np.ndarray]:
+    columns: dict[str, np.ndarray] = {}
+    masks = [sample.loss_mask.astype(bool, copy=False) for sample in chosen]
+    for name in _COLUMNS:
+        parts = [getattr(sample, name) for sample in chosen]
+        if any(part is None for part in parts):
+            continue
+        column = columns[name] = allocate(count, "float32")
+        start = 0
+        for part, mask in zip(parts, masks, strict=True):
+            selected = part[mask]
+            column[start : start + selected.size] = selected
+            start += selected.size
+    return columns

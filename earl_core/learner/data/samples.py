@@ -1,0 +1,234 @@
+"""Between shards and training samples: each rank's rows, as views into shared memory.
+
+Every rank makes the same plan from the manifests and reads its own rows from it, and only the
+columns it needs. Ranks of one replica (context x tensor) read the same rows whole: tensor ranks
+compute on equal data, and context ranks need all tokens to know which beginnings samples share.
+On one host they share the mapping, so that nothing is read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
+from earl_core.dispatch.reads.fetch import fetch
+from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch.remote import Transport
+from earl_core.learner.data.minibatches import SampleTable, split_table
+from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh
+from earl_core.selector import ModelShape
+from earl_core.trajectory.schema import SAMPLE_BITS
+
+SCORED = ("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id")
+"""Columns of a sample that is scored."""
+
+_VERSIONS = ("turn_starts", "policy_version_first", "policy_version_last")
+
+TRAINED = (*SCORED, *_VERSIONS, "advantages", "reference_logprobs")
+"""Columns of a sample that is trained on; the reference's only where there is one."""
+
+Split = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(sample_id, group_id) of all rows → the number of the part of each; all int64."""
+
+_OPTIONAL = ("advantages", "reference_logprobs")
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """A row of n tokens costs `linear * n + quadratic * n**2`, in any unit."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    @classmethod
+    def of(cls, model: ModelShape) -> RowCost:
+        """Multiplications of a forward pass: the matrices for each token, attention for each pair
+        of a token and one before it. The backward pass costs twice as much of both.
+        """
+        matrices = model.layers * model.layer_parameters + model.embedding_parameters
+        return cls(float(matrices), float(model.layers * model.query_size))
+
+
+@dataclass(frozen=True)
+class RankReader:
+    """Reads what one rank of a stage works on.
+
+    hosts: of every rank, as manifests name them. transport: brings what lies on other hosts.
+    verify: check the shards' bytes on every read.
+    """
+
+    store: ShardStore
+    transport: Transport
+    hosts: tuple[str, ...]
+    cost: RowCost = RowCost()
+    verify: bool = False
+
+    def open(
+        self,
+        manifests: Sequence[Manifest],
+        mesh: UpdateMesh,
+        columns: Sequence[str],
+        split: Split | None = None,
+    ) -> Batch:
+        """The rank's rows of the last manifest, with those of `columns` that any manifest has.
+
+        The batch may be empty. Raises what `make_plan` and `fetch` raise.
+        """
+        plan = self.plan(manifests, mesh, columns, split)
+        return fetch(plan, mesh.rank, self.store, self.transport, verify=self.verify)
+
+    def plan(
+        self,
+        manifests: Sequence[Manifest],
+        mesh: UpdateMesh,
+        columns: Sequence[str],
+        split: Split | None = None,
+    ) -> DispatchPlan:
+        """Who reads what; equal on all ranks. split: into parts that are balanced one by one.
+
+        An episode is whole on one replica, so that losses over whole episodes are. So is a group
+        if that keeps the replicas as even as the layout asks: its episodes begin alike, and what
+        they share is computed once.
+        """
+        there = {name for manifest in manifests for name in manifest.column_names()}
+        layout = self._layout(mesh.shape, [name for name in columns if name in there])
+        if mesh.shape.data == 1:
+            return make_plan(manifests, layout)
+        plans = []
+        rows, groups = self._groups(manifests, mesh)
+        parts = None if split is None else split(rows, groups)
+        for units in (groups, rows >> SAMPLE_BITS):
+            plan = make_plan(manifests, layout, groups=units, parts=parts)
+            if plan.imbalance <= layout.max_imbalance:
+                return plan
+            plans.append(plan)
+        return min(plans, key=lambda plan: plan.imbalance)
+
+    def _layout(self, shape: MeshShape, columns: Sequence[str]) -> Layout:
+        return Layout(
+            data_parallel=shape.data,
+            tensor_parallel=shape.context * shape.tensor,
+            hosts=self.hosts,
+            columns=tuple(columns),
+            linear=self.cost.linear,
+            quadratic=self.cost.quadratic,
+            keep_groups=shape.data > 1,
+        )
+
+    def _groups(
+        self, manifests: Sequence[Manifest], mesh: UpdateMesh
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """sample_id and group_id of all rows, int64: a few bytes a row, which every rank reads."""
+        layout = Layout(tensor_parallel=mesh.shape.size, hosts=self.hosts, columns=("group_id",))
+        plan = make_plan(manifests, layout)
+        with fetch(plan, mesh.rank, self.store, self.transport, verify=self.verify) as batch:
+            return batch.rows, batch.scalars("group_id")
+
+
+def by_minibatch(count: int, *, seed: int, iteration: int) -> Split:
+    """Parts that are the minibatches of the first epoch, after each of which the ranks meet.
+
+    Later epochs deal the groups out anew: they are balanced as far as chance does it.
+    """
+
+    def split(rows: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        columns = [rows, groups, rows >> SAMPLE_BITS, np.ones_like(rows)]
+        table = SampleTable(np.stack(columns, axis=1), 0, len(rows))
+        parts = np.zeros(len(rows), dtype=np.int64)
+        minibatches = split_table(table, count, seed=seed, iteration=iteration, epoch=0)
+        for number, minibatch in enumerate(minibatches):
+            parts[list(minibatch.rows)] = number
+        return parts
+
+    return split
+
+
+def training_samples(
+    batch: Batch,
+    old_logprobs: Sequence[np.ndarray] | None = None,
+    policy_version: int | None = None,
+) -> list[TrainingSample]:
+    """One `TrainingSample` per row; its arrays are read-only views that must go before the batch.
+
+    Columns that the batch does not have are None. old_logprobs: one array per row. policy_version:
+    which tokens are the current policy's; None: nobody asks.
+    """
+    there = set(batch.names())
+    current = None
+    if policy_version is not None and there.issuperset(_VERSIONS):
+        current = _current_tokens(batch, policy_version)
+    episodes = batch.scalars("episode_id")
+    groups = batch.scalars("group_id")
+    return [
+        TrainingSample(
+            tokens=batch.row("tokens", row),
+            loss_mask=batch.row("loss_mask", row),
+            rollout_logprobs=batch.row("rollout_logprobs", row),
+            old_logprobs=None if old_logprobs is None else old_logprobs[row],
+            current=None if current is None else current[row],
+            episode_id=int(episodes[row]),
+            group_id=int(groups[row]),
+            sample_id=int(batch.rows[row]),
+            **{name: batch.row(name, row) if name in there else None for name in _OPTIONAL},
+        )
+        for row in range(len(batch))
+    ]
+
+
+def _current_tokens(batch: Batch, policy_version: int) -> list[np.ndarray] | None:
+    """For each row uint8 [L], 1 in the turns that this policy alone has answered; None when that
+    is every turn.
+    """
+    answered = []
+    for row in range(len(batch)):
+        first, last = (batch.row(name, row) for name in _VERSIONS[1:])
+        # A turn without an answer has version -1, and no trained tokens.
+        answered.append(((first == policy_version) & (last == policy_version)) | (last < 0))
+    if all(turns.all() for turns in answered):
+        return None
+    current = []
+    for row, turns in enumerate(answered):
+        starts, length = batch.row("turn_starts", row), len(batch.row("tokens", row))
+        sizes = np.diff(np.append(starts, length))
+        # Tokens before the first turn belong to nobody's answer.
+        given = np.zeros(int(starts[0]) if len(starts) else length, dtype=np.uint8)
+        current.append(np.concatenate([given, np.repeat(turns, sizes).astype(np.uint8)]))
+    return current
+
+
+def write_scores(
+    store: ShardStore,
+    batch: Batch,
+    score: Callable[[list[TrainingSample], list[np.ndarray]], object],
+    *,
+    stage: str,
+    iteration: int,
+    rank: int,
+    schema: pa.Schema,
+) -> ShardEntry:
+    """Publish one float32 per token of each row of the batch; returns the completed entry.
+
+    schema: `sample_id` and one token column. score(samples, arrays) writes every element of the
+    arrays, one [L] per sample; they lie in the shard, so that nothing is copied, and neither they
+    nor the samples may be kept. Raises `PoolFull` when the shard does not fit.
+    """
+    (name,) = (name for name in schema.names if name != "sample_id")
+    samples = training_samples(batch)
+    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
+    with store.create(
+        stage=stage,
+        iteration=iteration,
+        rank=rank,
+        schema=schema,
+        rows=len(samples),
+        lengths={name: lengths},
+    ) as writer:
+        writer.values("sample_id")[:] = batch.rows
+        score(samples, writer.rows(name))
+        return store.complete(writer.seal())

@@ -1,0 +1,1 @@
+"""The device mesh, and a model split over it."""

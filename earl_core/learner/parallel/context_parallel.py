@@ -1,0 +1,374 @@
+"""Context parallelism: the tokens of one pack dealt to several ranks.
+
+A pack of T tokens is cut into 2c stretches; of c ranks, rank r holds stretches r and 2c - 1 - r
+(zigzag order), so that a long sample's early tokens, which attend to little, lie on the rank of its
+late ones, which attend to much. Everything but attention works token by token. In attention a rank
+has the queries of its own tokens and all ranks' keys and values, which are gathered layer by layer;
+their gradients are summed back to the ranks that the keys came from.
+
+What a rank keeps until the backward pass is O(T / c): the gathered keys and values of a layer are
+dropped after its attention and gathered again when its backward pass begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+from earl_core.learner.data.packing import Allocate, PackedMicrobatch
+
+if TYPE_CHECKING:
+    from earl_core.learner.data.microbatch_prefetch import FedMicrobatch
+    from earl_core.learner.parallel.mesh import UpdateMesh
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query [T_r, heads, dim], key, value [T, kv_heads, dim]) → [T_r, heads, dim]."""
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """This rank's place among the `size` ranks that share a pack, and their process group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, mesh: UpdateMesh | None) -> ContextGroup | None:
+        """The mesh's context dimension; None where it has one rank."""
+        if mesh is None or mesh.shape.context == 1:
+            return None
+        return cls(mesh.context_rank, mesh.shape.context, mesh.group("context"))
+
+
+@dataclass(frozen=True)
+class ContextCut:
+    """Where a pack is cut: stretch i is [edges[i], edges[i + 1]), 2c of them for c ranks."""
+
+    edges: tuple[int, ...]
+
+    @classmethod
+    def even(cls, tokens: int, size: int) -> ContextCut:
+        """2 * size stretches that differ by at most one token; some are empty in a tiny pack."""
+        count = 2 * size
+        return cls(tuple(index * tokens // count for index in range(count + 1)))
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.edges) // 2
+
+    def stretches(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(start, stop) of the rank's early and of its late stretch."""
+        late = 2 * self.size - 1 - rank
+        return (
+            (self.edges[rank], self.edges[rank + 1]),
+            (self.edges[late], self.edges[late + 1]),
+        )
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(
+            sum(stop - start for start, stop in self.stretches(rank)) for rank in range(self.size)
+        )
+
+    def positions(self, rank: int) -> np.ndarray:
+        """The rank's tokens as pack positions, in its order; int64."""
+        return np.concatenate([np.arange(*stretch) for stretch in self.stretches(rank)])
+
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """The rank of each token of the pack; int64 [T]."""
+        stretches = np.arange(2 * self.size)
+        ranks = np.minimum(stretches, stretches[::-1])
+        return np.repeat(ranks, np.diff(self.edges))
+
+
+@dataclass(frozen=True)
+class PackExchange:
+    """Moves rows of a pack, one per token, between the ranks that its tokens are dealt to."""
+
+    place: ContextGroup
+    cut: ContextCut
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [T_r, ...] → all rows [T, ...] in pack order. Collective."""
+        most = max(self.cut.counts)
+        received = _all_gather(_padded(local, most), self.place)
+        parts = []
+        for index, length in enumerate(np.diff(self.cut.edges).tolist()):
+            rank = min(index, 2 * self.cut.size - 1 - index)
+            late = index != rank
+            parts.append(received.narrow(0, self._start(rank, late=late, most=most), length))
+        return torch.cat(parts)
+
+    def sum_to_owner(self, whole: torch.Tensor) -> torch.Tensor:
+        """Every rank's [T, ...] → this rank's rows [T_r, ...], summed over ranks. Collective."""
+        most = max(self.cut.counts)
+        sent = whole.new_zeros(self.cut.size * most, *whole.shape[1:])
+        for rank in range(self.cut.size):
+            for late, (start, stop) in enumerate(self.cut.stretches(rank)):
+                first = self._start(rank, late=bool(late), most=most)
+                sent[first : first + stop - start] = whole[start:stop]
+        received = whole.new_empty(most, *whole.shape[1:])
+        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        reduce_scatter(received, sent, group=self.place.group)
+        return received[: self.cut.counts[self.place.rank]]
+
+    def _start(self, rank: int, *, late: bool, most: int) -> int:
+        """Where a stretch of a rank begins among all ranks' rows, padded to `most` each."""
+        first, stop = self.cut.stretches(rank)[0]
+        return rank * most + (stop - first if late else 0)
+
+
+def _collective(name: str, before: str) -> Callable[..., object]:
+    """By its name since torch 2.13 or the one before, of which torch then warns."""
+    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
+    return found
+
+
+def _padded(local: torch.Tensor, length: int) -> torch.Tensor:
+    if local.shape[0] == length:
+        return local.contiguous()
+    padded = local.new_zeros(length, *local.shape[1:])
+    padded[: local.shape[0]] = local
+    return padded
+
+
+def _all_gather(padded: torch.Tensor, place: ContextGroup) -> torch.Tensor:
+    """Equal parts [n, ...] of all ranks, [size * n, ...]."""
+    received = padded.new_empty(place.size * padded.shape[0], *padded.shape[1:])
+    _collective("all_gather_single", "all_gather_into_tensor")(received, padded, group=place.group)
+    return received
+
+
+@dataclass(frozen=True)
+class PackShare:
+    """One rank's part of a packed microbatch, on the host; T_r tokens, T'_r trained ones.
+
+    tokens, position_ids: int64 [T_r]; of a rank that no token was dealt to, the pack's first one,
+    which attends to nothing and is not attended to, because models take no empty sequence.
+    predictors: int64 [T'_r], places among the rank's tokens;
+    targets: int64 [T'_r]; in the pack's trained order. A trained token belongs to the rank that
+    holds its predictor. trained: int64 [T'_r], their places among the pack's T' trained tokens.
+    order: int64 [T'], where each of those lies among all ranks' parts, padded to `most` each.
+    """
+
+    exchange: PackExchange
+    tokens: np.ndarray
+    position_ids: np.ndarray
+    predictors: np.ndarray
+    targets: np.ndarray
+    trained: np.ndarray
+    order: np.ndarray
+    most: int
+
+
+def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) -> PackShare:
+    """Cut a microbatch and take this rank's part; it may have no token to train, or none at all."""
+    cut = ContextCut.even(packed.tokens.size, place.size)
+    mine = cut.positions(place.rank)
+    if mine.size == 0:
+        mine = np.zeros(1, dtype=np.int64)
+    tokens, position_ids = (allocate(mine.size, "int64") for _ in range(2))
+    tokens[:] = packed.tokens[mine]
+    position_ids[:] = packed.position_ids[mine]
+    local = np.zeros(packed.tokens.size, dtype=np.int64)
+    local[mine] = np.arange(mine.size)
+    owner = cut.owners[packed.predictors]
+    counts = np.bincount(owner, minlength=place.size)
+    most = int(counts.max())
+    order = allocate(owner.size, "int64")
+    for rank in range(place.size):
+        order[owner == rank] = rank * most + np.arange(counts[rank])
+    at = np.flatnonzero(owner == place.rank)
+    predictors, targets, trained = (allocate(at.size, "int64") for _ in range(3))
+    predictors[:] = local[packed.predictors[at]]
+    targets[:] = packed.targets[at]
+    trained[:] = at
+    exchange = PackExchange(place, cut)
+    return PackShare(exchange, tokens, position_ids, predictors, targets, trained, order, most)
+
+
+@dataclass(frozen=True)
+class TrainedGather:
+    """How a microbatch's trained tokens come together again; see `PackShare`, on the device."""
+
+    place: ContextGroup
+    trained: torch.Tensor
+    order: torch.Tensor
+    most: int
+
+
+def gather_trained(local: torch.Tensor, fed: FedMicrobatch) -> torch.Tensor:
+    """A number per trained token of this rank [T'_r] → of the microbatch [T'], in its order.
+
+    Collective over the context ranks, which must compute the same loss from the result: each
+    takes its own tokens' part of the gradient, so the loss counts once. Without context
+    parallelism `local` itself.
+    """
+    if fed.context is None:
+        return local
+    gathered = _GatherTrained.apply(local, fed.context)  # type: ignore[no-untyped-call]
+    assert isinstance(gathered, torch.Tensor)
+    return gathered
+
+
+class _GatherTrained(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, gather: TrainedGather) -> torch.Tensor:
+        ctx.gather = gather
+        if gather.most == 0:
+            return local.new_empty(0, *local.shape[1:])
+        return _all_gather(_padded(local, gather.most), gather.place).index_select(0, gather.order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].index_select(0, ctx.gather.trained), None
+
+
+def attend_to_all_ranks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    exchange: PackExchange,
+    attend: Attend,
+) -> torch.Tensor:
+    """`attend` with this rank's queries [T_r, heads, dim] and the whole pack's keys and values.
+
+    key, value: this rank's, [T_r, kv_heads, dim]; they travel in the value's dtype. Collective, in
+    the backward pass too; a rank without tokens takes part, and gets zeros.
+    """
+    heads, dims = key.shape[1], (key.shape[2], value.shape[2])
+    local = torch.cat([key.to(value.dtype).flatten(1), value.flatten(1)], dim=1)
+    idle = exchange.cut.counts[exchange.place.rank] == 0
+    if idle:
+        local = local[:0]
+    tracked = torch.is_grad_enabled() and (query.requires_grad or local.requires_grad)
+    # Where the caller drops what is saved anyway (activation checkpointing), nothing is gained,
+    # and tensors saved under hooks of our own would escape it.
+    kept = _GatheredAgain(local.detach(), exchange) if tracked and not _hooked() else None
+    whole = _GatherRows.apply(local, exchange, kept)  # type: ignore[no-untyped-call]
+    with nullcontext() if kept is None else saved_tensors_hooks(kept.pack, kept.unpack):
+        if idle:
+            shape = (*query.shape[:2], dims[1])
+            attended = _NoQueries.apply(query, whole, shape)  # type: ignore[no-untyped-call]
+        else:
+            keys, values = whole.split([heads * dim for dim in dims], dim=1)
+            attended = attend(
+                query, keys.unflatten(1, (heads, dims[0])), values.unflatten(1, (heads, dims[1]))
+            )
+    if kept is not None:
+        attended = _GatherAgain.apply(attended, kept)  # type: ignore[no-untyped-call]
+    assert isinstance(attended, torch.Tensor)
+    return attended
+
+
+def _hooked() -> bool:
+    """Whether someone else's hooks take what autograd saves."""
+    try:
+        with disable_saved_tensors_hooks("unused"):
+            return False
+    except RuntimeError:
+        return True
+
+
+class _GatheredAgain:
+    """Stands for a layer's gathered keys and values between forward and backward pass.
+
+    Autograd saves how a view lies in them instead of the view.
+    """
+
+    def __init__(self, local: torch.Tensor, exchange: PackExchange) -> None:
+        self._local = local
+        self._exchange = exchange
+        self._storage = 0
+        self._whole: torch.Tensor | None = None
+
+    def gathered(self, whole: torch.Tensor) -> None:
+        self._storage = whole.untyped_storage().data_ptr()
+
+    def gather(self) -> None:
+        self._whole = self._exchange.gather(self._local)
+
+    def release(self) -> None:
+        self._whole = None
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        if tensor.untyped_storage().data_ptr() != self._storage:
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        assert self._whole is not None, "the backward pass of attention began without its keys"
+        return self._whole.as_strided(*saved)
+
+
+class _GatherRows(torch.autograd.Function):
+    """[T_r, n] of each rank → [T, n]; the gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, exchange: PackExchange, kept: _GatheredAgain | None
+    ) -> torch.Tensor:
+        ctx.exchange, ctx.kept = exchange, kept
+        whole = exchange.gather(local)
+        if kept is not None:
+            kept.gathered(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.kept is not None:
+            ctx.kept.release()
+        return ctx.exchange.sum_to_owner(gradients[0]), None, None
+
+
+class _GatherAgain(torch.autograd.Function):
+    """The identity; its backward pass, the first of a layer's attention, gathers the keys again.
+
+    It is a node that every rank has, whatever its attention consists of, so that all ranks come to
+    the collective.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, attended: torch.Tensor, kept: _GatheredAgain) -> torch.Tensor:
+        ctx.kept = kept
+        return attended.view_as(attended)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.kept.gather()
+        return gradients[0], None
+
+
+class _NoQueries(torch.autograd.Function):
+    """Attention of a rank without tokens: zeros, but with a place in everyone's backward pass.
+
+    It saves a tensor, as attention does: under activation checkpointing that is what makes a layer
+    be computed again, and so the rank come to the collectives of that.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, whole: torch.Tensor, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.whole = whole.shape
+        ctx.save_for_backward(query)
+        return whole.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (query,) = ctx.saved_tensors
+        return torch.zeros_like(query), gradients[0].new_zeros(ctx.whole), None

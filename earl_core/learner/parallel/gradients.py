@@ -1,0 +1,124 @@
+"""Gradients of a model whose parameters lie on different meshes: sums, norm and clipping.
+
+A gradient is a sum over tokens with denominators of the whole minibatch, so that the ranks' parts
+of it add up. FSDP2 adds them up for the parameters it holds; here the others are, once for each
+optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from earl_core.learner.parallel.mesh import COMBINED, DIMENSIONS, UpdateMesh
+from earl_core.tensors.buckets import buckets
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A parameter, and what it means that other ranks hold it too.
+
+    counted: this rank counts its elements in a norm. copied: the tensor ranks hold copies of it.
+    """
+
+    parameter: nn.Parameter
+    counted: bool
+    copied: bool
+
+
+class Gradients:
+    """The gradients of these parameters. All methods are collective over the mesh."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], mesh: UpdateMesh) -> None:
+        self._mesh = mesh
+        places = dict(zip(DIMENSIONS, mesh.coordinates, strict=True))
+        self._trained = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                cut = _cut_dimensions(parameter)
+                counted = all(places[name] == 0 for name in DIMENSIONS if name not in cut)
+                copied = mesh.shape.tensor > 1 and "tensor" not in cut
+                self._trained.append(_Trained(parameter, counted, copied))
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add up what the ranks that hold the same elements found, where that is not done yet."""
+        if self._mesh.shape.size == 1:
+            return
+        replicate = self._mesh.group("replicate")
+        if replicate is not None and self._mesh.group("parameters") is None:
+            for bucket in _in_buckets(_local_gradient(each.parameter) for each in self._trained):
+                _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=replicate))
+        tensor = self._mesh.group("tensor")
+        if tensor is not None:
+            # Equal but for the order of additions on a GPU; a drift apart would never end.
+            copies = (_local_gradient(each.parameter) for each in self._trained if each.copied)
+            for bucket in _in_buckets(copies):
+                _through_flat(bucket, lambda flat: dist.broadcast(flat, group=tensor, group_src=0))
+
+    @torch.no_grad()
+    def clip(self, largest: float) -> float:
+        """Scale all gradients so that their norm is at most `largest`; returns it from before.
+
+        The norm is that of the whole gradient, the same on all ranks. One that is not finite
+        scales nothing.
+        """
+        counted = [_local_gradient(each.parameter) for each in self._trained if each.counted]
+        norm = get_total_norm([each for each in counted if each is not None])
+        world = self._mesh.group("world")
+        if world is not None:
+            square = norm.to(self._mesh.device).double().square()
+            dist.all_reduce(square, group=world)
+            norm = square.sqrt()
+        found = float(norm)
+        scale = largest / (found + 1e-6)
+        if math.isfinite(found) and scale < 1.0:
+            gradients = [_local_gradient(each.parameter) for each in self._trained]
+            torch._foreach_mul_([each for each in gradients if each is not None], scale)
+        return found
+
+
+def _cut_dimensions(parameter: torch.Tensor) -> set[str]:
+    """The mesh dimensions whose ranks hold different elements."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    cut: set[str] = set()
+    for name, placement in zip(names, parameter.placements, strict=True):
+        if not placement.is_replicate():
+            cut.update(COMBINED.get(name, (name,)))
+    return cut
+
+
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the gradient, as a plain tensor that shares its memory."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor)
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    local: torch.Tensor = gradient.to_local()
+    return local
+
+
+def _in_buckets(gradients: Iterable[torch.Tensor | None]) -> Iterator[list[torch.Tensor]]:
+    """The gradients there are, a bucket at a time; all ranks have the same ones."""
+    return buckets((each for each in gradients if each is not None), lambda each: each.nbytes)
+
+
+def _through_flat(bucket: list[torch.Tensor], act: Callable[[torch.Tensor], object]) -> None:
+    """Let `act` change the bucket's gradients as one tensor."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    act(flat)
+    start = 0
+    for gradient in bucket:
+        gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+        start += gradient.numel()

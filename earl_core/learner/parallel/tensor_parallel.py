@@ -1,0 +1,179 @@
+"""Tensor parallelism: each matrix of a layer split over ranks that see the same tokens.
+
+Which matrix is split by columns and which by rows is the model's own plan (`base_model_tp_plan` of
+its configuration); torch's `ColwiseParallel` and `RowwiseParallel` carry it out. Embedding and
+output layer are split over the vocabulary. What the plan does not name is whole on every rank,
+with equal gradients.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from earl_core.config.base import ConfigError
+from earl_core.config.layout import tensor_degrees
+from earl_core.learner.model import decoder_of, head_of
+from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+from earl_core.models.huggingface import PreTrainedModel
+from earl_core.selector import ModelShape
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # A norm over each head, [1, tokens, heads, dim], between a split matrix and attention.
+    "replicated_with_grad_allreduce": partial(
+        SequenceParallel, sequence_dim=2, use_local_output=True
+    ),
+}
+
+
+def split_over_ranks(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularyShard:
+    """Split the model's weights in place over the one-dimensional mesh; without communication.
+
+    The model may be on the meta device; else every rank has the same whole weights. Returns the
+    part of the vocabulary that this rank holds. Raises ConfigError, with the degrees that work,
+    for a model that cannot be split so often.
+    """
+    check_degree(model, ranks.size())
+    decoder = decoder_of(model)
+    styles = _styles(decoder, _plan(model))
+    for name in {name.rpartition(".")[0] for name in styles}:
+        siblings = [style for each, style in styles.items() if each.rpartition(".")[0] == name]
+        if sum(isinstance(style, ColwiseParallel) for style in siblings) > 1:
+            decoder.get_submodule(name).register_forward_pre_hook(
+                partial(_enter_once, ranks), with_kwargs=True
+            )
+    parallelize_module(decoder, ranks, styles, src_data_rank=None)
+    shard = _split_vocabulary(model, ranks)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor) and not parameter.is_meta:
+                # A part is a view until here and would keep the whole tensor alive.
+                parameter._local_tensor = parameter._local_tensor.clone()
+    return shard
+
+
+def check_degree(model: PreTrainedModel, degree: int) -> None:
+    """Raise ConfigError unless the model can be split over so many ranks."""
+    problem = _unsplittable(model)
+    if degree > 1 and problem:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be split over tensor-parallel ranks: {problem}. Use "
+            "shard or context_parallel instead."
+        )
+    working = working_degrees(model)
+    if degree not in working:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be split over {degree} tensor-parallel ranks: its "
+            f"heads, key-value heads and feed-forward width allow {_listed(working)}. Set "
+            "tensor_parallel to one of these, or use shard or context_parallel instead."
+        )
+
+
+def working_degrees(model: PreTrainedModel) -> list[int]:
+    """Tensor-parallel degrees that divide what is split; 1 alone without a plan that is known."""
+    if _unsplittable(model):
+        return [1]
+    return tensor_degrees(ModelShape.from_config(model.config.to_dict()), engine=False)
+
+
+def _unsplittable(model: PreTrainedModel) -> str:
+    """Why no degree works, whatever its sizes; empty when one may."""
+    plan = _plan(model)
+    if not plan:
+        return "transformers has no plan for it (base_model_tp_plan)"
+    unknown = sorted({style for style in plan.values() if style not in _STYLES})
+    if unknown:
+        return f"its plan asks for {', '.join(unknown)}, which is not supported"
+    embedding = type(model.get_input_embeddings())
+    return (
+        ""
+        if embedding is nn.Embedding
+        else f"its embeddings are of a special kind ({embedding.__name__})"
+    )
+
+
+def _listed(degrees: list[int]) -> str:
+    *most, last = map(str, degrees)
+    return f"{', '.join(most)} or {last}" if most else f"{last} only"
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    """Module pattern below the decoder → style; embeddings, split here anyway, are left out."""
+    config: Any = model.config.get_text_config()
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    return {name: style for name, style in plan.items() if not style.startswith("embedding")}
+
+
+def _styles(decoder: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
+    """The style of each module that the plan names."""
+    styles = {}
+    for pattern, style in plan.items():
+        wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name, _ in decoder.named_modules():
+            if wanted.fullmatch(name):
+                styles[name] = _STYLES[style]()
+    return styles
+
+
+def _enter_once(
+    ranks: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give several column-split matrices one distributed input.
+
+    The gradients that they send back to it are then added up here before they are summed over the
+    ranks: one sum for queries, keys and values instead of three.
+    """
+
+    def distributed(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return value
+        return DTensor.from_local(value, ranks, [Replicate()], run_check=False)
+
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": distributed(kwargs["hidden_states"])}
+    return (distributed(args[0]), *args[1:]), kwargs
+
+
+def _split_vocabulary(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularyShard:
+    """Split embedding and output layer by rows; tied weights stay one parameter."""
+
+    def split(parameter: torch.Tensor) -> nn.Parameter:
+        parts = distribute_tensor(parameter.detach(), ranks, [Shard(0)], src_data_rank=None)
+        return nn.Parameter(parts, requires_grad=parameter.requires_grad)
+
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
+    head: Any = head_of(model)
+    tied = head.weight is embedding.weight
+    whole = embedding.weight.shape[0]
+    if head.weight.shape[0] != whole:
+        raise ConfigError(
+            f"{type(model).__name__} reads {whole} different tokens but writes "
+            f"{head.weight.shape[0]}: set tensor_parallel to 1."
+        )
+    embedding.weight = split(embedding.weight)
+    head.weight = embedding.weight if tied else split(head.weight)
+    if getattr(head, "bias", None) is not None:
+        head.bias = split(head.bias)
+    most = -(-whole // ranks.size())
+    start = min(whole, most * ranks.get_local_rank())
+    shard = VocabularyShard(start, min(most, whole - start), most, ranks.get_group())
+    embedding.forward = partial(shard.embed, embedding)  # type: ignore[method-assign]
+    return shard

@@ -1,0 +1,1 @@
+"""The training state: optimizer, checkpoints, resharding."""

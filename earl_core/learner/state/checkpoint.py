@@ -1,0 +1,340 @@
+"""Training states on disk: `policy/`, `optimizer.safetensors`, `optimizer.json`, `state.json`.
+
+`policy/` is a directory that `from_pretrained` loads, tokenizer included. Files hold whole tensors,
+which all ranks of a mesh fill together, each the boxes it holds, so that a state written under one
+mesh loads under any other. Optimizer tensors are named by their parameter. `state.json` is written
+last and describes the rest (`earl_core.run.training_state`). Safetensors and JSON only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from earl_core.models.huggingface import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    custom_object_save,
+)
+from earl_core.run.training_state import (
+    CheckpointError,
+    describe_state,
+    read_state,
+    verify_files,
+    verify_training_state,
+)
+from earl_core.system.files import remove, sync
+from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.joint_file import fill, own_shares, read_box
+from earl_core.tensors.safetensors_layout import (
+    DTYPE_CODES,
+    DTYPES,
+    Layout,
+    TensorPlace,
+    map_file,
+    plan_layout,
+    read_layout,
+)
+from earl_core.tensors.slices import Slice, local_box, local_part, slices_like, slices_of
+from earl_core.weights.load import model_files
+
+if TYPE_CHECKING:
+    from earl_core.learner.parallel.mesh import UpdateMesh
+
+__all__ = [
+    "CheckpointError",
+    "OptimizerState",
+    "read_training_state",
+    "verify_training_state",
+    "write_training_state",
+]
+
+_Place = tuple[mmap.mmap, TensorPlace]
+
+
+class OptimizerState(Protocol):
+    """An optimizer's state by parameter name: tensors with the shape of the local part, scalars."""
+
+    state: dict[str, dict[str, torch.Tensor]]
+
+    def load_state(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set a parameter's state."""
+        ...
+
+
+def write_training_state(
+    directory: Path,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: OptimizerState,
+    state: dict[str, Any],
+    mesh: UpdateMesh | None = None,
+) -> None:
+    """Write a training state, or nothing: all files go to a sibling, which is then renamed.
+
+    directory must not exist or must be a training state, which is replaced. state: JSON-able
+    things of the caller, such as the policy version; rank 0's counts. With a mesh all its ranks
+    call it, and all must see the directory. Raises OSError on all ranks when the disk is full,
+    with nothing left behind.
+    """
+    ranks = Ranks(mesh)
+    building = directory.parent / f".{directory.name}.building"
+    gather_nothing(model)
+    parameters = dict(model.named_parameters())
+    try:
+        ranks.on_first(lambda: _begin(directory, building, model, tokenizer))
+        weights = ranks.do(lambda: slices_of(parameters | _persistent_buffers(model)))
+        _write_file(building / "policy" / "model.safetensors", weights, ranks)
+        moments = ranks.do(lambda: _optimizer_slices(parameters, optimizer))
+        _write_file(building / "optimizer.safetensors", moments, ranks)
+        ranks.on_first(
+            lambda: _seal(directory, building, _index(moments), _shapes(parameters), state)
+        )
+    except BaseException:
+        if ranks.first:
+            shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def read_training_state(
+    directory: Path,
+    *,
+    model: PreTrainedModel,
+    optimizer: OptimizerState,
+    mesh: UpdateMesh | None = None,
+) -> dict[str, Any]:
+    """Load weights and optimizer state in place, bit for bit; returns the caller's `state`.
+
+    Each rank reads the boxes that it holds, whatever mesh wrote them. Raises CheckpointError, on
+    all ranks and before anything is changed, when a file is damaged or when the state belongs to
+    a model with other parameters.
+    """
+    ranks = Ranks(mesh)
+    gather_nothing(model)
+    parameters = dict(model.named_parameters())
+    content = _verified(directory, ranks)
+    _check_same_model(directory, content["parameters"], _shapes(parameters))
+    index = ranks.do(lambda: _optimizer_index(directory))
+    weights = ranks.do(lambda: _places(directory, model_files(directory / "policy"), parameters))
+    moments = ranks.do(lambda: _moment_places(directory, index))
+    ranks.do(lambda: _load(parameters, weights, optimizer, index, moments))
+    return cast(dict[str, Any], content["state"])
+
+
+def gather_nothing(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered, so that parameters are the parts that this rank owns."""
+    for module in model.modules():
+        if hasattr(module, "unshard") and hasattr(module, "reshard"):
+            cast(Any, module).reshard()
+
+
+def _shapes(parameters: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: list(parameter.shape) for name, parameter in parameters.items()}
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that `save_pretrained` writes too; every rank holds them whole."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _check_same_model(
+    directory: Path, stored: dict[str, list[int]], wanted: dict[str, list[int]]
+) -> None:
+    if stored == wanted:
+        return
+    different = sorted(
+        name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name)
+    )
+    example = different[0]
+    raise CheckpointError(
+        f"The checkpoint {directory} is of another model: {len(different)} parameters differ, "
+        f"such as {example} with shape {stored.get(example, 'missing')} there and "
+        f"{wanted.get(example, 'missing')} here. Set model.path to the model that the run was "
+        "started with, or start a new run."
+    )
+
+
+def _begin(
+    directory: Path, building: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The new directory with all that one rank knows: configuration and tokenizer."""
+    for stale in directory.parent.glob(f".{directory.name}.*"):
+        remove(stale)  # of a process that was killed while it wrote
+    policy = building / "policy"
+    policy.mkdir(parents=True)
+    # What save_pretrained writes besides the weights.
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    if model.is_remote_code():
+        custom_object_save(model, policy, config=config)
+    config.save_pretrained(policy)
+    if model.can_generate():
+        model.generation_config.save_pretrained(policy)
+    tokenizer.save_pretrained(policy)
+
+
+def _write_file(path: Path, slices: Sequence[Slice], ranks: Ranks) -> None:
+    """A file of whole tensors, each in its own dtype, that all ranks fill. Collective."""
+    plan = ranks.from_first(
+        lambda: [(each.name, DTYPE_CODES[each.tensor.dtype], each.shape) for each in slices]
+    )
+    layout = plan_layout(
+        {name: (DTYPES[code], tuple(shape)) for name, code, shape in plan}, {"format": "pt"}
+    )
+    mine = own_shares(slices, layout, ranks)
+    ranks.on_first(lambda: _allocate(path, layout))
+
+    def write() -> None:
+        with path.open("r+b") as file:
+            mapping = mmap.mmap(file.fileno(), layout.total_bytes)
+        fill(mapping, layout.places, slices, mine)
+        mapping.flush()
+
+    ranks.do(write)
+
+
+def _allocate(path: Path, layout: Layout) -> None:
+    with path.open("xb") as file:
+        try:
+            # Writing through a mapping on a full disk would be SIGBUS instead of an error.
+            os.posix_fallocate(file.fileno(), 0, layout.total_bytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no room for {layout.total_bytes:,} bytes of a checkpoint in {path.parent} "
+                f"({error.strerror}): free space there, or keep fewer with checkpoint.keep_last",
+            ) from error
+        file.write(layout.prefix)
+
+
+def _optimizer_slices(
+    parameters: Mapping[str, torch.Tensor], optimizer: OptimizerState
+) -> list[Slice]:
+    state = optimizer.state
+    parts = [
+        (name, f"{name}/{key}", tensor)
+        for name in parameters
+        for key, tensor in sorted(state.get(name, {}).items())
+    ]
+    return slices_like(parameters, parts)
+
+
+def _index(moments: Sequence[Slice]) -> dict[str, dict[str, str]]:
+    index: dict[str, dict[str, str]] = {}
+    for each in moments:
+        name, _, key = each.name.rpartition("/")
+        index.setdefault(name, {})[key] = each.name
+    return index
+
+
+def _seal(
+    directory: Path,
+    building: Path,
+    index: dict[str, dict[str, str]],
+    shapes: dict[str, list[int]],
+    state: dict[str, Any],
+) -> None:
+    (building / "optimizer.json").write_text(
+        json.dumps({"algorithm": "AdamW", "parameters": index}, indent=1), encoding="utf-8"
+    )
+    describe_state(building, state, shapes)
+    for path in [*building.rglob("*"), building]:
+        sync(path)
+    if os.path.lexists(directory):
+        # A rename cannot replace a directory that has content.
+        retired = directory.parent / f".{directory.name}.retired"
+        directory.rename(retired)
+        building.rename(directory)
+        remove(retired)
+    else:
+        building.rename(directory)
+    sync(directory.parent)
+
+
+def _optimizer_index(directory: Path) -> dict[str, dict[str, str]]:
+    content = json.loads((directory / "optimizer.json").read_text(encoding="utf-8"))
+    return cast(dict[str, dict[str, str]], content["parameters"])
+
+
+def _places(
+    directory: Path, files: Sequence[Path], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, _Place]:
+    """Where the named tensors lie; all of them are there with the right shapes."""
+    found = _layouts(files)
+    for name, tensor in wanted.items():
+        if name not in found or found[name][1].shape != tuple(tensor.shape):
+            raise _strange(directory, name)
+    return found
+
+
+def _moment_places(directory: Path, index: dict[str, dict[str, str]]) -> dict[str, _Place]:
+    found = _layouts([directory / "optimizer.safetensors"])
+    for entries in index.values():
+        for place in entries.values():
+            if place not in found:
+                raise _strange(directory, place)
+    return found
+
+
+def _layouts(files: Sequence[Path]) -> dict[str, _Place]:
+    found: dict[str, _Place] = {}
+    for path in files:
+        mapping = map_file(path)
+        places, _ = read_layout(mapping, path)
+        found.update({name: (mapping, place) for name, place in places.items()})
+    return found
+
+
+def _strange(directory: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {directory} lacks {name}, or holds it with another shape. Resume from "
+        "another checkpoint."
+    )
+
+
+@torch.no_grad()
+def _load(
+    parameters: Mapping[str, torch.Tensor],
+    weights: Mapping[str, _Place],
+    optimizer: OptimizerState,
+    index: Mapping[str, Mapping[str, str]],
+    moments: Mapping[str, _Place],
+) -> None:
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        box = local_box(parameter)
+        if box.numel:
+            local_part(parameter).copy_(read_box(*weights[name], box))
+        tensors = {}
+        for key, place in index.get(name, {}).items():
+            mapping, where = moments[place]
+            whole = where.shape != tuple(parameter.shape)
+            tensors[key] = read_box(
+                mapping, where, box.whole(where.shape) if whole else box
+            ).clone()
+        if tensors:
+            optimizer.load_state(name, tensors)
+
+
+def _verified(directory: Path, ranks: Ranks) -> dict[str, Any]:
+    """The content of `state.json`, after all files were checked, each by one rank. Collective."""
+    content = ranks.do(lambda: read_state(directory))
+    files = sorted(content["files"].items())
+    ranks.do(lambda: verify_files(directory, files[ranks.rank :: ranks.size]))
+    return content

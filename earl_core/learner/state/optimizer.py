@@ -1,0 +1,169 @@
+"""AdamW over the parts of the parameters that a rank holds, and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from earl_core.config.update import UpdateConfig
+from earl_core.tensors.buckets import buckets
+from earl_core.tensors.slices import local_part
+
+State = dict[str, torch.Tensor]
+
+
+class PolicyOptimizer:
+    """AdamW; vectors (norms, biases) are not decayed. Tied weights are one parameter.
+
+    It works on plain tensors that share the memory of the ranks' local parts, so that one kernel
+    serves every mesh: fused, and on the CPU deterministic. `state` holds by parameter name
+    "exp_avg" and "exp_avg_sq", float32 with the shape of the local part, and "step", a float32
+    scalar; it is empty before the first step.
+
+    offload: on a GPU the state is kept in pinned host memory and brought in bucket by bucket; on
+    the CPU it is there anyway.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: UpdateConfig,
+        *,
+        offload: bool = False,
+    ) -> None:
+        self._config = config
+        self.learning_rate = config.learning_rate
+        self.offload = offload
+        self.state: dict[str, State] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self.bind(named_parameters)
+
+    def bind(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Train these parameters from now on; drops all state, which `load_state` puts back."""
+        self._parameters = {
+            name: parameter for name, parameter in named_parameters if parameter.requires_grad
+        }
+        self.state.clear()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, memory and all."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply the gradients; parameters without one stay as they are, and their state too."""
+        for decayed in (True, False):
+            names = [
+                name
+                for name, parameter in self._parameters.items()
+                if parameter.grad is not None and (parameter.ndim >= 2) == decayed
+            ]
+            self._make_state(names)
+            decay = self._config.weight_decay if decayed else 0.0
+            if self._on_host:
+                # Only one bucket's state is on the device at a time.
+                for bucket in buckets(names, self._nbytes):
+                    self._step_from_host(bucket, decay)
+            else:
+                self._apply(names, [self.state[name] for name in names], decay)
+        if self._on_host:
+            # What travels back is read on the host.
+            torch.cuda.current_stream().synchronize()
+
+    def load_state(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set the state of a parameter: "step", "exp_avg" and "exp_avg_sq" of its local part.
+
+        Tensors that are where they belong are used as they are.
+        """
+        self.state[name] = {key: self._placed(name, tensor) for key, tensor in tensors.items()}
+
+    @property
+    def _on_host(self) -> bool:
+        return self.offload and any(
+            parameter.device.type == "cuda" for parameter in self._parameters.values()
+        )
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._on_host:
+            return tensor.to(self._parameters[name].device)
+        return tensor if tensor.is_pinned() else tensor.cpu().pin_memory()
+
+    def _make_state(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.state:
+                local = local_part(self._parameters[name])
+                state = {"step": torch.zeros((), dtype=torch.float32, device=local.device)}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(local, memory_format=torch.preserve_format)
+                self.load_state(name, state)
+
+    def _step_from_host(self, names: Sequence[str], decay: float) -> None:
+        device = self._parameters[names[0]].device
+        here = [
+            {key: value.to(device, non_blocking=True) for key, value in self.state[name].items()}
+            for name in names
+        ]
+        self._apply(names, here, decay)
+        for name, state in zip(names, here, strict=True):
+            for key, value in state.items():
+                self.state[name][key].copy_(value, non_blocking=True)
+
+    def _nbytes(self, name: str) -> int:
+        return local_part(self._parameters[name]).nbytes
+
+    def _apply(self, names: Sequence[str], states: Sequence[State], decay: float) -> None:
+        """One step of these parameters with their states on their device."""
+        lists: tuple[list[torch.Tensor], ...] = ([], [], [], [], [])
+        for name, state in zip(names, states, strict=True):
+            parameter = self._parameters[name]
+            local = local_part(parameter)
+            if local.numel() == 0:
+                state["step"] += 1
+                continue
+            assert parameter.grad is not None
+            parts = (local, local_part(parameter.grad), state["exp_avg"], state["exp_avg_sq"])
+            for each, part in zip(lists, (*parts, state["step"]), strict=True):
+                each.append(part)
+        if not lists[0]:
+            return
+        parameters, gradients, averages, squares, steps = lists
+        adamw(
+            parameters, gradients, averages, squares, [], steps,
+            fused=True,
+            amsgrad=False,
+            beta1=self._config.beta1,
+            beta2=self._config.beta2,
+            lr=self.learning_rate,
+            weight_decay=decay,
+            eps=self._config.epsilon,
+            maximize=False,
+        )  # fmt: skip
+
+
+def learning_rate(config: UpdateConfig, iteration: int, iterations: int) -> float:
+    """The learning rate of an iteration, counted from 0, of a run of `iterations`.
+
+    Warm-up rises linearly to the full rate over `warmup_iterations`; afterwards the schedule
+    falls from it towards 0, which the iteration after the last would reach. It depends on the
+    arguments only, so that a resumed run needs no scheduler state.
+    """
+    if iteration < config.warmup_iterations:
+        return config.learning_rate * (iteration + 1) / config.warmup_iterations
+    length = max(1, iterations - config.warmup_iterations)
+    progress = min(1.0, (iteration - config.warmup_iterations) / length)
+    if config.schedule == "linear":
+        return config.learning_rate * (1.0 - progress)
+    if config.schedule == "cosine":
+        return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use this rate in a torch optimizer from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

@@ -1,0 +1,64 @@
+"""Another layout for a live learner: its mesh, and what a deployment says besides."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from earl_core.config.update import UpdateConfig
+from earl_core.learner.model import checkpoint_activations
+from earl_core.learner.parallel.mesh import MeshShape, create_mesh
+from earl_core.learner.parallel.parallel_model import ParallelModel, build_shell
+from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.state.reshard import move_state
+from earl_core.selector import StageDeployment
+
+
+def relayout(
+    learner: PolicyLearner, deployment: StageDeployment, settings: UpdateConfig
+) -> dict[str, float]:
+    """Lay the learner out as the deployment says; weights and optimizer state stay, bit for bit.
+
+    settings: the update's, as the deployment has them. Collective; the number of ranks stays.
+    Returns the seconds it took, the bytes that this rank received, and the most memory it used
+    beyond that of before and after. Raises ConfigError for a mesh that the model does not fit;
+    the learner is then as it was.
+    """
+    began = time.perf_counter()
+    shape, old = MeshShape.of(deployment), learner.mesh
+    parallel, state = learner.parallel, {k: dict(v) for k, v in learner.optimizer.state.items()}
+    moved_bytes = peak_bytes = 0
+    if shape != old.shape:
+        new = create_mesh(shape)
+        try:
+            shell = build_shell(parallel, new)
+        except BaseException:
+            new.close()
+            raise
+        moved = move_state(parallel.model, state, shell.model, new)
+        parallel, state = shell, moved.state
+        moved_bytes, peak_bytes = moved.moved_bytes, moved.peak_bytes
+    _take_settings(parallel, deployment, settings)
+    learner.config = settings
+    learner.optimizer.offload = deployment.offload_optimizer
+    learner.adopt(parallel, state)
+    if parallel.mesh is not old:
+        old.close()
+    return {
+        "seconds": time.perf_counter() - began,
+        "moved_bytes": float(moved_bytes),
+        "peak_bytes": float(peak_bytes),
+    }
+
+
+def _take_settings(
+    parallel: ParallelModel, deployment: StageDeployment, settings: UpdateConfig
+) -> None:
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    parallel.module.chunk_tokens = deployment.logits_chunk_tokens
+    if settings.activation_checkpointing:
+        checkpoint_activations(parallel.model)
+    else:
+        parallel.model.gradient_checkpointing_disable()

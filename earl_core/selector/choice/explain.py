@@ -1,0 +1,306 @@
+"""A choice for people: what was on offer, what each candidate would take, and why one was taken."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from earl_core.config.rollout import RolloutConfig, VllmConfig
+from earl_core.config.selector import SelectorConfig
+from earl_core.config.update import UpdateConfig
+from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+from earl_core.deployment.stage_deployment import DeploymentPlan, StageDeployment
+from earl_core.selector.choice.candidates import Candidate, RuledOut
+from earl_core.selector.choice.policy import evaluate, select
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.model.memory_model import (
+    TrainingNeeds,
+    engine_memory,
+    kv_capacity_tokens,
+    standard_activation_bytes,
+    training_memory,
+)
+from earl_core.selector.model.predict import STAGES, Prediction, gib
+from earl_core.selector.profile.observations import Observation
+
+Row = dict[str, str]
+
+
+class Question(NamedTuple):
+    """A load nobody has run yet.
+
+    context: tokens of an episode. responses: episodes of one iteration, over all engines together.
+    running: most sequences of one engine. generated: share of the context that the model writes.
+    """
+
+    context: int
+    responses: int
+    running: int = 256
+    generated: float = 0.5
+    reference: bool = False
+    engine_share: float = 0.85
+
+
+def ask(shape: ModelShape, hardware: Hardware, question: Question) -> SelectionInput:
+    """The input that `live_tokens` would see, had the last iteration shown just this load."""
+    context, positions = question.context, shape.max_positions
+    vllm = VllmConfig(gpu_memory_utilization=question.engine_share)
+    return SelectionInput(
+        iteration=0,
+        rollout=RolloutConfig(
+            prompts_per_iteration=question.responses,
+            group_size=1,
+            max_turns=1,
+            max_model_len=max(8, min(positions, 2 * context)),
+            max_running_requests=question.running,
+            vllm=vllm,
+        ),
+        update=UpdateConfig(),
+        needs_reference=question.reference,
+        hardware=hardware,
+        model=shape,
+        statistics=Statistics(
+            context_mean=(float(context),),
+            context_max=(float(context),),
+            turns_mean=(1.0,),
+            generated_share=(question.generated,),
+        ),
+        selector=SelectorConfig(policy="live_tokens"),
+    )
+
+
+class Considered(NamedTuple):
+    """What a choice was made among, whichever policy made it.
+
+    predictions: of every stage, best first, ruled-out ones last, the layout taken among them.
+    ruled_out: what was not offered. taken: by stage, the prediction of the layout taken.
+    """
+
+    plan: DeploymentPlan
+    predictions: dict[str, list[Prediction]]
+    ruled_out: list[RuledOut]
+    taken: dict[str, Prediction]
+
+
+def considered(given: SelectionInput, plan: DeploymentPlan | None = None) -> Considered:
+    """Every candidate under this input. plan: the one taken; by default what the policy takes.
+
+    Pure, like the choice itself. Raises `NothingFits` when there is no plan to take, `ValueError`
+    for a model that nothing can be predicted for.
+    """
+    plan = plan or select(given)
+    predictor, found, out = evaluate(given)
+    taken = {}
+    for stage, rows in found.items():
+        wanted = predictor.candidate_of(plan[stage])
+        same = [row for row in rows if row.candidate == wanted]
+        if not same:
+            # A layout from the configuration need not be one that a policy would offer.
+            same = [predictor.predict(wanted, predictor.now)]
+            rows += same
+        taken[stage] = same[0]
+    return Considered(plan, found, out, taken)
+
+
+def plan_rows(plan: DeploymentPlan) -> list[Row]:
+    """The plan as a table: each stage's layout, what is predicted of it, and why it was taken."""
+    rows = []
+    for stage, deployment in plan.stages.items():
+        row = {"stage": stage, "layout": layout_text(deployment)}
+        seen = plan.predictions.get(stage)
+        if seen is not None:
+            row |= {
+                "seconds": _seconds(seen.seconds),
+                "tokens/s": f"{seen.tokens_per_second:,.0f}",
+                "memory": f"{gib(seen.peak_bytes)} of {gib(seen.budget_bytes)}",
+                "known from": _source(seen.measured),
+            }
+        rows.append({**row, "why": plan.reasons.get(stage, "")})
+    return rows
+
+
+def layout_text(deployment: StageDeployment) -> str:
+    """A stage's layout in a few words, the engines' context length included."""
+    if deployment.stage not in STAGES:
+        count = deployment.world_size
+        return f"{count} process{'es' if count > 1 else ''}"
+    text = Candidate.of(deployment).label
+    length = deployment.max_model_len
+    return f"{text}, context {length}" if length else text
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f}" if value >= 9.995 else f"{value:.3g}"
+
+
+def _source(measured: float) -> str:
+    return "measurements" if measured >= 0.5 else "roofline (a guess)"
+
+
+def candidate_rows(choice: Considered, stage: str, limit: int = 12) -> list[Row]:
+    """The stage's candidates as a table: the one taken first, then the best others, then ruled-out
+    ones; at most `limit`, of which a quarter is kept for the ruled out."""
+    taken = choice.taken[stage]
+    others = [row for row in choice.predictions[stage] if row is not taken]
+    alike = _alike([row for row in others if not row.problem])
+    usable = [rows[0] for rows in alike]
+    refused = _varied([row for row in others if row.problem])
+    kept = min(len(refused), max(limit // 4, limit - 1 - len(usable)))
+    shown = [taken, *usable[: limit - 1 - kept], *refused[:kept]]
+    table = [_row(row, taken.seconds, row is taken) for row in shown]
+    for line, rows in zip(table[1:], alike[: limit - 1 - kept], strict=False):
+        if len(rows) > 1:
+            line["verdict"] = f"{len(rows) - 1} more come to much the same"
+    return table
+
+
+def _alike(usable: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Layouts for which much the same is predicted, together, such as token budgets that this load
+    does not tell apart; best first."""
+    groups: dict[tuple[str, ...], list[Prediction]] = {}
+    for row in usable:
+        place = f"{row.seconds:.3g}", f"{row.peak:.2g}", f"{row.filled:.2g}"
+        groups.setdefault(place, []).append(row)
+    return list(groups.values())
+
+
+def _varied(refused: Sequence[Prediction]) -> list[Prediction]:
+    """Ruled-out layouts so that the first few show all kinds of reasons; reasons are of a kind
+    when they differ in numbers only. What was seen to fail comes first."""
+    kinds: Counter[str] = Counter()
+    ranked = []
+    for place, row in enumerate(refused):
+        kind = re.sub(r"\d[\d,.]*", "", row.problem)
+        seen = "ran out of memory" in row.problem
+        ranked.append((kinds[kind], not seen, place, row))
+        kinds[kind] += 1
+    return [row for *_, row in sorted(ranked, key=lambda item: item[:3])]
+
+
+def _row(row: Prediction, base: float, taken: bool) -> Row:
+    fails = row.problem or not math.isfinite(row.seconds)
+    verdict = "chosen" if taken else ""
+    if fails:
+        verdict = f"chosen, though {row.problem}" if taken else f"ruled out: {row.problem}"
+    compared = not (fails or taken) and 0 < base < math.inf
+    return {
+        "layout": row.candidate.label,
+        "seconds": "" if fails else _seconds(row.seconds),
+        "against the chosen": f"{100 * (row.seconds / base - 1):+.1f} %" if compared else "",
+        "memory": f"{gib(row.peak)} of {gib(row.budget)}",
+        "KV cache filled": _filled(row),
+        "known from": "roofline" if row.guess else "measurements",
+        "verdict": verdict,
+    }
+
+
+def _filled(row: Prediction) -> str:
+    return f"{100 * row.filled:,.0f} %" if 0 < row.filled < 1e6 else ""
+
+
+def refused_rows(choice: Considered) -> list[Row]:
+    """Families of layouts that were not offered at all, each with its sentence."""
+    rows = [{"stage": o.stage, "layout": o.label, "reason": o.reason} for o in choice.ruled_out]
+    return list({tuple(row.items()): row for row in rows}.values())
+
+
+def summary(given: SelectionInput) -> Row:
+    """One line: the context, the layouts chosen for it, and their seconds."""
+    taken = considered(given).taken
+    line = {"context": f"{round(given.statistics.context_mean[-1]):,}"}
+    for stage, row in taken.items():
+        line[stage] = row.candidate.label
+        line[f"{stage}, seconds"] = _seconds(row.seconds)
+    line["KV cache filled"] = _filled(taken["rollout"])
+    return line
+
+
+def outcome_rows(
+    given: SelectionInput, plan: DeploymentPlan, seen: Sequence[Observation]
+) -> list[Row]:
+    """What was predicted of each stage beside what was measured of it."""
+    rows = []
+    for item in seen:
+        predicted = plan.predictions.get(item.stage)
+        if item.kind != "measured" or plan.stages.get(item.stage) != item.deployment:
+            continue
+        row = {"stage": item.stage}
+        if predicted is not None:
+            row |= {
+                "predicted seconds": _seconds(predicted.seconds),
+                "measured seconds": _seconds(item.seconds),
+                "predicted peak": gib(predicted.peak_bytes),
+                "measured peak": gib(comparable_peak(item, given.hardware.gpus)),
+            }
+        row |= {
+            "load": f"{item.requests:,.0f} x {item.context:,.0f} tokens, longest "
+            f"{item.longest:,.0f}",
+        }
+        rows.append(row)
+    return rows
+
+
+def comparable_peak(seen: Observation, gpus: int) -> float:
+    """A measured peak as predictions count it: of one device, without GPUs of all ranks of the
+    stage together, which share the host's memory."""
+    return seen.peak_bytes * (1 if gpus else Candidate.of(seen.deployment).ranks)
+
+
+class Replay(NamedTuple):
+    """A past choice, made again. agrees: whether the same plan came out."""
+
+    given: SelectionInput
+    sealed: DeploymentPlan
+    again: DeploymentPlan
+
+    @property
+    def agrees(self) -> bool:
+        """Whether layouts and policy are those that the run used."""
+        return (self.sealed.stages, self.sealed.policy) == (self.again.stages, self.again.policy)
+
+
+def replay(given: SelectionInput, sealed: DeploymentPlan) -> Replay:
+    """Choose again from a sealed input."""
+    return Replay(given, sealed, select(given))
+
+
+def memory_rows(models: Mapping[str, ModelShape], device: DeviceFigures) -> list[Row]:
+    """What the formulas give for well-known shapes, for people to check: one sample of 8K tokens
+    and its update without checkpointing on one device, and an engine at the fewest devices that
+    hold the model. Sizes in GiB."""
+    return [_memory_row(name, shape, device) for name, shape in models.items()]
+
+
+_SAMPLE = 8192
+_ENGINE_SHARE = 0.85
+
+
+def _memory_row(name: str, shape: ModelShape, device: DeviceFigures) -> Row:
+    layout = Candidate("update", microbatch=_SAMPLE)
+    update = training_memory(shape, layout, _SAMPLE, TrainingNeeds())
+    lean = training_memory(shape, layout._replace(checkpointing=True), _SAMPLE, TrainingNeeds())
+    capacities = []
+    for degree in (1, 2, 4, 8):
+        engine = engine_memory(shape, device, Candidate("rollout", 1, degree), _ENGINE_SHARE)
+        capacities.append(f"{kv_capacity_tokens(shape, engine, degree) / 1024:,.0f}")
+    return {
+        "model": name,
+        "parameters": f"{shape.parameters / 1e9:.3g} B",
+        "KV a token": f"{shape.kv_bytes_per_token() / 1024:g} KiB",
+        "weights": _gib(update.weights),
+        "gradients": _gib(update.gradients),
+        "Adam": _gib(update.optimizer),
+        "activations": _gib(update.activations),
+        "checkpointed": _gib(lean.activations),
+        "scores stored": _gib(standard_activation_bytes(shape, _SAMPLE)),
+        "logits": _gib(update.logits),
+        "KV cache, K tokens, TP 1/2/4/8": " / ".join(capacities),
+    }
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f}" if size < 10 * 2**30 else f"{size / 2**30:,.1f}"

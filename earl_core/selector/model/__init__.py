@@ -1,0 +1,1 @@
+"""What a layout takes: the analytic model of seconds and memory."""

@@ -1,0 +1,228 @@
+"""How long a stage would take if the devices reached their data sheets: the analytic roofline.
+
+Peaks are never reached, so these seconds are guesses: right in their order more than in their
+size. Nothing here was fitted to a measurement. Beside data sheets stand only the latencies of a
+ring all-reduce, as NCCL's own cost model has them (`src/graph/tuning.cc`, protocol LL).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape, Sizes
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.memory_model import LOGITS_AT_A_TIME, kv_bytes_per_token
+
+LAUNCH_SECONDS = 6.6e-6
+"""Fixed cost of a ring all-reduce."""
+
+LINK_SECONDS = 0.6e-6
+"""Each hop of it over NVLink."""
+
+NETWORK_SECONDS = 2.7e-6
+"""Each hop of it between hosts."""
+
+
+Queueing = Literal["blurred", "waves", "stream"]
+
+
+class Load(NamedTuple):
+    """What an iteration asks of its stages.
+
+    episodes: of the iteration; context: mean tokens of one; longest: of the longest; generated:
+    mean tokens that the model writes in one; turns: mean answers; tool_wait: mean seconds that the
+    environment takes for an answer.
+    """
+
+    episodes: int
+    context: float
+    longest: float
+    generated: float
+    turns: float = 1.0
+    tool_wait: float = 0.0
+
+
+class Roofline:
+    """Seconds of the stages for one model on one kind of hardware.
+
+    latency: with the fixed and per-hop costs of an all-reduce, which no data sheet gives.
+    queueing: what waiting for the KV cache costs. `waves`: sequences of one length run in whole
+    waves; `stream`: others always fill the gaps, the most that any scheduler can reach; `blurred`:
+    between the two, half a wave lost when there are many, for lengths differ and waves blur.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape | Sizes,
+        device: DeviceFigures,
+        hardware: Hardware,
+        *,
+        latency: bool = True,
+        queueing: Queueing = "blurred",
+    ) -> None:
+        self.shape = shape.sizes() if isinstance(shape, ModelShape) else shape
+        self.device, self.hardware = device, hardware
+        self._latency, self._queueing = latency, queueing
+        self._parameters = float(self.shape.parameters)
+        self._per_host = hardware.devices_per_host
+        self._link, self._network = device.link_bandwidth, hardware.network_bandwidth
+        # Of the input table a step reads one row a sequence.
+        read = shape.parameters - (0 if shape.tied_embeddings else shape.embedding_parameters)
+        self._weight_bytes = 2.0 * read
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds of one ring all-reduce of `size` bytes; over hosts when one has too few."""
+        if ranks <= 1:
+            return 0.0
+        inside = min(ranks, self._per_host)
+        hosts = math.ceil(ranks / inside)
+        seconds = 2 * (inside - 1) / inside * size / self._link
+        seconds += 2 * (hosts - 1) / hosts * size / self._network
+        if self._latency and self.device.kind == "gpu":
+            hops = 2 * (inside - 1) * LINK_SECONDS + 2 * (hosts - 1) * NETWORK_SECONDS
+            seconds += LAUNCH_SECONDS + hops
+        return seconds
+
+    def group_bandwidth(self, ranks: int, stride: int = 0) -> float:
+        """bytes/s of each of so many neighbouring ranks to the others: the host's links, or its
+        share of the network. stride: of a ring that passes through every stride-th of the ranks;
+        a host has as many rings, and each enters and leaves it once. 0: all ranks send."""
+        if ranks <= self._per_host:
+            return self._link
+        return min(self._link, self._network / min(stride or self._per_host, self._per_host))
+
+    def decode_step(self, tensor: int, threads: int, running: float, context: float) -> float:
+        """Seconds of one step in which each of `running` sequences of `context` tokens gets one."""
+        shape, device = self.shape, self.device
+        attention = 4.0 * shape.layers * shape.query_size * context
+        flops = running * (2.0 * self._parameters + attention) / tensor
+        cached = running * context * kv_bytes_per_token(shape, tensor)
+        moved = self._weight_bytes / tensor + cached
+        bound = max(flops / device.flops, moved / device.memory_bandwidth) / threads
+        reduced = 2 * shape.layers * self.all_reduce(2.0 * running * shape.hidden_size, tensor)
+        return bound + reduced
+
+    def decode_rate(
+        self, tensor: int, threads: int, offered: float, context: float, capacity: float
+    ) -> float:
+        """Tokens/s of one engine given `offered` sequences of `context` tokens at once.
+
+        capacity: tokens that its KV cache holds. What does not fit waits: the sequences run in as
+        many equal waves as are needed. 0 when not even one fits.
+        """
+        fits = capacity / max(context, 1.0)
+        if fits < 1 or offered <= 0:
+            return 0.0
+        waves = max(1.0, offered / fits)
+        if self._queueing == "waves":
+            waves = float(math.ceil(offered / math.floor(fits) - 1e-9))
+        elif self._queueing == "blurred":
+            waves += 0.5 * (1 - 1 / waves)
+        together = offered / waves
+        return together / self.decode_step(tensor, threads, together, context)
+
+    def prefill_seconds(self, tensor: int, threads: int, tokens: float, context: float) -> float:
+        """Seconds in which one engine reads `tokens` prompt and tool tokens; a cache keeps those of
+        earlier turns."""
+        shape = self.shape
+        attention = 2.0 * shape.layers * shape.query_size * context
+        flops = tokens * (2.0 * self._parameters + attention)
+        moved = 4.0 * shape.layers * tokens * shape.hidden_size
+        reduced = moved * (tensor - 1) / tensor / self._link
+        return flops / (tensor * threads * self.device.flops) + reduced
+
+    def rollout_seconds(self, layout: Candidate, load: Load, rate: float) -> float:
+        """Seconds of a whole rollout at a decode rate (tokens/s) of each engine."""
+        if rate <= 0:
+            return math.inf
+        share = load.episodes / layout.replicas
+        rounds = max(1.0, share / (layout.running or share))
+        prompt = share * max(0.0, load.context - load.generated)
+        waiting = rounds * load.turns * load.tool_wait
+        reading = self.prefill_seconds(layout.tensor, layout.threads, prompt, load.context)
+        return share * load.generated / rate + reading + waiting
+
+    def training_seconds(
+        self, layout: Candidate, load: Load, epochs: int, steps: int, forward_only: bool = False
+    ) -> float:
+        """Seconds of an update (or of scoring alone) over all samples. steps: optimizer steps."""
+        shape, device = self.shape, self.device
+        samples = math.ceil(load.episodes / layout.data_parallel)
+        tokens = samples * load.context
+        passes = 1.0 if forward_only else 3.0 + layout.checkpointing
+        attention = 2.0 * shape.layers * shape.query_size * load.context
+        flops = passes * tokens * (2.0 * self._parameters + attention)
+        computing = flops / (layout.tensor * layout.context * layout.threads * device.flops)
+        size = max(float(layout.microbatch), load.context)
+        microbatches = max(1, math.ceil(tokens / size))
+        communicating = self._tensor_seconds(layout, tokens, microbatches, passes)
+        communicating += self._context_seconds(layout, tokens, passes)
+        gathering = self._gather_seconds(layout, microbatches, forward_only)
+        seconds = epochs * (max(computing, gathering) + communicating)
+        if forward_only:
+            return seconds
+        seconds += epochs * self._adding_seconds(layout, load, tokens, microbatches)
+        return seconds + steps * self._optimizer_seconds(layout)
+
+    def _adding_seconds(
+        self, layout: Candidate, load: Load, tokens: float, microbatches: int
+    ) -> float:
+        """Seconds in which float32 gradients are added up: those of all weights once a microbatch,
+        those of the head once for each chunk of logits."""
+        shape = self.shape
+        answered = min(1.0, load.generated / load.context) * tokens
+        at_a_time = layout.logits_chunk or max(1, LOGITS_AT_A_TIME // shape.vocabulary)
+        chunks = max(0, math.ceil(answered / at_a_time) - microbatches)
+        head = shape.vocabulary * shape.hidden_size / layout.tensor
+        added = microbatches * self._parameters / (layout.tensor * layout.parts) + chunks * head
+        # New and old are read, the sum is written.
+        return 12.0 * added / (self.device.memory_bandwidth * layout.threads)
+
+    def _tensor_seconds(
+        self, layout: Candidate, tokens: float, microbatches: int, passes: float
+    ) -> float:
+        if layout.tensor == 1:
+            return 0.0
+        size = 2.0 * tokens / microbatches / layout.context * self.shape.hidden_size
+        count = 2 * self.shape.layers * microbatches * (passes - (passes >= 3))
+        return count * self.all_reduce(size, layout.tensor)
+
+    def _context_seconds(self, layout: Candidate, tokens: float, passes: float) -> float:
+        if layout.context == 1:
+            return 0.0
+        moved = 4.0 * self.shape.layers * self.shape.key_value_size * tokens / layout.tensor
+        share = (layout.context - 1) / layout.context
+        bandwidth = self.group_bandwidth(layout.tensor * layout.context, layout.tensor)
+        return passes * moved * share / bandwidth
+
+    def _gather_seconds(self, layout: Candidate, microbatches: int, forward_only: bool) -> float:
+        if layout.parts == 1:
+            return 0.0
+        # Weights and gradients travel in float32, as they are stored.
+        moved = 4.0 * self._parameters / layout.tensor * (layout.parts - 1) / layout.parts
+        bandwidth = self.group_bandwidth(layout.tensor * layout.parts, layout.tensor)
+        return microbatches * (1 if forward_only else 3) * moved / bandwidth
+
+    def _optimizer_seconds(self, layout: Candidate) -> float:
+        own = self._parameters / (layout.tensor * layout.parts)
+        # Gradient, weight and two moments are read, all but the gradient written, in float32.
+        seconds = 28.0 * own / (self.device.memory_bandwidth * layout.threads)
+        if layout.offload:
+            seconds += 16.0 * own / self.device.host_bandwidth
+        if layout.replicas > 1:
+            moved = 8.0 * own * (layout.replicas - 1) / layout.replicas
+            seconds += moved / self.group_bandwidth(layout.ranks, layout.tensor * layout.parts)
+        return seconds
+
+    def republish_seconds(self, update: Candidate, rollout: Candidate) -> float:
+        """Seconds to bring the weights from the update's layout to the rollout's.
+
+        Ranks that hold the slices which the engines want hand them over; otherwise each engine
+        gathers a whole copy.
+        """
+        same = update.tensor == rollout.tensor and update.parts == 1
+        if same:
+            return 0.0
+        moved = 2.0 * self._parameters / rollout.tensor
+        return moved / self.group_bandwidth(max(update.ranks // update.replicas, rollout.tensor))

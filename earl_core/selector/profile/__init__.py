@@ -1,0 +1,1 @@
+"""What layouts took: measurements, and which to make next."""

@@ -1,0 +1,199 @@
+"""What a run saw of its own layouts, and what the selector learns from it. Pure functions.
+
+A run keeps its observations in `RUN/selector.jsonl`. Rates mean what `ProfilePoint` and
+`Predictor.rate` mean by them, so that what was observed and what is predicted next are the same
+quantity: `decode_rate` and `training_rate` take a stage's seconds apart as the roofline puts them
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from earl_core.config.base import Settings
+from earl_core.deployment.stage_deployment import Forbidden, StageDeployment
+from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.memory_model import Calibration, Peak
+from earl_core.selector.model.roofline import Load, Roofline
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable
+
+Kind = Literal["measured", "out_of_memory", "outgrown", "switched", "laid_out"]
+
+MISFITS = ("out_of_memory", "outgrown")
+"""Kinds that end a stage, which is then repeated under another layout."""
+
+_PEAKS = 32
+"""Measured peaks of a stage that calibrate its memory formula: the newest."""
+
+_FAILED_PEAKS = 16
+
+_AS_MUCH = 0.8
+"""Of the bytes that the formula said when a layout failed: what is less is another load."""
+
+_LEAST_DECODING = 0.25
+"""Share of a rollout's seconds that count as decoding at the least: what the roofline guesses for
+reading prompts may be more than the rollout took."""
+
+
+class Observation(Settings):
+    """One thing seen of one stage under one layout; `switched`: its processes were started,
+    `laid_out`: those that ran exchanged their state.
+
+    context, longest: mean tokens of an episode, and of the longest (of `outgrown`: the tokens that
+    the engine had no room for). requests: episodes offered to one engine, or samples of a training
+    stage. tokens_per_second: as `ProfilePoint` has it. seconds: of the stage's work, or of the
+    switch. peak_bytes: of one device or rank; of `out_of_memory`: what was not enough.
+    formula_bytes: what the uncalibrated memory formula said for the same. reserved_bytes: host
+    bytes that others held.
+    """
+
+    iteration: int = Field(ge=0)
+    stage: str = Field(pattern="^(rollout|reference|update)$")
+    kind: Kind
+    deployment: StageDeployment
+    context: float = Field(default=0.0, ge=0)
+    longest: float = Field(default=0.0, ge=0)
+    requests: float = Field(default=0.0, ge=0)
+    tokens_per_second: float = Field(default=0.0, ge=0)
+    seconds: float = Field(default=0.0, ge=0)
+    peak_bytes: float = Field(default=0.0, ge=0)
+    formula_bytes: float = Field(default=0.0, ge=0)
+    reserved_bytes: float = Field(default=0.0, ge=0)
+    answered: bool = Field(
+        default=True,
+        description="Of a misfit: whether the iteration's choice is made again. It is not under "
+        "`fixed`, nor where the other engines went on without the one that was lost.",
+    )
+
+
+def attempts_of(observations: Iterable[Observation], iteration: int) -> int:
+    """How often the iteration's choice had to be made again."""
+    return sum(
+        seen.kind in MISFITS and seen.answered and seen.iteration == iteration
+        for seen in observations
+    )
+
+
+def calibration_of(observations: Sequence[Observation]) -> Calibration:
+    """Measured peaks beside what the formula said, the newest of each stage.
+
+    A failure counts no more once a layout for which the formula says as much has worked.
+    """
+    peaks: list[Peak] = []
+    for stage in ("rollout", "reference", "update"):
+        mine = [seen for seen in observations if seen.stage == stage and seen.formula_bytes > 0]
+        measured = [_peak(seen) for seen in mine if seen.kind == "measured" and seen.peak_bytes > 0]
+        failed = [
+            _peak(seen)
+            for place, seen in enumerate(mine)
+            if seen.kind == "out_of_memory" and seen.peak_bytes > 0
+            and not any(_refutes(later, seen) for later in mine[place + 1 :])
+        ]  # fmt: skip
+        peaks += measured[-_PEAKS:] + failed[-_FAILED_PEAKS:]
+    return Calibration(peaks=tuple(peaks))
+
+
+def _peak(seen: Observation) -> Peak:
+    return Peak(
+        stage=seen.stage,
+        predicted=seen.formula_bytes,
+        measured=seen.peak_bytes,
+        out_of_memory=seen.kind == "out_of_memory",
+    )
+
+
+def _refutes(later: Observation, failed: Observation) -> bool:
+    if later.stage != failed.stage or failed.formula_bytes <= 0:
+        return False
+    return later.kind == "measured" and later.formula_bytes >= failed.formula_bytes
+
+
+def forbidden_of(observations: Sequence[Observation], iteration: int) -> tuple[Forbidden, ...]:
+    """Layouts that ran out of memory, each once, as they are to be seen in `iteration`.
+
+    In the iteration in which it failed a layout is forbidden whatever its load. Later it is
+    forbidden while the formula says about as much as it said then, and no more at all once a layout
+    for which it says as much has worked.
+    """
+    found: dict[StageDeployment, Forbidden] = {}
+    for place, seen in enumerate(observations):
+        if seen.kind != "out_of_memory":
+            continue
+        beyond = 0.0
+        if seen.iteration < iteration:
+            if any(_refutes(later, seen) for later in observations[place + 1 :]):
+                continue
+            beyond = _AS_MUCH * seen.formula_bytes
+        known = found.get(seen.deployment)
+        if known is None or beyond < known.beyond_bytes:
+            found[seen.deployment] = Forbidden(deployment=seen.deployment, beyond_bytes=beyond)
+    return tuple(found.values())
+
+
+def seconds_of(observations: Iterable[Observation], kind: Kind) -> dict[str, float]:
+    """What it took in each stage, as last measured."""
+    return {seen.stage: seen.seconds for seen in observations if seen.kind == kind}
+
+
+def peak_bytes_of(observations: Iterable[Observation]) -> dict[str, float]:
+    """Each stage's peak on one device, as last measured."""
+    return {
+        seen.stage: seen.peak_bytes
+        for seen in observations
+        if seen.kind == "measured" and seen.peak_bytes > 0
+    }
+
+
+def outgrown_tokens(observations: Iterable[Observation]) -> float:
+    """The most tokens that an engine was built too small for; 0 when none was."""
+    return max((seen.longest for seen in observations if seen.kind == "outgrown"), default=0.0)
+
+
+def refined(
+    profile: ProfileTable,
+    observations: Iterable[Observation],
+    half_life: float,
+    candidate_of: Callable[[StageDeployment], Candidate] = Candidate.of,
+) -> ProfileTable:
+    """The profile with what the run measured itself. half_life: in iterations.
+
+    candidate_of: names a layout as the predictor does, which on GPUs leaves threads out.
+    """
+    for seen in observations:
+        if seen.kind == "measured" and seen.tokens_per_second > 0 and seen.context > 0:
+            point = ProfilePoint(
+                key=candidate_of(seen.deployment).key,
+                context=seen.context,
+                requests=max(1.0, seen.requests),
+                tokens_per_second=seen.tokens_per_second,
+                peak_bytes=seen.peak_bytes,
+                iteration=seen.iteration,
+            )
+            profile = profile.observe(point, half_life)
+    return profile
+
+
+def offered_requests(layout: Candidate, episodes: float) -> float:
+    """Sequences that one engine is given at once."""
+    share = episodes / layout.replicas
+    return max(1.0, min(share, layout.running or share))
+
+
+def decode_rate(roofline: Roofline, layout: Candidate, load: Load, seconds: float) -> float:
+    """tokens/s of one engine while it decodes, from the seconds of a whole rollout.
+
+    `Roofline.rollout_seconds` adds reading prompts and waiting for environments to the decoding:
+    both are taken off here by the same terms, so that with this rate it gives the seconds again.
+    """
+    share = load.episodes / layout.replicas
+    # With an endless rate what is left is reading and waiting.
+    other = roofline.rollout_seconds(layout, load, float("inf"))
+    return share * load.generated / max(seconds - other, _LEAST_DECODING * seconds, 1e-9)
+
+
+def training_rate(load: Load, seconds: float) -> float:
+    """tokens/s of a training stage: each sample counts once, however many epochs there are."""
+    return load.episodes * load.context / max(seconds, 1e-9)

@@ -1,0 +1,358 @@
+"""Which point of the profile to measure next: the one most likely to change a choice for its time.
+
+A survey is a pure function of what is known so far, so that one that was cut off goes on where it
+ended. A point is worth measuring where its layout might be the best one and little is known of it;
+what workers must be started for it counts against it, shared with the other points that these
+workers can measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from statistics import NormalDist, fmean
+from typing import NamedTuple
+
+from pydantic import Field
+
+from earl_core.config.base import Settings
+from earl_core.selector.choice.candidates import Candidate, powers
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.model.predict import STAGES, Predictor
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, log_ratio_of
+
+GENERATED_SHARE = 0.5
+"""Part of a synthetic sequence that counts as the model's: what `forecast` assumes too."""
+
+GENERATED_TOKENS = 32
+"""Tokens that each sequence decodes in a timed pass, at most."""
+
+MICROBATCHES = 3
+"""Full microbatches that stand for a whole update: all others take as long."""
+
+WINDOW_SECONDS = 1.0
+"""What is timed is repeated for at least so long."""
+
+_OVERHEAD_SECONDS = 0.3
+_UNKNOWN_TURN = 512
+_SHORTEST = 64
+
+_GUESS_SPREAD = 0.4
+"""Standard deviation of log(true / guessed throughput) between layouts of one stage, before any is
+measured: layouts within a factor of one and a half of each other are rivals."""
+
+_GUESS_WEIGHT = 2.0
+"""So many measured layouts say as much about that spread."""
+
+_NOISE_SPREAD = 0.04
+"""What is left of it at a measured place."""
+
+_ABSOLUTE = 0.02
+"""Worth of knowing a place at all, next to what may be gained by a choice: seconds of stages are
+weighed against each other and against switching."""
+
+_LEAST_VALUE = 2e-3
+"""Points worth less than this share of a stage's time are left out."""
+
+_NORMAL = NormalDist()
+
+PlaceKey = tuple[str, int, int]
+"""Layout and half octaves of context and requests: `ProfilePoint.bucket`."""
+
+
+class Grid(Settings):
+    """Where to measure. contexts: tokens of a sequence. episodes: of an iteration, up to the
+    run's own number. Both ascend by powers of two."""
+
+    contexts: tuple[int, ...] = Field(min_length=1)
+    episodes: tuple[int, ...] = Field(min_length=1)
+
+
+class Costs(Settings):
+    """What starting a stage's workers takes, seconds: as last measured, else `start`."""
+
+    start: float = Field(default=20.0, ge=0)
+    measured: dict[str, float] = Field(default_factory=dict)
+
+    def of(self, stage: str) -> float:
+        """Seconds to start the stage's workers."""
+        return self.measured.get(stage, self.start)
+
+
+class Point(NamedTuple):
+    """A place to measure.
+
+    requests: sequences for each engine, or samples of the update. seconds: what it will take by
+    prediction, with the start of its workers where others are running. value: the share of a
+    stage's time that knowing it may save.
+    """
+
+    candidate: Candidate
+    context: int
+    requests: int
+    seconds: float
+    value: float
+
+    @property
+    def place(self) -> PlaceKey:
+        """Its bucket in the profile table."""
+        return ProfilePoint(
+            key=self.candidate.key, context=self.context, requests=self.requests
+        ).bucket
+
+
+def grid_of(given: SelectionInput, longest: int | None = None) -> Grid:
+    """Contexts from one answer's size up to `longest`, else to the model's position range."""
+    limit = min(longest or given.model.max_positions, given.model.max_positions)
+    turn = given.rollout.max_tokens_per_turn or _UNKNOWN_TURN
+    contexts = [size for size in powers(limit) if size >= max(_SHORTEST, turn)] or powers(limit)[
+        -1:
+    ]
+    own = given.rollout.episodes_per_iteration
+    return Grid(contexts=tuple(contexts), episodes=tuple(sorted({*powers(own), own})))
+
+
+def workers_of(candidate: Candidate) -> Candidate:
+    """What of a layout needs other workers; the rest of it changes while they live.
+
+    An engine has no place for other threads, ranks or replicas; ranks of an update take another
+    token budget, checkpointing, chunks and offload as they are.
+    """
+    return candidate._replace(
+        microbatch=0, running=0, checkpointing=False, logits_chunk=0, offload=False
+    )
+
+
+def at_context(given: SelectionInput, context: int, table: ProfileTable) -> SelectionInput:
+    """The input of a run whose episodes have this many tokens each, with this profile."""
+    size = float(context)
+    seen = Statistics(
+        context_mean=(size,),
+        context_max=(size,),
+        generated_share=(GENERATED_SHARE,),
+        turns_mean=(1.0,),
+    )
+    # Engines are built for what they meet, not for the model's whole range.
+    rollout = given.rollout.model_copy(update={"max_model_len": max(8, context)})
+    changes = {"statistics": seen, "rollout": rollout, "profile": table, "current": None}
+    return given.model_copy(update=changes)
+
+
+def next_point(
+    given: SelectionInput,
+    grid: Grid,
+    table: ProfileTable,
+    seconds_left: float,
+    *,
+    running: Candidate | None = None,
+    costs: Costs | None = None,
+    skipped: Collection[PlaceKey] = (),
+) -> Point | None:
+    """The point to measure now; None when nothing fits the time or nothing is left worth it.
+
+    running: the layout whose workers live. skipped: places that could not be measured, as
+    `Point.place`; a larger load of a layout that ran out of memory is never asked for. Equal
+    arguments give equal points, and no point has the bucket of one in the table.
+    """
+    costs = costs or Costs()
+    visits: dict[Candidate, list[Point]] = {}
+    for point in _Survey(given, grid, table, frozenset(skipped)).points():
+        visits.setdefault(workers_of(point.candidate), []).append(point)
+    best: tuple[float, Point] | None = None
+    alive = workers_of(running) if running is not None else None
+    for workers in sorted(visits):
+        start = 0.0 if workers == alive else costs.of(workers.stage)
+        rated = _visit(visits[workers], start, seconds_left)
+        if rated is not None and (best is None or rated[0] > best[0]):
+            best = rated
+    return None if best is None else best[1]
+
+
+def _visit(points: list[Point], start: float, seconds_left: float) -> tuple[float, Point] | None:
+    """The most worth a second that a visit to these workers can have, and its first point."""
+    ordered = sorted(points, key=lambda p: (-p.value / p.seconds, p.place))
+    spent, gained, best = start, 0.0, 0.0
+    first: Point | None = None
+    for point in ordered:
+        if spent + point.seconds > seconds_left:
+            continue
+        first = first or point
+        spent, gained = spent + point.seconds, gained + point.value
+        best = max(best, gained / spent)
+    return None if first is None else (best, first._replace(seconds=start + first.seconds))
+
+
+class _Option(NamedTuple):
+    """One layout in one choice: its rate for the whole stage, and how well that is known."""
+
+    candidate: Candidate
+    requests: int
+    log_rate: float
+    spread: float
+    known: float
+
+
+class _Survey:
+    """Everything that is worth measuring under one table."""
+
+    def __init__(
+        self,
+        given: SelectionInput,
+        grid: Grid,
+        table: ProfileTable,
+        skipped: frozenset[PlaceKey],
+    ) -> None:
+        self._given, self._grid, self._table = given, grid, table
+        self._done = skipped | {point.bucket for point in table.points}
+        self._predictor = Predictor(at_context(given, grid.contexts[0], table))
+        self._offers = {context: self._offered(context) for context in grid.contexts}
+        layouts = {c.key: c for found in self._offers.values() for c in found}
+        self._spread = self._spreads(layouts)
+
+    def points(self) -> Iterator[Point]:
+        """Each place that is worth its time, once."""
+        for context, offered in self._offers.items():
+            found: dict[PlaceKey, Point] = {}
+            for weight, options in self._choices(context, offered):
+                for option, value in zip(options, _values(options), strict=True):
+                    point = Point(option.candidate, context, option.requests, 0.0, weight * value)
+                    if point.place in self._done:
+                        continue
+                    old = found.get(point.place)
+                    if old is not None:
+                        point = old._replace(value=old.value + point.value)
+                    found[point.place] = point
+            for point in found.values():
+                if point.value >= _LEAST_VALUE:
+                    yield point._replace(seconds=self._seconds(point))
+
+    def _offered(self, context: int) -> list[Candidate]:
+        """Layouts that fit the memory at this context; one of those that come to the same."""
+        predictor = Predictor(at_context(self._given, context, self._table))
+        kept: dict[Candidate, Candidate] = {}
+        for stage in self._given.selector.stages:
+            if stage == "reference" and not self._given.needs_reference:
+                continue
+            for candidate in sorted(predictor.candidates(stage)[0]):
+                if predictor.predict(candidate, predictor.now).problem:
+                    continue
+                same = self._in_effect(candidate, context)
+                # The least budget of those that come to the same, but the most sequences.
+                if same not in kept or stage == "rollout":
+                    kept[same] = candidate
+        return list(kept.values())
+
+    def _in_effect(self, candidate: Candidate, context: int) -> Candidate:
+        """What is left of a layout when settings that change nothing at this context are cleared:
+        limits on running sequences are loads here, budgets beyond all samples are alike."""
+        if candidate.stage == "rollout":
+            alone = bool(self._given.hardware.gpus)
+            return candidate._replace(running=0, replicas=1 if alone else candidate.replicas)
+        filled = self._filled(candidate, context)
+        chunk = candidate.logits_chunk if candidate.logits_chunk < filled else 0
+        return candidate._replace(microbatch=filled, logits_chunk=chunk)
+
+    def _filled(self, candidate: Candidate, context: int) -> int:
+        """Tokens of a microbatch in this layout's update."""
+        steps = self._given.update.minibatches if candidate.stage == "update" else 1
+        samples = self._given.rollout.episodes_per_iteration / (steps * candidate.data_parallel)
+        fitting = max(1, candidate.microbatch // context)
+        return context * min(fitting, max(1, math.ceil(samples)))
+
+    def _choices(
+        self, context: int, offered: list[Candidate]
+    ) -> Iterator[tuple[float, list[_Option]]]:
+        """Every choice that a run at this context may have to make, and how much it matters."""
+        own = self._grid.episodes[-1]
+        for stage in STAGES:
+            layouts = [c for c in offered if c.stage == stage]
+            # Engines meet fewer sequences when episodes end or prompts are dropped; an update
+            # always has about its number of samples.
+            for episodes in self._grid.episodes if stage == "rollout" else (own,):
+                options = [
+                    self._option(layout, context, episodes)
+                    for layout in layouts
+                    if stage != "rollout" or layout.replicas <= episodes
+                ]
+                if options:
+                    yield math.sqrt(episodes / own), options
+
+    def _option(self, layout: Candidate, context: int, episodes: int) -> _Option:
+        requests = episodes
+        if layout.stage == "rollout":
+            limit = layout.running or self._given.rollout.max_running_requests
+            requests = max(1, min(round(episodes / layout.replicas), limit))
+        rate, known = self._rate(layout, context, requests)
+        if layout.stage == "rollout":
+            rate *= layout.replicas
+        spread = _NOISE_SPREAD + (1 - known) * (self._spread[layout.stage] - _NOISE_SPREAD)
+        return _Option(layout, requests, math.log(max(rate, 1e-9)), spread, known)
+
+    def _rate(self, layout: Candidate, context: int, requests: int) -> tuple[float, float]:
+        return self._predictor.rate(layout, context, requests)
+
+    def _spreads(self, layouts: dict[str, Candidate]) -> dict[str, float]:
+        """How far log(measured / guessed) of a layout may be from that of its stage's others."""
+        found: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        for key, points in self._table.by_key().items():
+            layout = layouts.get(key)
+            if layout is not None:
+                guess = self._predictor.guess(layout)
+                ratios = [r for p in points if (r := log_ratio_of(p, guess)) is not None]
+                found[layout.stage] += [fmean(ratios)] if ratios else []
+        spreads = {}
+        for stage, ratios in found.items():
+            mean = fmean(ratios) if ratios else 0.0
+            squares = sum((ratio - mean) ** 2 for ratio in ratios)
+            prior = _GUESS_WEIGHT * _GUESS_SPREAD**2
+            spread = math.sqrt((prior + squares) / (_GUESS_WEIGHT + max(0, len(ratios) - 1)))
+            spreads[stage] = max(2 * _NOISE_SPREAD, spread)
+        return spreads
+
+    def _seconds(self, point: Point) -> float:
+        """What measuring will take once the workers run."""
+        layout, context = point.candidate, point.context
+        rate = max(self._rate(layout, context, point.requests)[0], 1e-9)
+        if layout.stage == "rollout":
+            one_pass = generated_tokens(context) * point.requests / rate
+            factor = self._predictor.correction(layout)(context, point.requests)[0]
+            prompt = float(point.requests * context)
+            reading = self._predictor.roofline.prefill_seconds(
+                layout.tensor, layout.threads, prompt, context
+            )
+            return _OVERHEAD_SECONDS + reading / factor + 2 * one_pass + WINDOW_SECONDS
+        tokens = self._filled(layout, context) * layout.data_parallel * (MICROBATCHES + 1)
+        epochs = self._given.update.epochs if layout.stage == "update" else 1
+        return _OVERHEAD_SECONDS + tokens / (epochs * rate) + WINDOW_SECONDS
+
+
+def generated_tokens(context: int) -> int:
+    """Tokens that each sequence decodes in a timed pass at this context."""
+    return max(1, min(GENERATED_TOKENS, context // 4))
+
+
+def _values(options: list[_Option]) -> list[float]:
+    """What knowing each option may save, as a share of the stage's time.
+
+    Of an option that looks worse: how much it would be better by on average, if it should be the
+    better one (expected improvement; Jones, Schonlau and Welch 1998, equation 15). Of the best:
+    the most that any other may be better by. Each times the part of the doubt that lies in it.
+    """
+    best = max(options, key=lambda option: (option.log_rate, option.candidate))
+    rivals = [(o, *_improvement(best, o)) for o in options if o is not best]
+    values = {id(best): 0.0}
+    for option, gain, variance in rivals:
+        noise = _NOISE_SPREAD**2
+        values[id(option)] = gain * (option.spread**2 - noise) / variance
+        of_best = gain * (best.spread**2 - noise) / variance
+        values[id(best)] = max(values[id(best)], of_best)
+    return [values[id(o)] + _ABSOLUTE * (1 - o.known) for o in options]
+
+
+def _improvement(best: _Option, other: _Option) -> tuple[float, float]:
+    variance = best.spread**2 + other.spread**2
+    deviation = math.sqrt(variance)
+    behind = (best.log_rate - other.log_rate) / deviation
+    gain = deviation * (_NORMAL.pdf(behind) - behind * _NORMAL.cdf(-behind))
+    return max(0.0, gain), variance

@@ -1,0 +1,1 @@
+"""What the operating system knows: processes, memory, hosts, files, locks, seeds, fault points."""

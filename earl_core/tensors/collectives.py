@@ -1,0 +1,154 @@
+"""Ranks that do one thing together: a failure of one is the error of all, so that none waits.
+
+What is exchanged are arrays of numbers and JSON texts in the host's memory, never pickles; no
+device waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from earl_core.run.training_state import CheckpointError
+from earl_core.weights.manifest import WeightsError
+
+if TYPE_CHECKING:
+    from earl_core.learner.parallel.mesh import GroupName, UpdateMesh
+
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """The ranks of a mesh, or those of one of its groups, this one included; without a mesh, one
+    process that talks to nobody.
+
+    All methods but `first`'s are collective: every rank calls them in the same order.
+    """
+
+    def __init__(self, mesh: UpdateMesh | None = None, group: GroupName = "world") -> None:
+        self._group = None if mesh is None else mesh.group(group)
+        self.rank = 0 if self._group is None else self._group.rank()
+        self.size = 1 if self._group is None else self._group.size()
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank makes and names the files."""
+        return self.rank == 0
+
+    def do(self, action: Callable[[], _T]) -> _T:
+        """Run the action on each rank; when it fails on one, every rank raises that error.
+
+        Also a barrier: what the others did in it is done when it returns.
+        """
+        error: Exception | None = None
+        result: _T | None = None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        self._agree(error)
+        return result  # type: ignore[return-value]
+
+    def on_first(self, action: Callable[[], None]) -> None:
+        """Run the action on rank 0 only; its error is everyone's."""
+        self.do(action if self.first else lambda: None)
+
+    def from_first(self, action: Callable[[], Any]) -> Any:
+        """What the action gives on rank 0, on all ranks; it must be JSON."""
+        text = ""
+
+        def run() -> None:
+            nonlocal text
+            if self.first:
+                text = json.dumps(action())
+
+        self.do(run)
+        return json.loads(self._broadcast(text, 0))
+
+    def gather(self, table: torch.Tensor) -> list[torch.Tensor]:
+        """The tables of all ranks, by rank; all have one shape and one dtype."""
+        if self._group is None:
+            return [table]
+        tables = [torch.empty_like(table) for _ in range(self.size)]
+        dist.all_gather(tables, table.contiguous(), group=self._group)
+        return tables
+
+    def sum(self, table: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tables, in place."""
+        if self._group is not None:
+            dist.all_reduce(table, group=self._group)
+        return table
+
+    def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The arrays [n_r, ...] of all ranks, by rank; equal dtypes and other dimensions."""
+        if self._group is None:
+            return [rows]
+        lengths = [int(n) for n in self.gather(torch.tensor([len(rows)], dtype=torch.int64))]
+        padded = np.zeros((max(lengths), *rows.shape[1:]), dtype=rows.dtype)
+        padded[: len(rows)] = rows
+        # As bytes, for torch knows fewer dtypes.
+        parts = self.gather(torch.from_numpy(padded.reshape(-1).view(np.uint8)))
+        arrays = [part.numpy().view(rows.dtype).reshape(padded.shape) for part in parts]
+        return [array[:n] for array, n in zip(arrays, lengths, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank; they must be JSON."""
+        if self._group is None:
+            return [value]
+        text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        return [json.loads(part.tobytes()) for part in self.gather_rows(text)]
+
+    def most(self, counts: Sequence[int]) -> list[int]:
+        """The largest count over the ranks at each place; equally many on all."""
+        every = self.gather(torch.tensor(list(counts), dtype=torch.int64))
+        return [max(each) for each in zip(*(table.tolist() for table in every), strict=True)]
+
+    def _agree(self, error: Exception | None) -> None:
+        if self._group is None:
+            if error is not None:
+                raise error
+            return
+        failed = self.gather(torch.tensor([error is not None], dtype=torch.int64))
+        where = next((rank for rank, flag in enumerate(failed) if bool(flag)), None)
+        if where is None:
+            return
+        text = self._broadcast(_described(error), where)
+        if error is not None:
+            raise error
+        raise _rebuilt(json.loads(text), where)
+
+    def _broadcast(self, text: str, source: int) -> str:
+        if self._group is None:
+            return text
+        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        size = torch.tensor([data.numel()], dtype=torch.int64)
+        dist.broadcast(size, group=self._group, group_src=source)
+        if self.rank != source:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, group=self._group, group_src=source)
+        return data.numpy().tobytes().decode()
+
+
+_KNOWN = {kind.__name__: kind for kind in (CheckpointError, WeightsError)}
+
+
+def _described(error: Exception | None) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    kind = type(error).__name__
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return json.dumps({"kind": kind, "errno": number, "message": message})
+
+
+def _rebuilt(described: dict[str, Any], rank: int) -> Exception:
+    message = f"rank {rank}: {described['message']}"
+    if described["errno"] is not None:
+        return OSError(described["errno"], message)
+    known = _KNOWN.get(described["kind"])
+    if known is not None:
+        return known(message)
+    return RuntimeError(f"rank {rank} failed with {described['kind']}: {described['message']}")

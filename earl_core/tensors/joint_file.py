@@ -1,0 +1,100 @@
+"""One safetensors file that many ranks fill, each the boxes it holds, without a full copy."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+
+from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, Layout, TensorPlace, view
+from earl_core.tensors.slices import Box, Slice, boxes_of_all, shares
+from earl_core.weights.manifest import WeightsError
+
+
+def own_shares(slices: Sequence[Slice], layout: Layout, ranks: Ranks) -> dict[str, Box]:
+    """The part of each tensor that this rank writes; ranks that hold the same split it evenly.
+
+    Collective; the layout is equal on all ranks. Raises `WeightsError`, on all ranks, when the
+    parts do not make up a tensor.
+    """
+    names = list(layout.places)
+    boxes = boxes_of_all(slices, names, ranks)
+    mine: dict[str, Box] = {}
+    for name, held in zip(names, boxes, strict=True):
+        parts = shares(held)
+        written, wanted = sum(part.numel for part in parts), math.prod(layout.places[name].shape)
+        if written != wanted:
+            raise WeightsError(
+                f"the ranks hold {written} elements of {name}, which has {wanted}: they do not "
+                "have the same mesh"
+            )
+        mine[name] = parts[ranks.rank]
+    return mine
+
+
+@torch.no_grad()
+def fill(
+    mapping: mmap.mmap,
+    places: Mapping[str, TensorPlace],
+    slices: Sequence[Slice],
+    mine: Mapping[str, Box],
+) -> None:
+    """Write this rank's parts into the mapped file, cast to the file's dtypes."""
+    for each in slices:
+        part = mine.get(each.name)
+        if part is None or not part.numel:
+            continue
+        whole = view(mapping, places[each.name])
+        whole[part.index].copy_(each.tensor[part.within(each.box).index])
+
+
+@torch.no_grad()
+def read_box(mapping: mmap.mmap, place: TensorPlace, box: Box) -> torch.Tensor:
+    """The bytes of a box in the mapped file, without a copy."""
+    if not box.numel:
+        return torch.empty(box.sizes, dtype=place.dtype)
+    return view(mapping, place)[box.index]
+
+
+def digest_together(mapping: mmap.mmap, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:
+    """`digest_of` all tensors of the file; each rank reads its share of them. Collective."""
+    names = sorted(places)
+    loads = [0] * ranks.size
+    hashes = torch.zeros(len(names), 2, dtype=torch.int64)
+    for name in sorted(names, key=lambda name: places[name].start - places[name].stop):
+        reader = loads.index(min(loads))
+        loads[reader] += places[name].stop - places[name].start
+        if reader == ranks.rank:
+            value = tensor_hash(view(mapping, places[name]))
+            words = (value >> 64, value & (2**64 - 1))
+            # Two's complement, for there is no unsigned sum.
+            signed = [word - 2**64 if word >> 63 else word for word in words]
+            hashes[names.index(name)] = torch.tensor(signed)
+    total = ranks.sum(hashes).tolist()
+    found = {
+        name: ((high % 2**64) << 64) | (low % 2**64)
+        for name, (high, low) in zip(names, total, strict=True)
+    }
+    return combine({name: (places[name].dtype, places[name].shape, found[name]) for name in names})
+
+
+def tensor_hash(tensor: torch.Tensor) -> int:
+    """xxh3_128 over a tensor's bytes."""
+    if not tensor.numel():
+        return xxhash.xxh3_128_intdigest(b"")
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return xxhash.xxh3_128_intdigest(flat.numpy().data)
+
+
+def combine(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], int]]) -> str:
+    """xxh3_128 over names, dtypes, shapes and hashes of tensors, by name; 32 hex digits."""
+    state = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        dtype, shape, value = tensors[name]
+        dimensions = ",".join(map(str, shape))
+        state.update(f"{name}|{DTYPE_CODES[dtype]}|{dimensions}|{value:032x}|".encode())
+    return state.hexdigest()

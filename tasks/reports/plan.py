@@ -1,0 +1,85 @@
+"""The plan of an iteration as a page: what was chosen, what else there was, what was ruled out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from earl_core.run import RunDirectory
+from earl_core.selector import DeploymentPlan, NothingFits, SelectionInput
+from earl_core.selector.choice.changes import layout_changes, misfit_text
+from earl_core.selector.choice.explain import (
+    Row,
+    candidate_rows,
+    considered,
+    plan_rows,
+    refused_rows,
+)
+from earl_core.selector.profile.observations import MISFITS, Observation
+from earl_core.system.files import read_file
+
+_REFUSED_SHOWN = 24
+
+
+def plan_page(
+    run: RunDirectory,
+    plan: DeploymentPlan,
+    before: DeploymentPlan | None,
+    seen: Sequence[Observation],
+) -> str:
+    """Markdown. before: the last iteration's plan. seen: what the run observed in this one."""
+    parts = [
+        f"## Plan of iteration {plan.iteration}, policy {plan.policy}",
+        *_history(plan, before, seen),
+        markdown_table(plan_rows(plan)),
+        *_considered(run, plan),
+    ]
+    return "\n\n".join(parts)
+
+
+def _history(
+    plan: DeploymentPlan, before: DeploymentPlan | None, seen: Sequence[Observation]
+) -> list[str]:
+    lines = [f"- {change.text}" for change in layout_changes(before, plan)]
+    misfits = [item for item in seen if item.kind in MISFITS]
+    lines += [f"- {misfit_text(item)}" for item in misfits]
+    if plan.attempt:
+        lines.append(f"- chosen {plan.attempt + 1} times, because a stage did not fit")
+    return ["\n".join(lines)] if lines else []
+
+
+def _considered(run: RunDirectory, plan: DeploymentPlan) -> list[str]:
+    """What the sealed input had to offer; a sentence where that cannot be said."""
+    source = run.stage_path(plan.iteration, "selection").with_suffix(".input")
+    try:
+        given = SelectionInput.model_validate_json(read_file(source))
+        choice = considered(given, plan)
+    except (OSError, ValidationError) as error:
+        return [f"What was considered cannot be shown: {error}"]
+    except (NothingFits, ValueError) as error:
+        return [f"Nothing else was considered: {error}"]
+    parts = []
+    for stage in choice.predictions:
+        rows = candidate_rows(choice, stage)
+        offered = len(choice.predictions[stage])
+        parts += [f"### {stage}: {offered} candidates, best first", markdown_table(rows)]
+    refused = refused_rows(choice)
+    if refused:
+        parts += ["### Not offered", markdown_table(refused[:_REFUSED_SHOWN])]
+        if len(refused) > _REFUSED_SHOWN:
+            parts.append(f"… and {len(refused) - _REFUSED_SHOWN} more")
+    return parts
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Rows as a table of all columns in which any of them has something."""
+    named = dict.fromkeys(name for row in rows for name in row)
+    columns = [name for name in named if any(row.get(name) for row in rows)]
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[_cell(row.get(name, "")) for name in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,131 @@
+"""Numbers about an iteration's choice: what was predicted, what it came to, what moved.
+
+All are named `selector/<stage>/...`, so that MLflow draws a stage's predicted and measured values
+side by side in one section.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from earl_core.dispatch import Manifest
+from earl_core.selector import DeploymentPlan, StageDeployment
+from earl_core.selector.choice.changes import layout_changes
+from earl_core.selector.choice.explain import comparable_peak
+from earl_core.selector.profile.observations import Observation
+
+CHOSEN_STAGES = ("rollout", "reference", "update")
+"""Stages whose layout is a choice."""
+
+_TRAINING_ONLY = (
+    "context_parallel",
+    "shard",
+    "activation_checkpointing",
+    "offload_optimizer",
+)
+_TREND_WINDOW = 8
+
+
+def selector_metrics(
+    plan: DeploymentPlan,
+    before: DeploymentPlan | None,
+    manifests: Mapping[str, Manifest],
+    seen: Sequence[Observation],
+    gpus: int,
+) -> dict[str, float]:
+    """`selector/...` of one finished iteration.
+
+    before: the last iteration's plan. manifests: the iteration's, by stage. seen: what the run
+    observed in it. gpus: of the hardware; peaks are those of one of them, without any those of
+    the whole stage. Seconds, bytes, tokens; what is on or off is 1 or 0.
+    """
+    moved = {change.stage for change in layout_changes(before, plan) if change.switched}
+    metrics = {
+        "selector/attempts": plan.attempt + 1.0,
+        "selector/switches": float(len(moved)),
+    }
+    for stage in CHOSEN_STAGES:
+        if stage not in plan.stages or stage not in manifests:
+            continue
+        mine = [item for item in seen if item.stage == stage]
+        numbers = {
+            **_layout(plan[stage]),
+            **_predicted(plan, stage),
+            **_measured(manifests[stage], mine, gpus),
+            "switched": float(stage in moved),
+            "out_of_memory": float(sum(item.kind == "out_of_memory" for item in mine)),
+            "switch_seconds": sum((i.seconds for i in mine if i.kind in _SWITCHES), start=0.0),
+        }
+        for what in ("seconds", "peak_bytes"):
+            predicted, measured = (numbers.get(f"{kind}_{what}") for kind in _KINDS)
+            if predicted and measured:
+                numbers[f"predicted_over_measured_{what}"] = predicted / measured
+        metrics.update({f"selector/{stage}/{name}": value for name, value in numbers.items()})
+    return metrics
+
+
+_KINDS = ("predicted", "measured")
+_SWITCHES = ("switched", "laid_out")
+
+
+def load_metrics(
+    rollout: Mapping[str, float], earlier_contexts: Sequence[float]
+) -> dict[str, float]:
+    """What the rollout's own metrics imply: how the wait was shared, and where contexts go.
+
+    rollout: the metrics of its manifest. earlier_contexts: mean contexts of the iterations before,
+    oldest first. `context/trend` is in tokens an iteration, the slope of a line through the last
+    eight.
+    """
+    metrics: dict[str, float] = {}
+    if "environment_share" in rollout:
+        metrics["rollout/generation_share"] = 1.0 - rollout["environment_share"]
+    context = rollout.get("context/mean", 0.0)
+    if context > 0:
+        written = rollout.get("tokens_per_turn", 0.0) * rollout.get("turns/mean", 0.0)
+        # Answers that open a new sample are counted once there and not in the context before it.
+        metrics["rollout/generated_share"] = min(1.0, written / context)
+        recent = [*earlier_contexts, context][-_TREND_WINDOW:]
+        if len(recent) > 1:
+            slope = statistics.linear_regression(range(len(recent)), recent).slope
+            metrics["rollout/context/trend"] = slope
+    return metrics
+
+
+def _layout(deployment: StageDeployment) -> dict[str, float]:
+    dumped = deployment.model_dump(exclude={"stage"})
+    if deployment.stage == "rollout":
+        dumped = {name: value for name, value in dumped.items() if name not in _TRAINING_ONLY}
+    return {name: float(value) for name, value in dumped.items() if value is not None}
+
+
+def _predicted(plan: DeploymentPlan, stage: str) -> dict[str, float]:
+    prediction = plan.predictions.get(stage)
+    if prediction is None:
+        return {}
+    return {
+        "predicted_seconds": prediction.seconds,
+        "predicted_tokens_per_second": prediction.tokens_per_second,
+        "predicted_peak_bytes": prediction.peak_bytes,
+        "budget_bytes": prediction.budget_bytes,
+        "measured_share": prediction.measured,
+    }
+
+
+def _measured(manifest: Manifest, seen: Sequence[Observation], gpus: int) -> dict[str, float]:
+    """The run's own observation where it has one: it is what the next prediction learns from."""
+    own = [item for item in seen if item.kind == "measured"]
+    if own:
+        numbers = {
+            "measured_seconds": own[-1].seconds,
+            "measured_peak_bytes": comparable_peak(own[-1], gpus),
+            "measured_tokens_per_second": own[-1].tokens_per_second,
+        }
+    else:
+        found = manifest.metrics
+        numbers = {
+            "measured_seconds": found.get("seconds", found["stage_seconds"]),
+            "measured_peak_bytes": 0.0 if gpus else found.get("peak_bytes", 0.0),
+        }
+    return {name: value for name, value in numbers.items() if value > 0}

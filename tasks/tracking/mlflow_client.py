@@ -1,0 +1,281 @@
+"""One MLflow run, synchronously: every method either did it or raises.
+
+Nothing global of MLflow is touched (no tracking URI, no active run), so that several runs may
+live in one process. MLflow itself is imported by `open_mlflow_run`, which is slow.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from earl_core.secrets import redact, redact_tree
+from tasks.tracking.details import sqlite_path
+from tasks.tracking.traces import EpisodeTrace
+
+T = TypeVar("T")
+
+STEP_METRICS = {"iteration": "iteration", "evaluation": "evaluation/iteration"}
+"""Logged with every step, so that MLflow can be asked which steps it has."""
+
+METRICS_PER_CALL = 1000
+_PARAMETERS_PER_CALL = 100
+_KEY_LIMIT = 250
+_PARAMETER_LIMIT = 6000
+_TAG_LIMIT = 8000
+_DESCRIPTION = "mlflow.note.content"
+_LOCKED_SECONDS = 25.0
+_BAD_NAME = re.compile(r"[^\w/. :-]")
+
+_ENVIRONMENT = {
+    # A server that hangs is noticed after one such timeout; MLflow's own retries take minutes.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
+    "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "15",
+    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
+    "MLFLOW_ASYNC_TRACE_LOGGING_RETRY_TIMEOUT": "5",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # Failures are raised to us and told once; MLflow's own lines would tear the display.
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+}
+
+
+@dataclass(eq=False)
+class Numbers:
+    """The metrics of one step. kind: a key of `STEP_METRICS`; seconds: Unix time."""
+
+    kind: str
+    step: int
+    metrics: Mapping[str, Any]
+    seconds: float = field(default_factory=time.time)
+
+    def finite(self) -> dict[str, float]:
+        """What MLflow can store, under names that it takes."""
+        found = {
+            _BAD_NAME.sub("_", name)[:_KEY_LIMIT]: float(value)
+            for name, value in self.metrics.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        return {**found, STEP_METRICS[self.kind]: float(self.step)}
+
+
+def open_mlflow_run(uri: str, experiment: str, name: str, uid: str, known: str | None) -> MlflowRun:
+    """Find this run in MLflow or create it; the experiment too. Its status becomes RUNNING.
+
+    known: the MLflow run id of an earlier attempt. A run of the same uid is found without it, so
+    that a creation whose answer was lost is not repeated. Raises `ImportError` without MLflow and
+    `MlflowException` when the tracker fails.
+    """
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    from mlflow import MlflowClient
+
+    with _first_use(uri):
+        client = _patient(lambda: MlflowClient(tracking_uri=uri))
+        run = _find(client, known, uid) if known else None
+        if run is None:
+            place = _patient(lambda: _experiment(client, uri, experiment))
+            run = _find_by_uid(client, place, uid) or _patient(
+                lambda: client.create_run(place, run_name=name, tags={"earl.uid": uid})
+            )
+    _patient(lambda: client.update_run(run.info.run_id, status="RUNNING"))
+    return MlflowRun(client, uri, run.info.run_id, run.info.experiment_id)
+
+
+class MlflowRun:
+    """Made by `open_mlflow_run`. Methods raise `MlflowException` when the tracker fails."""
+
+    def __init__(self, client: Any, uri: str, run_id: str, experiment_id: str) -> None:
+        self._client = client
+        self._uri = uri
+        self.run_id = run_id
+        self.experiment_id = experiment_id
+
+    def alive(self) -> bool:
+        """Whether the tracker answers and still knows this run."""
+        try:
+            self._client.get_run(self.run_id)
+        except Exception:  # MLflow raises many kinds for a server that is away
+            return False
+        return True
+
+    def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Set tags and parameters. MLflow's parameters never change: a setting that did since the
+        run began becomes a tag `changed.<key>`."""
+        from mlflow.entities import Param
+
+        cut = {
+            key[:_KEY_LIMIT]: redact(value)[:_PARAMETER_LIMIT] for key, value in parameters.items()
+        }
+        found = _patient(lambda: self._client.get_run(self.run_id)).data
+        there = found.params
+        new = [Param(key, value) for key, value in cut.items() if key not in there]
+        changed = {
+            f"changed.{key}": value
+            for key, value in cut.items()
+            if key in there and there[key] != value
+        }
+        # The description belongs to whoever wrote it last in MLflow's pages.
+        kept = {_DESCRIPTION} & set(found.tags)
+        self.set_tags({**{k: v for k, v in tags.items() if k not in kept}, **changed})
+        self._log("params", new, _PARAMETERS_PER_CALL)
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags in as few calls as MLflow allows."""
+        from mlflow.entities import RunTag
+
+        rows = [RunTag(key[:_KEY_LIMIT], redact(value)[:_TAG_LIMIT]) for key, value in tags.items()]
+        self._log("tags", rows, _PARAMETERS_PER_CALL)
+
+    def log_numbers(self, steps: Sequence[Numbers]) -> None:
+        """All metrics of these steps, in one call unless they are more than a call may hold.
+
+        Sending the same step twice with the same time changes nothing.
+        """
+        from mlflow.entities import Metric
+
+        rows = [
+            Metric(name, value, int(numbers.seconds * 1000), numbers.step)
+            for numbers in steps
+            for name, value in numbers.finite().items()
+        ]
+        self._log("metrics", rows, METRICS_PER_CALL)
+
+    def _log(self, kind: str, rows: Sequence[Any], most: int) -> None:
+        for first in range(0, len(rows), most):
+            part = {kind: rows[first : first + most]}
+            _patient(partial(self._client.log_batch, self.run_id, **part))
+
+    def steps(self, kind: str) -> set[int]:
+        """Which steps of this kind MLflow has."""
+        history = _patient(lambda: self._client.get_metric_history(self.run_id, STEP_METRICS[kind]))
+        return {metric.step for metric in history}
+
+    def log_text(self, text: str, path: str) -> None:
+        """Store an artifact, replacing the one at this path."""
+        _patient(lambda: self._client.log_text(self.run_id, redact(text), path))
+
+    def log_trace(self, trace: EpisodeTrace) -> None:
+        """Store a trace linked to this run: all its spans in one call, then its summary."""
+        from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
+        from mlflow.tracing.client import TracingClient
+
+        client = TracingClient(self._uri)
+        spans = [Span.from_dict(redact_tree(span)) for span in trace.spans]
+        _patient(lambda: client.log_spans(self.experiment_id, spans))
+        info = TraceInfo(
+            trace_id=trace.trace_id,
+            trace_location=TraceLocation.from_experiment_id(self.experiment_id),
+            request_time=trace.start_ns // 1_000_000,
+            execution_duration=(trace.end_ns - trace.start_ns) // 1_000_000,
+            state=TraceState.OK,
+            request_preview=redact(trace.request)[:1000],
+            response_preview=redact(trace.response)[:1000],
+            trace_metadata={"mlflow.sourceRun": self.run_id, "mlflow.trace_schema.version": "3"},
+            tags={**trace.tags, "mlflow.traceName": trace.name},
+        )
+        _patient(lambda: client.start_trace(info))
+
+    def end(self, status: str) -> None:
+        """Set the final status."""
+        _patient(lambda: self._client.set_terminated(self.run_id, status))
+
+
+def _find(client: Any, run_id: str, uid: str) -> Any | None:
+    """The run of this id if it is there, not deleted, and ours."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = _patient(lambda: client.get_run(run_id))
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    ours = run.info.lifecycle_stage == "active" and run.data.tags.get("earl.uid") == uid
+    return run if ours else None
+
+
+def _find_by_uid(client: Any, experiment_id: str, uid: str) -> Any | None:
+    found = _patient(
+        lambda: client.search_runs(
+            [experiment_id], filter_string=f"tags.`earl.uid` = '{uid}'", max_results=1
+        )
+    )
+    return found[0] if found else None
+
+
+def _experiment(client: Any, uri: str, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=_artifacts(uri, name)))
+        except MlflowException:
+            # Another run created it in between.
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage != "active":
+        raise MlflowException(
+            f"the experiment {name!r} was deleted: restore it with `mlflow experiments restore "
+            f"--experiment-id {found.experiment_id}` or choose another tracking.experiment"
+        )
+    return str(found.experiment_id)
+
+
+def _artifacts(uri: str, experiment: str) -> str | None:
+    """Beside an SQLite database; a server decides itself."""
+    database = sqlite_path(uri)
+    if database is None:
+        return None
+    return (database.parent / "mlartifacts" / re.sub(r"[^\w.-]", "_", experiment)).as_uri()
+
+
+@contextmanager
+def _first_use(uri: str) -> Iterator[None]:
+    """Let one process at a time open an SQLite database: MLflow's creation of it is no
+    transaction, and two at once break each other."""
+    database = sqlite_path(uri)
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with (database.parent / f".{database.name}.lock").open("w") as lock:
+        limit = time.monotonic() + _LOCKED_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise TimeoutError(
+                        f"another process holds {lock.name} for too long: end it, or remove the "
+                        "file if no run is starting"
+                    ) from None
+                time.sleep(0.05)
+        # What environments said stands in it; SQLite's other files take its mode.
+        os.close(os.open(database, os.O_RDWR | os.O_CREAT, 0o600))
+        yield
+
+
+def _patient(call: Callable[[], T]) -> T:
+    """Wait out other writers of the same SQLite database."""
+    limit = time.monotonic() + _LOCKED_SECONDS
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if "database is locked" not in str(error) or time.monotonic() > limit:
+                raise
+            time.sleep(0.2)
