@@ -24,7 +24,7 @@ from benchmarks.harness import publish as publish_report
 from benchmarks.mesh_ranks import QUICK, SMOLLM2, ModelSize, connected, even_llama, in_ranks
 from earl_core.config.rollout import VllmConfig
 from earl_core.learner.parallel.mesh import MeshShape, leave_world
-from earl_core.learner.parallel.parallel_model import parallelize
+from earl_core.learner.parallel_model import parallelize
 from earl_core.rollout.engines.base import Engine
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.weights.publish import publish

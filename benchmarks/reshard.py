@@ -33,7 +33,7 @@ from benchmarks.mesh_ranks import (
 )
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.parallel.mesh import MeshShape, create_mesh, leave_world
-from earl_core.learner.parallel.parallel_model import ParallelModel, build_shell, parallelize
+from earl_core.learner.parallel_model import ParallelModel, build_shell, parallelize
 from earl_core.learner.state.checkpoint import read_training_state, write_training_state
 from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.learner.state.reshard import move_state

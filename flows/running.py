@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 from prefect import Flow, State, tags
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from prefect.states import Cancelled
 
@@ -27,6 +30,7 @@ from flows import flow_notes
 from flows.flow_notes import Note
 from flows.reaper import keep_reconciled
 from flows.server_access import Access
+from tasks.tracking.tracker import Tracker
 from tasks.trust import distrust_servers
 
 distrust_servers()
@@ -45,6 +49,18 @@ def set_listener(listener: Callable[[str, int, dict[str, Any]], None] | None) ->
     """Have sessions opened in this process report their progress, for a display."""
     global _listener
     _listener = listener
+
+
+def _heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
+    """What a run says while it goes on: lines of the Prefect run's log, and the display's."""
+    text = event.get("switched") or event.get("repeated")
+    if text:
+        try:
+            get_run_logger().info("%s", text)
+        except MissingContextError:
+            logging.getLogger(__name__).info("%s", text)
+    if _listener is not None:
+        _listener(stage, iteration, event)
 
 
 def stop_flows(outcome: str = "CANCELLED") -> None:
@@ -149,7 +165,7 @@ async def session_of(run: str) -> AsyncIterator[Session]:
 async def opened(config: RunConfig) -> AsyncIterator[Session]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
-    session = await asyncio.to_thread(open_session, config, _listener)
+    session = await asyncio.to_thread(open_session, config, Tracker, _heard)
     try:
         yield session
     except BaseException as error:

@@ -26,7 +26,7 @@ from earl_core.selector import (
     SelectionInput,
 )
 from earl_core.selector.choice.candidates import Candidate
-from earl_core.selector.model.predict import STAGES
+from earl_core.selector.choice.predict import STAGES
 from earl_core.selector.profile.profile_planner import Costs, PlaceKey, Point, grid_of, next_point
 from earl_core.selector.profile.profile_table import (
     FORMAT,

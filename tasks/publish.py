@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect import task
 
+from earl_core.control.finished_stages import key_of, weights_exist
 from earl_core.control.learner import publish_weights
 from earl_core.control.observation import fitting
 from earl_core.control.rank_losses import surviving
@@ -15,7 +16,7 @@ from earl_core.dispatch import Manifest, ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
 from tasks.select import plan_of
-from tasks.stage import StageRef, key_of, resolve, run_stage, weights_exist
+from tasks.stage import StageRef, resolve, run_stage
 
 
 @task(name="publish")

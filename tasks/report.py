@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect.artifacts import acreate_markdown_artifact
 
+from earl_core.control.finished_stages import holds_update
 from earl_core.control.run_controller import Session
 from earl_core.dispatch import Manifest
 from earl_core.run.keys import STAGES
@@ -17,7 +18,6 @@ from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
 from tasks.reports.plan import plan_page
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
-from tasks.stage import holds_update
 
 
 def collect_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[str, float]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from prefect.cache_policies import CacheKeyFnPolicy
 
+from earl_core.control.finished_stages import finished, key_of
 from earl_core.control.rank_losses import surviving
 from earl_core.control.run_controller import Session
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
-from earl_core.run import stage_key
-from earl_core.run.training_state import CheckpointError, read_state, verify_training_state
 from earl_core.system import fault_points
 from tasks.trust import SERIALIZER, result_directory
 
@@ -38,54 +36,6 @@ def reference_to(session: Session, manifest: Manifest) -> StageRef:
 def resolve(session: Session, reference: StageRef) -> Manifest:
     """The sealed manifest that a reference names."""
     return session.run.manifest(reference["iteration"], reference["stage"])
-
-
-def key_of(session: Session, iteration: int, stage: str, inputs: Sequence[str]) -> str:
-    """The key that this stage's sealed manifest must carry to count as finished."""
-    return stage_key(session.config, session.run.uid, iteration, stage, inputs)
-
-
-def finished(session: Session, iteration: int, stage: str, key: str) -> Manifest | None:
-    """The stage's manifest if the run directory says that it need not run again."""
-    manifest = session.run.sealed(iteration, stage, key)
-    if manifest is None:
-        return None
-    if stage == "update" and not _state_exists(session, manifest):
-        return None
-    if stage == "publish" and not weights_exist(manifest):
-        return None
-    return manifest
-
-
-def _state_exists(session: Session, manifest: Manifest) -> bool:
-    held = session.live_version == manifest.iteration + 1
-    return held or holds_update(session, manifest, checksums=True)
-
-
-def holds_update(session: Session, update: Manifest, checksums: bool = False) -> bool:
-    """Whether the checkpoint of a sealed update's iteration is there, whole, and that update's.
-
-    The key tells it from the checkpoint of another attempt at the iteration, whose settings or
-    data were others. checksums: read all of its bytes too; whoever loads them does in any case.
-    """
-    directory = session.run.checkpoint_path(update.iteration)
-    if not directory.is_dir():
-        return False
-    try:
-        state = verify_training_state(directory) if checksums else read_state(directory)["state"]
-    except CheckpointError as error:
-        session.run.note(update.iteration, "checkpoint", f"not usable: {error}")
-        return False
-    return bool(state.get("key") == update.key)
-
-
-def weights_exist(manifest: Manifest) -> bool:
-    """Whether the published files that a publish manifest names are there, at full size."""
-    files = manifest.outputs["weights"]["files"]
-    return all(
-        Path(file["path"]).is_file() and Path(file["path"]).stat().st_size == file["bytes"]
-        for file in files
-    )
 
 
 def run_stage(

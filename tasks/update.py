@@ -7,11 +7,12 @@ from typing import Any
 
 from prefect import task
 
+from earl_core.control.finished_stages import key_of
 from earl_core.control.learner import call_learner, drop_handoff, ensure_learner
 from earl_core.control.observation import fitting, load_of, observe_stage
 from earl_core.control.run_controller import Session, get_session
 from tasks.select import plan_of
-from tasks.stage import StageRef, key_of, resolve, run_stage
+from tasks.stage import StageRef, resolve, run_stage
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from earl_core.cluster.context import WorkerContext
     from earl_core.cluster.errors import (
         DeadlineExceeded,
-        WireError,
         WorkerCallFailed,
         WorkerError,
         WorkerLost,
@@ -27,7 +26,6 @@ _HOMES = {
     "DeadlineExceeded": "errors",
     "LocalWorkerGroup": "local",
     "MemoryUse": "base",
-    "WireError": "errors",
     "WorkerCallFailed": "errors",
     "WorkerContext": "context",
     "WorkerError": "errors",
@@ -40,7 +38,6 @@ __all__ = [
     "DeadlineExceeded",
     "LocalWorkerGroup",
     "MemoryUse",
-    "WireError",
     "WorkerCallFailed",
     "WorkerContext",
     "WorkerError",

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class WireError(ValueError):
-    """A message that cannot cross between controller and worker: too large, or not JSON."""
-
-
 @dataclass(frozen=True)
 class Where:
     """What a worker was doing when something went wrong, and the last lines of its log."""

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from earl_core.cluster.base import MemoryUse
-from earl_core.cluster.errors import WireError, describe_exit
+from earl_core.cluster.errors import describe_exit
 from earl_core.cluster.rank import RankHandle
+from earl_core.system.frames import WireError
 from earl_core.system.process_tree import ENDING_GRACE_SECONDS, end_processes, marked
 
 logger = logging.getLogger(__name__)

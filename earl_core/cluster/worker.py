@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from earl_core.cluster.context import WorkerContext
-from earl_core.cluster.errors import WireError
 from earl_core.secrets import guard_output, redact
-from earl_core.system.frames import Channel
+from earl_core.system.frames import Channel, WireError
 from earl_core.system.process_tree import (
     ENDING_GRACE_SECONDS,
     descendants,

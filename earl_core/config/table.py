@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from earl_core.config.layout import layout_rows
 from earl_core.config.run import RunConfig
 
 
@@ -58,3 +57,17 @@ def _layout_rows(config: RunConfig) -> list[tuple[str, str, str]]:
 
 def _runs(config: RunConfig, stage: str) -> bool:
     return stage != "reference" or config.needs_reference
+
+
+def layout_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    """The layout's rows of the resolved table; see `earl_core.config.table`."""
+    layout = config.layout
+    return [
+        ("layout of the rollout", layout.rollout.text, "layout.rollout"),
+        ("layout of the update", layout.update.text, "layout.update"),
+        *(
+            (f"from iteration {change.iteration} on", change.text, "layout.changes")
+            for change in layout.changes
+        ),
+        ("devices of the two", layout.placement, "layout.placement"),
+    ]

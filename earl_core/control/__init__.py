@@ -1,1 +1,1 @@
-"""The controller's side of a run: worker groups, the learner's life, observation, failure diagnosis."""
+"""The controller's side of a run: worker groups, the learner's life, failure diagnosis."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.results import same_results
+from earl_core.control.finished_stages import holds_update
 from earl_core.control.observation import timing_switch
 from earl_core.control.run_controller import Session, StateLost
 from earl_core.dispatch import ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
-from tasks.stage import holds_update
 
 logger = logging.getLogger(__name__)
 

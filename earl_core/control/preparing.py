@@ -14,10 +14,10 @@ from pathlib import Path
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import RunConfig, check_references
-from earl_core.config.layout import check_devices, check_layout
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.worker_environment import worker_environment
+from earl_core.deployment.feasibility import check_devices, check_layout
 from earl_core.selector import StageDeployment
 
 logger = logging.getLogger(__name__)

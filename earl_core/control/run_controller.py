@@ -7,32 +7,60 @@ tracker's queue) is looked up here by run directory.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
-from earl_core.config.layout import check_layout
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.run_history import LearntProfile, Observed
 from earl_core.control.start_ahead import start_as_before
 from earl_core.control.worker_groups import Progress, WorkerGroups
+from earl_core.deployment.feasibility import check_layout
 from earl_core.dispatch import PoolFull
 from earl_core.run import RunDirectory
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment
-from tasks.tracking.tracker import Status, Tracker
 
 
 class StateLost(RuntimeError):
     """The live training state is not the one this iteration starts from."""
 
 
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+"""How a run ended, in the tracker's words."""
+
+
+class Tracker(Protocol):
+    """What shows the run to people elsewhere; it returns at once and never raises."""
+
+    def iteration_finished(
+        self,
+        iteration: int,
+        metrics: dict[str, float],
+        *,
+        plan: dict[str, Any],
+        examples: list[dict[str, Any]],
+        checkpoint: Path | None,
+    ) -> None: ...
+
+    def evaluation_finished(self, iteration: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self, status: Status = "FINISHED") -> None: ...
+
+
+MakeTracker = Callable[[RunDirectory, Hardware], Tracker]
+
+
 class Session:
     """Opened by `open_session`; close it to stop the workers and unlock the run."""
 
-    def __init__(self, run: RunDirectory, listener: Progress | None = None) -> None:
+    def __init__(
+        self, run: RunDirectory, track: MakeTracker, listener: Progress | None = None
+    ) -> None:
         self.run = run
         self.config: RunConfig = run.config
         self.listener: Progress = listener or (lambda stage, iteration, progress: None)
@@ -53,7 +81,7 @@ class Session:
         self._check_shared_memory()
         start_as_before(self.groups, run, self.next_iteration())
         run.store_config()
-        self.tracker = Tracker(run, self.hardware)
+        self.tracker = track(run, self.hardware)
 
     def _prepare_model(self) -> None:
         path = Path(self.config.model.path)
@@ -119,7 +147,9 @@ class Session:
 _sessions: dict[str, Session] = {}
 
 
-def open_session(config: RunConfig, listener: Progress | None = None) -> Session:
+def open_session(
+    config: RunConfig, track: MakeTracker, listener: Progress | None = None
+) -> Session:
     """Open the run of this configuration and register its session in this process.
 
     Nothing is written before what can be checked without it was.
@@ -130,7 +160,7 @@ def open_session(config: RunConfig, listener: Progress | None = None) -> Session
     sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
     session = Session.__new__(Session)
     try:
-        session.__init__(run, listener)  # type: ignore[misc]
+        session.__init__(run, track, listener)  # type: ignore[misc]
     except BaseException:
         close_session(session, failed=True)
         raise

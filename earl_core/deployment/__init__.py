@@ -1,1 +1,1 @@
-"""How a stage is laid out on the hardware: the words that configuration, selector, learner and rollout share."""
+"""How a stage is laid out on the hardware: words that configuration, selector and ranks share."""

@@ -20,10 +20,10 @@ from earl_core.algorithms import (
 )
 from earl_core.algorithms.policy_losses import PolicyGradient, PPOClip
 from earl_core.config.algorithm import AlgorithmConfig
-from earl_core.learner.data.microbatch_prefetch import FedMicrobatch
 from earl_core.learner.data.minibatches import Minibatch
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.model import EntropyMode
+from earl_core.learner.head import EntropyMode
+from earl_core.learner.microbatch_prefetch import FedMicrobatch
 
 
 @dataclass(frozen=True)

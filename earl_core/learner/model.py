@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,9 +20,11 @@ from earl_core.learner.attention.varlen import (
     register_attention,
 )
 from earl_core.learner.data.packing import PackedMicrobatch
+from earl_core.learner.head import EntropyMode, Float32Head
 from earl_core.learner.packing_check import check_packing, without_interface
-from earl_core.models.architecture import model_config
-from earl_core.models.huggingface import (
+from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+from earl_core.pretrained.architecture import model_config
+from earl_core.pretrained.huggingface import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GradientCheckpointingLayer,
@@ -30,13 +32,8 @@ from earl_core.models.huggingface import (
     PreTrainedTokenizerBase,
 )
 
-if TYPE_CHECKING:
-    from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
-
 # Logits held at a time: 2**25 float32 numbers are 128 MiB. More are computed in chunks.
 LOGITS_PER_CHUNK = 2**25
-
-EntropyMode = Literal["none", "detached", "differentiable"]
 
 
 @dataclass(frozen=True)
@@ -211,24 +208,6 @@ def logprobs_of_trained(
     rounded = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     with torch.autocast(device, enabled=False):
         return _score_in_chunks(Float32Head(head, rounded), hidden.float(), *settings)
-
-
-class Float32Head:
-    """An output layer that multiplies in float32.
-
-    rounded: the dtype in which the engine has the weights; they are rounded to it, so that both
-    sides multiply with the same numbers. Gradients reach the weights unrounded.
-    """
-
-    def __init__(self, head: nn.Module, rounded: torch.dtype | None) -> None:
-        weight = cast(torch.Tensor, head.weight).float()
-        if rounded is not None:
-            weight = weight + (weight.to(rounded).float() - weight).detach()
-        self.weight = weight
-        self.bias = cast("torch.Tensor | None", getattr(head, "bias", None))
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight, self.bias)
 
 
 def _score_in_chunks(

@@ -10,7 +10,7 @@ from torch import nn
 
 from earl_core.config.base import ConfigError
 from earl_core.learner.attention.varlen import SampleBoundaries, UnsupportedAttention, windows_seen
-from earl_core.models.huggingface import PreTrainedModel
+from earl_core.pretrained.huggingface import PreTrainedModel
 
 # Kinds of layers, as configurations name them, that attend and carry no state along.
 _ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})

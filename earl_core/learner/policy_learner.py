@@ -16,19 +16,20 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
-from earl_core.learner.data.microbatch_prefetch import FedMicrobatch, Feed
 from earl_core.learner.data.minibatches import Minibatch, SampleTable, split_table
 from earl_core.learner.data.packing import TrainingSample, plan_shared
+from earl_core.learner.head import EntropyMode
 from earl_core.learner.microbatch_loss import Algorithm
-from earl_core.learner.model import EntropyMode, load_policy, load_tokenizer
+from earl_core.learner.microbatch_prefetch import FedMicrobatch, Feed
+from earl_core.learner.model import load_policy, load_tokenizer
 from earl_core.learner.parallel.context_parallel import gather_trained
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
-from earl_core.learner.parallel.parallel_model import ParallelModel, parallelize
+from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.state.checkpoint import read_training_state, write_training_state
 from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
 from earl_core.learner.update_metrics import UpdateMetrics
-from earl_core.models.huggingface import Accelerator, AcceleratorState, PreTrainedModel
+from earl_core.pretrained.huggingface import Accelerator, AcceleratorState, PreTrainedModel
 from earl_core.tensors.collectives import Ranks
 
 StepHook = Callable[[int], None]
@@ -283,8 +284,8 @@ class PolicyLearner:
         with self._accelerator.autocast():
             logprobs, entropies = self.parallel.score(fed.tensors, self.temperature, entropy)
         if entropies is not None:
-            entropies = gather_trained(entropies, fed)
-        return gather_trained(logprobs, fed), entropies
+            entropies = gather_trained(entropies, fed.context)
+        return gather_trained(logprobs, fed.context), entropies
 
     def _step(
         self,

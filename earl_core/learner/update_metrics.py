@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from earl_core.algorithms.importance import mismatch_metrics
-from earl_core.learner.data.microbatch_prefetch import FedMicrobatch
 from earl_core.learner.data.packing import PackedMicrobatch
+from earl_core.learner.microbatch_prefetch import FedMicrobatch
 from earl_core.tensors.collectives import Ranks
 
 

@@ -25,7 +25,7 @@ from earl_core.environments.registry import create
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
 from earl_core.learner.state.optimizer import set_learning_rate
-from earl_core.models.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from earl_core.pretrained.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from earl_core.rollout.chat import ChatTokenizer
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from earl_core.run.shards import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import make_directory, write_atomic
 from earl_core.system.locks import FileLock
-from earl_core.weights import pages
+from earl_core.tensors import pages
 
 __all__ = ["RunDirectory", "RunInUse"]
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from earl_core.run.checkpoints import stable_checkpoints
 from earl_core.run.journal import Journal
 from earl_core.run.lock import RunLock
-from earl_core.run.training_state import CheckpointError, verify_checkpoint
+from earl_core.run.training_state import verify_checkpoint
 from earl_core.system.files import make_directory, sync, write_atomic
+from earl_core.tensors.errors import CheckpointError
 
 INITIAL = -1
 """In place of an iteration: before the first one."""

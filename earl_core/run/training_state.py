@@ -14,16 +14,13 @@ import xxhash
 
 from earl_core.run.checkpoints import MARKER
 from earl_core.system.files import NotAFile, canonical_json, is_regular, read_file
+from earl_core.tensors.errors import CheckpointError
 
 FORMAT = "earl-training-state-2"
 
 DESCRIPTION = "state.json"
 
 _NOT_LISTED = (DESCRIPTION, MARKER)
-
-
-class CheckpointError(RuntimeError):
-    """A training state that is incomplete, damaged, or of another model."""
 
 
 def describe_state(

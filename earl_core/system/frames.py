@@ -14,7 +14,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from earl_core.cluster.errors import WireError
+
+class WireError(ValueError):
+    """A message that cannot cross between controller and worker: too large, or not JSON."""
+
 
 MESSAGE_LIMIT = 64 * 1024 * 1024
 """Largest message in bytes."""

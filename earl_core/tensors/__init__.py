@@ -1,1 +1,1 @@
-"""Parts of tensors: which box a rank holds, its exchange between ranks, its place in a safetensors file."""
+"""Parts of tensors: which box a rank holds, exchange between ranks, safetensors files."""

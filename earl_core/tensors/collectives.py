@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from earl_core.run.training_state import CheckpointError
-from earl_core.weights.manifest import WeightsError
-
-if TYPE_CHECKING:
-    from earl_core.learner.parallel.mesh import GroupName, UpdateMesh
+from earl_core.tensors.errors import CheckpointError, WeightsError
 
 _T = TypeVar("_T")
+
+GroupName = Literal[
+    "replicate", "shard", "context", "tensor", "data", "parameters", "replica", "world"
+]
+
+
+class Mesh(Protocol):
+    """A device mesh, as far as collectives ask."""
+
+    def group(self, name: GroupName) -> dist.ProcessGroup | None:
+        """The process group of that name; None where this rank is alone in it."""
 
 
 class Ranks:
@@ -30,7 +37,7 @@ class Ranks:
     All methods but `first`'s are collective: every rank calls them in the same order.
     """
 
-    def __init__(self, mesh: UpdateMesh | None = None, group: GroupName = "world") -> None:
+    def __init__(self, mesh: Mesh | None = None, group: GroupName = "world") -> None:
         self._group = None if mesh is None else mesh.group(group)
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()

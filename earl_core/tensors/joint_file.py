@@ -10,9 +10,9 @@ import torch
 import xxhash
 
 from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, Layout, TensorPlace, view
 from earl_core.tensors.slices import Box, Slice, boxes_of_all, shares
-from earl_core.weights.manifest import WeightsError
 
 
 def own_shares(slices: Sequence[Slice], layout: Layout, ranks: Ranks) -> dict[str, Box]:

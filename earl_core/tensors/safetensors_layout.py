@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from earl_core.weights.manifest import WeightsError
-from earl_core.weights.pages import open_leased
+from earl_core.tensors.errors import WeightsError
+from earl_core.tensors.pages import open_leased
 
 DTYPE_CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -9,15 +9,10 @@ from types import MappingProxyType
 
 import torch
 
-from earl_core.models.architecture import model_config
+from earl_core.pretrained.architecture import model_config
+from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, map_file, read_layout, view
-from earl_core.weights.manifest import (
-    TensorEntry,
-    WeightFile,
-    WeightsError,
-    WeightsManifest,
-    config_digest,
-)
+from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest, config_digest
 from earl_core.weights.match import names_problem
 from earl_core.weights.publish import digest_of
 

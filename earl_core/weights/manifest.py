@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from earl_core.models.architecture import model_config
+from earl_core.pretrained.architecture import model_config
 
 _VOLATILE_CONFIG_KEYS = frozenset(
     {
@@ -34,10 +34,6 @@ _VOLATILE_CONFIG_KEYS = frozenset(
         "use_cache",
     }
 )
-
-
-class WeightsError(ValueError):
-    """Published weights that are missing, damaged or of another model."""
 
 
 class _Frozen(BaseModel):

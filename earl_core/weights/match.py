@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from earl_core.weights.manifest import WeightsError
+from earl_core.tensors.errors import WeightsError
 
 
 def match(

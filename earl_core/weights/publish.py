@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
-from earl_core.tensors.collectives import Ranks
+from earl_core.tensors import pages
+from earl_core.tensors.collectives import Mesh, Ranks
+from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.joint_file import combine, digest_together, fill, own_shares, tensor_hash
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, Layout, plan_layout
 from earl_core.tensors.slices import local_part, slices_of
-from earl_core.weights import pages
-from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsError, WeightsManifest
-
-if TYPE_CHECKING:
-    from earl_core.learner.parallel.mesh import UpdateMesh
+from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ def publish(
     dtype: torch.dtype | str,
     *,
     config_digest: str = "",
-    mesh: UpdateMesh | None = None,
+    mesh: Mesh | None = None,
 ) -> WeightsManifest:
     """Write `directory/weights-<policy_version>.safetensors` and describe it.
 

@@ -137,7 +137,7 @@ class Progress:
             self._activity = Activity(stage=text)
 
     def handle(self, stage: str, iteration: int, event: Mapping[str, Any]) -> None:
-        """Take one event of the flow, in the form of `earl_core.control.run_controller.Progress`."""
+        """Take one event of the flow, as `earl_core.control.worker_groups.Progress`."""
         with self._lock:
             if event.get("finished"):
                 self._finish(stage, iteration, event.get("metrics", {}))

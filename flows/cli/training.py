@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from earl_core.config import ConfigError, RunConfig, check_references, load_config
-from earl_core.config.layout import check_devices, check_layout
 from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.deployment.feasibility import check_devices, check_layout
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import RunInUse, is_locked
 from earl_core.run.record import is_finished

@@ -11,8 +11,8 @@ from earl_core.secrets import redact
 from earl_core.selector import NothingFits, ProfilePoint, ProfileTable, SelectionInput
 from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.explain import Row, summary
+from earl_core.selector.choice.predict import gib
 from earl_core.selector.model.held_out import HeldOutError, held_out_errors
-from earl_core.selector.model.predict import gib
 from earl_core.selector.profile.profile_planner import at_context
 from tasks.tracking.details import default_uri
 

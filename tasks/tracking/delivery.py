@@ -11,10 +11,10 @@ from earl_core.run import RunDirectory
 from earl_core.secrets import redact
 from earl_core.selector import Hardware
 from tasks.reports.selector_chart import selector_chart
+from tasks.tracking import details
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers, open_mlflow_run
 from tasks.tracking.outbox import Chart, Checkpoint, Episode, Item, Plan
 from tasks.tracking.traces import episode_trace
-from tasks.tracking.tracker import details as details
 
 Waiting = Callable[[str], set[int]]
 """Which steps of a kind are queued."""

@@ -14,19 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from earl_core.control.run_controller import Status
 from earl_core.run import RunDirectory
 from earl_core.secrets import redact
 from earl_core.selector import Hardware
+from tasks.tracking import details
 from tasks.tracking.delivery import Delivery
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, Numbers
 from tasks.tracking.outbox import Chart, Checkpoint, Episode, Item, Outbox, Plan
-from tasks.tracking.tracker import details as details
 
 logger = logging.getLogger("earl.tracking")
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 _SLOW_SECONDS = 2.0
 _AGAIN_SECONDS = 0.5

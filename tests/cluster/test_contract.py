@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster import (
-    DeadlineExceeded,
-    WireError,
-    WorkerCallFailed,
-    WorkerGroup,
-    WorkerLost,
-)
+from earl_core.cluster import DeadlineExceeded, WorkerCallFailed, WorkerGroup, WorkerLost
+from earl_core.system.frames import WireError
 from tests.cluster.conftest import MakeGroup, gone_within
 
 Site = dict[str, Any]

@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.cluster import WireError
 from earl_core.cluster.logs import LogFile
-from earl_core.system.frames import FrameBuffer, encode
+from earl_core.system.frames import FrameBuffer, WireError, encode
 from earl_core.system.process_tree import descendants, end_processes, inspect
 from tests.cluster.targets import SLEEPER, STUBBORN
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from earl_core.config import ConfigError, RunConfig, parse_config
-from earl_core.config.layout import check_layout, tensor_degrees
 from earl_core.config.table import resolved_rows
+from earl_core.deployment.feasibility import check_layout, tensor_degrees
 from earl_core.selector import Hardware, ModelShape, SelectionInput, select
 from tests.config.test_config import with_
 

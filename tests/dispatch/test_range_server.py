@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from earl_core.dispatch import ShardEntry, ShardStore
 from earl_core.dispatch.reads.ranges import Range
-from earl_core.dispatch.remote import Proof, Refused, TimedOut, range_protocol
+from earl_core.dispatch.remote import Proof, Refused, TimedOut, protocol
 from earl_core.dispatch.remote.range_server import RangeServer, ServerLimits
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, whole
@@ -56,22 +56,18 @@ def server(store: ShardStore) -> Iterator[RangeServer]:
 def connect(server: RangeServer, token: str | None = TOKEN) -> socket.socket:
     """A connection after its handshake."""
     client = socket.create_connection(server.address, timeout=10)
-    _, theirs = range_protocol.HELLO.unpack(
-        client.recv(range_protocol.HELLO.size, socket.MSG_WAITALL)
-    )
-    mine = os.urandom(range_protocol.NONCE_BYTES)
-    proof = range_protocol.prove(token, b"client", theirs, mine)
-    client.sendall(range_protocol.ANSWER.pack(range_protocol.MAGIC, mine, proof))
-    status = range_protocol.WELCOME.unpack(
-        client.recv(range_protocol.WELCOME.size, socket.MSG_WAITALL)
-    )[1]
-    assert status == (range_protocol.Status.OK if token == TOKEN else range_protocol.Status.REFUSED)
+    _, theirs = protocol.HELLO.unpack(client.recv(protocol.HELLO.size, socket.MSG_WAITALL))
+    mine = os.urandom(protocol.NONCE_BYTES)
+    proof = protocol.prove(token, b"client", theirs, mine)
+    client.sendall(protocol.ANSWER.pack(protocol.MAGIC, mine, proof))
+    status = protocol.WELCOME.unpack(client.recv(protocol.WELCOME.size, socket.MSG_WAITALL))[1]
+    assert status == (protocol.Status.OK if token == TOKEN else protocol.Status.REFUSED)
     return client
 
 
-def answer(client: socket.socket) -> tuple[int, range_protocol.Status, bytes]:
-    head = client.recv(range_protocol.RESPONSE.size, socket.MSG_WAITALL)
-    number, status, size, _ = range_protocol.read_response(head)
+def answer(client: socket.socket) -> tuple[int, protocol.Status, bytes]:
+    head = client.recv(protocol.RESPONSE.size, socket.MSG_WAITALL)
+    number, status, size, _ = protocol.read_response(head)
     payload = bytearray()
     while len(payload) < size:
         more = client.recv(size - len(payload))
@@ -114,15 +110,15 @@ def test_it_answers_nobody_without_a_token(store: ShardStore, entry: ShardEntry)
 
 def test_the_token_never_travels(server: RangeServer) -> None:
     client = socket.create_connection(server.address, timeout=10)
-    hello = client.recv(range_protocol.HELLO.size, socket.MSG_WAITALL)
-    first = range_protocol.prove(TOKEN, b"client", range_protocol.HELLO.unpack(hello)[1], bytes(32))
+    hello = client.recv(protocol.HELLO.size, socket.MSG_WAITALL)
+    first = protocol.prove(TOKEN, b"client", protocol.HELLO.unpack(hello)[1], bytes(32))
     assert TOKEN.encode() not in first
     with socket.create_connection(server.address, timeout=10) as other:
         # A recorded answer does not fit to another greeting.
-        other.recv(range_protocol.HELLO.size, socket.MSG_WAITALL)
-        other.sendall(range_protocol.ANSWER.pack(range_protocol.MAGIC, bytes(32), first))
-        welcome = other.recv(range_protocol.WELCOME.size, socket.MSG_WAITALL)
-        assert range_protocol.WELCOME.unpack(welcome)[1] == range_protocol.Status.REFUSED
+        other.recv(protocol.HELLO.size, socket.MSG_WAITALL)
+        other.sendall(protocol.ANSWER.pack(protocol.MAGIC, bytes(32), first))
+        welcome = other.recv(protocol.WELCOME.size, socket.MSG_WAITALL)
+        assert protocol.WELCOME.unpack(welcome)[1] == protocol.Status.REFUSED
         assert ended(other)
     client.close()
 
@@ -134,16 +130,16 @@ def test_requests_that_are_too_large_are_refused(
     start, _ = entry.columns["tokens"].values
     proof = Proof.of(entry)
     big = Range(entry.file, entry.generation, start, HASTY.max_request_bytes + 1)
-    client.sendall(range_protocol.pack_request(7, [proof], [big]))
+    client.sendall(protocol.pack_request(7, [proof], [big]))
     number, status, message = answer(client)
-    assert (number, status) == (7, range_protocol.Status.REFUSED)
+    assert (number, status) == (7, protocol.Status.REFUSED)
     assert b"too large" in message
     fits = big._replace(length=100)
-    client.sendall(range_protocol.pack_request(8, [proof], [fits]))
-    assert answer(client) == (8, range_protocol.Status.OK, file_bytes(store, fits)), "still in step"
-    client.sendall(range_protocol.pack_request(9, [proof], [fits] * (HASTY.max_ranges + 1)))
+    client.sendall(protocol.pack_request(8, [proof], [fits]))
+    assert answer(client) == (8, protocol.Status.OK, file_bytes(store, fits)), "still in step"
+    client.sendall(protocol.pack_request(9, [proof], [fits] * (HASTY.max_ranges + 1)))
     number, status, message = answer(client)
-    assert (number, status) == (9, range_protocol.Status.REFUSED)
+    assert (number, status) == (9, protocol.Status.REFUSED)
     assert b"ranges" in message
     assert ended(client)
     assert serves(server, store, entry)
@@ -164,8 +160,8 @@ def test_a_head_that_promises_gigabytes_is_refused_unread(
     server: RangeServer, store: ShardStore, entry: ShardEntry
 ) -> None:
     client = connect(server)
-    client.sendall(range_protocol.REQUEST.pack(range_protocol.REQUEST_MARK, 1, 2**32 - 1, 1, 1))
-    assert answer(client)[1] == range_protocol.Status.REFUSED
+    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 2**32 - 1, 1, 1))
+    assert answer(client)[1] == protocol.Status.REFUSED
     assert ended(client)
     assert serves(server, store, entry)
 
@@ -189,9 +185,7 @@ def test_garbage_never_ends_the_server(
     else:
         client = connect(garbage_server)
     if stage == "body":
-        head = range_protocol.REQUEST.pack(
-            range_protocol.REQUEST_MARK, 1, len(garbage), 1, len(garbage) % 8
-        )
+        head = protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, len(garbage), 1, len(garbage) % 8)
         garbage = head + garbage
     with contextlib.suppress(OSError):
         client.sendall(garbage)
@@ -214,7 +208,7 @@ def test_flipped_bits_in_a_request_give_an_error_or_the_right_bytes(
     garbage_server: RangeServer, store: ShardStore, entry: ShardEntry, data: st.DataObject
 ) -> None:
     item = Range(entry.file, entry.generation, entry.columns["tokens"].values[0], 64)
-    message = bytearray(range_protocol.pack_request(1, [Proof.of(entry)], [item]))
+    message = bytearray(protocol.pack_request(1, [Proof.of(entry)], [item]))
     for _ in range(data.draw(st.integers(1, 3))):
         bit = data.draw(st.integers(0, 8 * len(message) - 1))
         message[bit // 8] ^= 1 << bit % 8
@@ -226,11 +220,11 @@ def test_flipped_bits_in_a_request_give_an_error_or_the_right_bytes(
         while more := client.recv(65536):
             received += more
     client.close()
-    if len(received) < range_protocol.RESPONSE.size:
+    if len(received) < protocol.RESPONSE.size:
         return
-    _, status, _, _ = range_protocol.read_response(received[: range_protocol.RESPONSE.size])
-    if status == range_protocol.Status.OK:
-        payload = bytes(received[range_protocol.RESPONSE.size :])
+    _, status, _, _ = protocol.read_response(received[: protocol.RESPONSE.size])
+    if status == protocol.Status.OK:
+        payload = bytes(received[protocol.RESPONSE.size :])
         content = store.path(entry).read_bytes()
         begin, size = entry.body
         assert payload in content[begin : begin + size], "other bytes than the shard's data"
@@ -242,13 +236,13 @@ def _never_answers(server: RangeServer) -> socket.socket:
 
 def _half_a_request(server: RangeServer) -> socket.socket:
     client = connect(server)
-    client.sendall(range_protocol.REQUEST.pack(range_protocol.REQUEST_MARK, 1, 100, 1, 1)[:7])
+    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 100, 1, 1)[:7])
     return client
 
 
 def _head_without_body(server: RangeServer) -> socket.socket:
     client = connect(server)
-    client.sendall(range_protocol.REQUEST.pack(range_protocol.REQUEST_MARK, 1, 100, 1, 1))
+    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 100, 1, 1))
     return client
 
 
@@ -283,7 +277,7 @@ def test_clients_that_do_not_read_are_given_up(
         # More than the kernel's buffers of both ends take.
         for number in range(40):
             with contextlib.suppress(OSError):
-                client.sendall(range_protocol.pack_request(number, [Proof.of(entry)], [item]))
+                client.sendall(protocol.pack_request(number, [Proof.of(entry)], [item]))
         slow.append(client)
     deadline = time.monotonic() + 20
     while server._open and time.monotonic() < deadline:

@@ -24,7 +24,7 @@ from earl_core.dispatch.remote import (
     Transport,
     TransportError,
     Unreachable,
-    range_protocol,
+    protocol,
 )
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
@@ -68,22 +68,22 @@ def test_tokens_are_compared_in_constant_time(
     monkeypatch: pytest.MonkeyPatch, server: RangeServer, entry: ShardEntry
 ) -> None:
     compared = []
-    original = range_protocol.hmac.compare_digest
+    original = protocol.hmac.compare_digest
     monkeypatch.setattr(
-        range_protocol.hmac,
+        protocol.hmac,
         "compare_digest",
         lambda a, b: compared.append((a, b)) or original(a, b),
     )
     read(TcpTransport({"a": server.address}, TOKEN), entry, whole(entry))
     assert len(compared) == 2, "the server's and the client's proof"
-    assert all(len(a) == len(b) == range_protocol.PROOF_BYTES for a, b in compared)
+    assert all(len(a) == len(b) == protocol.PROOF_BYTES for a, b in compared)
 
 
 def test_a_server_that_does_not_know_the_token_is_not_trusted(entry: ShardEntry) -> None:
     def pretend(client: socket.socket) -> None:
-        client.sendall(range_protocol.HELLO.pack(range_protocol.MAGIC, bytes(32)))
-        client.recv(range_protocol.ANSWER.size)
-        client.sendall(range_protocol.WELCOME.pack(range_protocol.MAGIC, 0, bytes(32)))
+        client.sendall(protocol.HELLO.pack(protocol.MAGIC, bytes(32)))
+        client.recv(protocol.ANSWER.size)
+        client.sendall(protocol.WELCOME.pack(protocol.MAGIC, 0, bytes(32)))
 
     with _fake(pretend) as address, pytest.raises(Refused, match="not trusted"):
         read(TcpTransport({"a": address}, TOKEN), entry, whole(entry))
@@ -151,14 +151,10 @@ class _fake:  # noqa: N801
 
 def _welcome(client: socket.socket) -> None:
     nonce = os.urandom(32)
-    client.sendall(range_protocol.HELLO.pack(range_protocol.MAGIC, nonce))
-    _, theirs, _ = range_protocol.ANSWER.unpack(
-        client.recv(range_protocol.ANSWER.size, socket.MSG_WAITALL)
-    )
-    proof = range_protocol.prove(TOKEN, b"server", nonce, theirs)
-    client.sendall(
-        range_protocol.WELCOME.pack(range_protocol.MAGIC, range_protocol.Status.OK, proof)
-    )
+    client.sendall(protocol.HELLO.pack(protocol.MAGIC, nonce))
+    _, theirs, _ = protocol.ANSWER.unpack(client.recv(protocol.ANSWER.size, socket.MSG_WAITALL))
+    proof = protocol.prove(TOKEN, b"server", nonce, theirs)
+    client.sendall(protocol.WELCOME.pack(protocol.MAGIC, protocol.Status.OK, proof))
 
 
 def _silent_after_welcome(client: socket.socket) -> None:
@@ -167,12 +163,8 @@ def _silent_after_welcome(client: socket.socket) -> None:
 
 def _half_an_answer(client: socket.socket) -> None:
     _welcome(client)
-    number = range_protocol.REQUEST.unpack(
-        client.recv(range_protocol.REQUEST.size, socket.MSG_WAITALL)
-    )[1]
-    client.sendall(
-        range_protocol.pack_response(number, range_protocol.Status.OK, _ASKED, 0) + bytes(100)
-    )
+    number = protocol.REQUEST.unpack(client.recv(protocol.REQUEST.size, socket.MSG_WAITALL))[1]
+    client.sendall(protocol.pack_response(number, protocol.Status.OK, _ASKED, 0) + bytes(100))
 
 
 @pytest.mark.parametrize(
@@ -234,13 +226,9 @@ def test_garbage_from_a_server_is_an_error(garbage: bytes, welcomed: bool) -> No
 def test_bytes_damaged_on_the_way_are_found(entry: ShardEntry) -> None:
     def lie(client: socket.socket) -> None:
         _welcome(client)
-        number = range_protocol.REQUEST.unpack(
-            client.recv(range_protocol.REQUEST.size, socket.MSG_WAITALL)
-        )[1]
+        number = protocol.REQUEST.unpack(client.recv(protocol.REQUEST.size, socket.MSG_WAITALL))[1]
         size = whole(entry, "reward").length
-        client.sendall(
-            range_protocol.pack_response(number, range_protocol.Status.OK, size, 1234) + bytes(size)
-        )
+        client.sendall(protocol.pack_response(number, protocol.Status.OK, size, 1234) + bytes(size))
 
     with _fake(lie) as address, pytest.raises(Corrupt, match="on the way"):
         read(TcpTransport({"a": address}, TOKEN, SOON), entry, whole(entry, "reward"))

@@ -26,7 +26,7 @@ from earl_core.config import ConfigError
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory, directory
 from earl_core.run.record import RunDamaged
-from earl_core.run.training_state import CheckpointError
+from earl_core.tensors.errors import CheckpointError
 from tests.durability.io_calls import intercepted
 from tests.durability.life import ITERATIONS, Life, life_config, live, open_run, weights_of
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from earl_core.models.architecture import model_config
+from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.base import Completion, EngineLost, ModelRefused
 from earl_core.weights.publish import publish

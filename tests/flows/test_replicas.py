@@ -22,6 +22,7 @@ from earl_core.dispatch import Manifest
 from earl_core.selector import StageDeployment
 from earl_core.weights.load import manifest_from_directory
 from tasks.stage import run_stage
+from tasks.tracking.tracker import Tracker
 
 GAMES = {"name": "tic_tac_toe", "options": {"style": "compact"}}
 PROMPTS, GROUP = 7, 2
@@ -60,7 +61,7 @@ def opened(tmp_path: Path, tiny_model: Path) -> Iterator[Opened]:
             "dispatch": {"directory": str(tmp_path / "shm")},
             **changes,
         }
-        sessions.append(open_session(parse_config(raw)))
+        sessions.append(open_session(parse_config(raw), Tracker))
         return sessions[-1]
 
     yield make

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import varlen_attention
-from earl_core.learner.data.microbatch_prefetch import Feed
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree
+from earl_core.learner.microbatch_prefetch import Feed
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
 from earl_core.learner.parallel import context_parallel
 from earl_core.learner.parallel.context_parallel import (
@@ -202,12 +202,17 @@ def model_case(
         model, fed.tensors, temperature=0.8, entropy="differentiable"
     )
     assert our_entropies is not None
-    ours, our_entropies = gather_trained(ours, fed), gather_trained(our_entropies, fed)
+    ours, our_entropies = (
+        gather_trained(ours, fed.context),
+        gather_trained(our_entropies, fed.context),
+    )
     found = gradients(loss_of(ours, our_entropies))
     for gradient in found:
         dist.all_reduce(gradient, group=place.group)
     with torch.no_grad():
-        scored = gather_trained(logprobs_of_trained(model, fed.tensors, temperature=0.8)[0], fed)
+        scored = gather_trained(
+            logprobs_of_trained(model, fed.tensors, temperature=0.8)[0], fed.context
+        )
     return {
         "logprobs": relative(ours.detach(), logprobs.detach()),
         "entropies": relative(our_entropies.detach(), entropies.detach()),
@@ -256,7 +261,7 @@ def kept_cases(place: ContextGroup) -> Differences:
         assert len(gathered) == layers
         alive = sum(not storage.expired() for storage in gathered)
         found[f"kept gathered keys {checkpointed=}"] = float(alive)
-        gather_trained(logprobs, fed).sum().backward()
+        gather_trained(logprobs, fed.context).sum().backward()
         assert len(gathered) == 2 * layers
         del logprobs
         alive = sum(not storage.expired() for storage in gathered)

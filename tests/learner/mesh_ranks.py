@@ -28,8 +28,8 @@ from transformers import (
 
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh
-from earl_core.learner.parallel.parallel_model import build_shell
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+from earl_core.learner.parallel_model import build_shell
 from earl_core.learner.policy_learner import NonFiniteGradientError, PolicyLearner
 from earl_core.tensors.slices import local_part, slices_of
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs

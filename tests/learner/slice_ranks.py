@@ -36,7 +36,7 @@ from transformers import (
 
 from earl_core.dispatch.segments.names import MARK
 from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
-from earl_core.learner.parallel.parallel_model import build_shell, parallelize
+from earl_core.learner.parallel_model import build_shell, parallelize
 from earl_core.learner.state.checkpoint import (
     CheckpointError,
     read_training_state,

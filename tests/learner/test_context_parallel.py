@@ -17,12 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from earl_core.learner.attention import attention_plan, varlen_cuda
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.varlen import varlen_attention, varlen_cuda
-from earl_core.learner.data.microbatch_prefetch import Feed
+from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import pack
 from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree, cut_tree
-from earl_core.learner.data.staging import Staging
+from earl_core.learner.microbatch_prefetch import Feed
 from earl_core.learner.parallel.context_parallel import (
     ContextCut,
     ContextGroup,
@@ -30,6 +30,7 @@ from earl_core.learner.parallel.context_parallel import (
     gather_trained,
     share_of,
 )
+from earl_core.learner.staging import Staging
 from tests.learner.helpers import random_samples
 from tests.learner.test_prefix_tree import branching
 
@@ -162,7 +163,7 @@ def test_calls_of_the_varlen_kernel_cover_the_part(drawn: tuple[int, int, int], 
     key, value = torch.randn(2, 1, 2, tree.size, 8)
     whole = attention(query, key, value, SampleBoundaries.from_tree(tree))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen_cuda, "wanted", lambda device: True)
+        patch.setattr(attention_plan, "kernel_calls_wanted", lambda device: True)
         patch.setattr(varlen_cuda, "usable", lambda *states: True)
         patch.setattr("torch.nn.attention.varlen.varlen_attn", reference_varlen)
         one_process = SampleBoundaries.from_tree(tree)
@@ -180,7 +181,7 @@ def test_calls_of_the_varlen_kernel_cover_the_part(drawn: tuple[int, int, int], 
 def test_a_long_sample_takes_two_calls_without_a_copy_of_its_keys(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen_cuda, "wanted", lambda device: True)
+    monkeypatch.setattr(attention_plan, "kernel_calls_wanted", lambda device: True)
     tree = separate(4096)
     for rank in range(size):
         part = boundaries_of(tree, rank, size)
@@ -253,7 +254,7 @@ def test_without_context_ranks_nothing_changes() -> None:
     assert fed.context is None
     assert fed.tensors.boundaries.exchange is None
     values = torch.randn(fed.tensors.targets.numel())
-    assert gather_trained(values, fed) is values
+    assert gather_trained(values, fed.context) is values
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from earl_core.learner.data import microbatch_prefetch as feed_module
-from earl_core.learner.data.microbatch_prefetch import FedMicrobatch, Feed
+from earl_core.learner import microbatch_prefetch as feed_module
 from earl_core.learner.data.packing import (
     PackedMicrobatch,
     TrainingSample,
     pack,
     plan_microbatches,
 )
-from earl_core.learner.data.staging import Staging
+from earl_core.learner.microbatch_prefetch import FedMicrobatch, Feed
+from earl_core.learner.staging import Staging
 from tests.learner.helpers import random_samples
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import pack
 from earl_core.learner.model import PackedTensors, decoder_of, logprobs_of_trained
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.models.architecture import model_config
+from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines.causal_model import OutputLayer
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.engines.vllm_environment import overrides

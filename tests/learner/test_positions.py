@@ -116,7 +116,7 @@ def test_factors_that_nobody_pins_are_refused(
 
 def test_dynamic_scaling_is_off_up_to_the_models_limit(tmp_path: Path) -> None:
     """As in transformers, where vLLM would stretch the base for all lengths."""
-    from earl_core.models.architecture import model_config
+    from earl_core.pretrained.architecture import model_config
 
     scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     directory = save_model(build("Llama", rope_parameters=scaling), tmp_path)

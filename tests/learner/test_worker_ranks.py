@@ -69,7 +69,8 @@ def test_two_ranks_train_as_one_through_changes_of_their_mesh(
     assert group.call("restore", checkpoint=None, **site(0)) == [{"policy_version": 0}] * 2
     pids = group.pids
     for pid in pids:
-        # What is installed for other purposes does not slow the start; see earl_core.models.huggingface.
+        # What is installed for other purposes does not slow the start; see
+        # earl_core.pretrained.huggingface.
         mapped = Path(f"/proc/{pid}/maps").read_text()
         assert not any(f"/{name}/" in mapped for name in ("scipy", "sklearn", "pandas"))
     mine = {"directory": str(tmp_path / "mine"), "dtype": "float32"}

@@ -26,8 +26,8 @@ from earl_core.selector import (
 )
 from earl_core.selector.choice.candidates import Candidate, rollout_candidates, update_candidates
 from earl_core.selector.choice.policy import POLICIES, choose
+from earl_core.selector.choice.predict import gib
 from earl_core.selector.model.catalogue import MODELS, cluster
-from earl_core.selector.model.predict import gib
 from tests.selector.examples import given
 
 contexts = st.floats(64, 60000)

@@ -31,8 +31,8 @@ from earl_core.selector.choice.candidates import (
     smaller_microbatches,
 )
 from earl_core.selector.choice.policy import choose
+from earl_core.selector.choice.predict import gib
 from earl_core.selector.model.catalogue import MODELS, cluster
-from earl_core.selector.model.predict import gib
 from tests.selector.examples import given
 
 GIB = 2**30

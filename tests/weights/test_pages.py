@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from earl_core.dispatch import ShardStore
 from earl_core.dispatch.segments.names import MARK
-from earl_core.weights import pages
+from earl_core.tensors import pages
+from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights
-from earl_core.weights.manifest import WeightsError, WeightsManifest
+from earl_core.weights.manifest import WeightsManifest
 from earl_core.weights.publish import publish
 
 SHAPE = (300, 70)
@@ -100,7 +101,7 @@ def reader(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], WeightsManif
     manifest = version(1, tmp_path / "shared")
     script = """
 import sys
-from earl_core.weights import pages
+from earl_core.tensors import pages
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsManifest
 opened = open_weights(WeightsManifest.model_validate_json(sys.argv[1]))

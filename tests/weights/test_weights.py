@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import manifest_from_directory, open_weights, parameters_of
-from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
+from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.match import match
 from earl_core.weights.publish import digest_of, publish
 from tests.engines.models import make

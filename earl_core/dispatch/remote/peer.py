@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from earl_core.dispatch.reads.ranges import Range
-from earl_core.dispatch.remote import range_protocol
+from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.sockets import remaining
 from earl_core.dispatch.remote.transport import Corrupt, Proof, RemoteRead, proof_for
 
@@ -35,12 +35,9 @@ def cut(read: RemoteRead, proofs: Mapping[str, Proof], request_bytes: int) -> li
     current = Question()
     for item, view in _pieces(read, request_bytes):
         full = (
-            current.size + item.length > request_bytes
-            or len(current.ranges) == range_protocol.MAX_RANGES
+            current.size + item.length > request_bytes or len(current.ranges) == protocol.MAX_RANGES
         )
-        new_file = (
-            item.file not in current.proofs and len(current.proofs) == range_protocol.MAX_FILES
-        )
+        new_file = item.file not in current.proofs and len(current.proofs) == protocol.MAX_FILES
         if current.ranges and (full or new_file):
             found.append(current)
             current = Question()
@@ -89,7 +86,7 @@ class Peer:
             self.last = time.monotonic()
         self.in_flight.append((self._number, question))
         proofs = list(question.proofs.values())
-        message = memoryview(range_protocol.pack_request(self._number, proofs, question.ranges))
+        message = memoryview(protocol.pack_request(self._number, proofs, question.ranges))
         while message:
             try:
                 message = message[self.connection.send(message) :]
@@ -132,9 +129,9 @@ class Peer:
             self._wanted[0] = self._wanted[0][count:]
 
     def _expect_head(self) -> None:
-        self._head = bytearray(range_protocol.RESPONSE.size)
+        self._head = bytearray(protocol.RESPONSE.size)
         self._message: bytearray | None = None
-        self._answer: tuple[range_protocol.Status, int] | None = None
+        self._answer: tuple[protocol.Status, int] | None = None
         self._wanted: list[memoryview] = [memoryview(self._head)]
 
     def _complete(self) -> None:
@@ -142,16 +139,14 @@ class Peer:
         if self._answer is not None:
             self._finish(*self._answer)
             return
-        number, status, size, checksum = range_protocol.read_response(self._head)
+        number, status, size, checksum = protocol.read_response(self._head)
         if not self.in_flight or number != self.in_flight[0][0]:
-            raise range_protocol.Malformed("an answer came that was not asked for")
+            raise protocol.Malformed("an answer came that was not asked for")
         question = self.in_flight[0][1]
         self._answer = status, checksum
-        if status == range_protocol.Status.OK:
+        if status == protocol.Status.OK:
             if size != question.size:
-                raise range_protocol.Malformed(
-                    "an answer has another length than what was asked for"
-                )
+                raise protocol.Malformed("an answer has another length than what was asked for")
             self._wanted = list(question.into)
             return
         self._message = bytearray(size)
@@ -159,10 +154,10 @@ class Peer:
         if not size:
             self._finish(status, checksum)
 
-    def _finish(self, status: range_protocol.Status, checksum: int) -> None:
+    def _finish(self, status: protocol.Status, checksum: int) -> None:
         question = self.in_flight.popleft()[1]
-        if status != range_protocol.Status.OK:
-            raise range_protocol.failure(status, bytes(self._message or b""), self.host)
+        if status != protocol.Status.OK:
+            raise protocol.failure(status, bytes(self._message or b""), self.host)
         digest = xxhash.xxh3_64()
         for view in question.into:
             digest.update(view)

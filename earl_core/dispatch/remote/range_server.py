@@ -20,7 +20,7 @@ from types import TracebackType
 
 import xxhash
 
-from earl_core.dispatch.remote import range_protocol
+from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.shared_memory import leased_views
 from earl_core.dispatch.remote.sockets import drain, receive, send_all, tune
 from earl_core.dispatch.remote.transport import Refused, TimedOut, TransportError
@@ -39,7 +39,7 @@ class ServerLimits:
     """
 
     max_request_bytes: int = 4 * 2**20
-    max_ranges: int = range_protocol.MAX_RANGES
+    max_ranges: int = protocol.MAX_RANGES
     max_connections: int = 256
     max_in_flight: int = 64
     handshake_seconds: float = 5.0
@@ -131,7 +131,7 @@ class RangeServer:
             if self._welcome(client):
                 while self._answer(client):
                     pass
-        except (OSError, range_protocol.Malformed) as error:
+        except (OSError, protocol.Malformed) as error:
             _log.debug("a connection ended: %s", error)
         except Exception:
             _log.exception("a connection ended by a fault of the range server")
@@ -142,54 +142,50 @@ class RangeServer:
 
     def _welcome(self, client: socket.socket) -> bool:
         deadline = time.monotonic() + self.limits.handshake_seconds
-        nonce = secrets.token_bytes(range_protocol.NONCE_BYTES)
-        send_all(client, [range_protocol.HELLO.pack(range_protocol.MAGIC, nonce)], deadline)
-        answer = bytearray(range_protocol.ANSWER.size)
+        nonce = secrets.token_bytes(protocol.NONCE_BYTES)
+        send_all(client, [protocol.HELLO.pack(protocol.MAGIC, nonce)], deadline)
+        answer = bytearray(protocol.ANSWER.size)
         if not receive(client, answer, deadline):
             return False
-        magic, theirs, proof = range_protocol.ANSWER.unpack(answer)
-        expected = range_protocol.prove(self._token, b"client", nonce, theirs)
-        good = range_protocol.same(proof, expected) and magic == range_protocol.MAGIC
-        status = range_protocol.Status.OK if good else range_protocol.Status.REFUSED
+        magic, theirs, proof = protocol.ANSWER.unpack(answer)
+        expected = protocol.prove(self._token, b"client", nonce, theirs)
+        good = protocol.same(proof, expected) and magic == protocol.MAGIC
+        status = protocol.Status.OK if good else protocol.Status.REFUSED
         mine = (
-            range_protocol.prove(self._token, b"server", nonce, theirs)
-            if good
-            else bytes(len(expected))
+            protocol.prove(self._token, b"server", nonce, theirs) if good else bytes(len(expected))
         )
-        send_all(
-            client, [range_protocol.WELCOME.pack(range_protocol.MAGIC, status, mine)], deadline
-        )
+        send_all(client, [protocol.WELCOME.pack(protocol.MAGIC, status, mine)], deadline)
         return good
 
     def _answer(self, client: socket.socket) -> bool:
         """Read one request and answer it; False when the connection is to end."""
-        head = bytearray(range_protocol.REQUEST.size)
+        head = bytearray(protocol.REQUEST.size)
         first = memoryview(head)[:1]
         if not receive(client, first, time.monotonic() + self.limits.idle_seconds):
             return False
         deadline = time.monotonic() + self.limits.request_seconds
         if not receive(client, memoryview(head)[1:], deadline):
             return False
-        number, size, files, ranges = range_protocol.read_request_head(head)
+        number, size, files, ranges = protocol.read_request_head(head)
         if (
-            size > range_protocol.MAX_BODY
-            or files > range_protocol.MAX_FILES
+            size > protocol.MAX_BODY
+            or files > protocol.MAX_FILES
             or ranges > self.limits.max_ranges
         ):
             refusal = Refused(
                 f"a request of {ranges} ranges in {files} files ({size} bytes) is too large: at "
-                f"most {self.limits.max_ranges} ranges in {range_protocol.MAX_FILES} files are answered"
+                f"most {self.limits.max_ranges} ranges in {protocol.MAX_FILES} files are answered"
             )
-            send_all(client, [range_protocol.pack_failure(number, refusal)], deadline)
+            send_all(client, [protocol.pack_failure(number, refusal)], deadline)
             drain(client, size)
             return False
         body = bytearray(size)
         if not receive(client, body, deadline):
             return False
-        request = range_protocol.read_request(number, memoryview(body), files, ranges)
+        request = protocol.read_request(number, memoryview(body), files, ranges)
         if not self._slots.acquire(timeout=self.limits.request_seconds):
             busy = TimedOut("too many requests are being answered; ask again later")
-            send_all(client, [range_protocol.pack_failure(number, busy)], time.monotonic() + 1.0)
+            send_all(client, [protocol.pack_failure(number, busy)], time.monotonic() + 1.0)
             return True
         try:
             self._send(client, request)
@@ -197,7 +193,7 @@ class RangeServer:
             self._slots.release()
         return True
 
-    def _send(self, client: socket.socket, request: range_protocol.Request) -> None:
+    def _send(self, client: socket.socket, request: protocol.Request) -> None:
         deadline = time.monotonic() + self.limits.send_seconds
         try:
             if request.total_bytes > self.limits.max_request_bytes:
@@ -210,12 +206,10 @@ class RangeServer:
                 for view in views:
                     digest.update(view)
                 size, checksum = request.total_bytes, digest.intdigest()
-                head = range_protocol.pack_response(
-                    request.number, range_protocol.Status.OK, size, checksum
-                )
+                head = protocol.pack_response(request.number, protocol.Status.OK, size, checksum)
                 send_all(client, [head, *views], deadline)
         except TransportError as error:
-            send_all(client, [range_protocol.pack_failure(request.number, error)], deadline)
+            send_all(client, [protocol.pack_failure(request.number, error)], deadline)
         except OSError as error:
             if not isinstance(error, TimeoutError | ConnectionError):
                 _log.warning("a request could not be answered: %s", error)

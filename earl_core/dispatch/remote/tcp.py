@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from earl_core.dispatch.reads.ranges import Range
-from earl_core.dispatch.remote import range_protocol
+from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.peer import Peer, cut
 from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
 from earl_core.dispatch.remote.transport import (
@@ -165,7 +165,7 @@ class TcpTransport:
     def _take(self, peer: Peer, selector: selectors.BaseSelector, deadline: float) -> None:
         try:
             peer.take()
-        except range_protocol.Malformed as error:
+        except protocol.Malformed as error:
             peer.broken = True
             raise Unreachable(
                 f"host {peer.host!r} does not speak this protocol: {error}"
@@ -237,27 +237,23 @@ class TcpTransport:
 
     def _shake_hands(self, connection: socket.socket, host: str, deadline: float) -> None:
         hello, welcome = (
-            bytearray(range_protocol.HELLO.size),
-            bytearray(range_protocol.WELCOME.size),
+            bytearray(protocol.HELLO.size),
+            bytearray(protocol.WELCOME.size),
         )
         if not receive(connection, hello, deadline):
             raise Unreachable(f"host {host!r} closed the connection at once: it may be full")
-        magic, theirs = range_protocol.HELLO.unpack(hello)
-        if magic != range_protocol.MAGIC:
+        magic, theirs = protocol.HELLO.unpack(hello)
+        if magic != protocol.MAGIC:
             raise Unreachable(f"what listens on host {host!r} is no range server of this version")
-        mine = secrets.token_bytes(range_protocol.NONCE_BYTES)
-        proof = range_protocol.prove(self._token, b"client", theirs, mine)
-        send_all(
-            connection, [range_protocol.ANSWER.pack(range_protocol.MAGIC, mine, proof)], deadline
-        )
+        mine = secrets.token_bytes(protocol.NONCE_BYTES)
+        proof = protocol.prove(self._token, b"client", theirs, mine)
+        send_all(connection, [protocol.ANSWER.pack(protocol.MAGIC, mine, proof)], deadline)
         if not receive(connection, welcome, deadline):
             raise Unreachable(f"host {host!r} broke the handshake off")
-        _, status, shown = range_protocol.WELCOME.unpack(welcome)
-        if status != range_protocol.Status.OK:
+        _, status, shown = protocol.WELCOME.unpack(welcome)
+        if status != protocol.Status.OK:
             raise Refused(f"host {host!r} does not accept the token: all hosts need the same one")
-        if not range_protocol.same(
-            shown, range_protocol.prove(self._token, b"server", theirs, mine)
-        ):
+        if not protocol.same(shown, protocol.prove(self._token, b"server", theirs, mine)):
             raise Refused(f"what answers for host {host!r} does not know the token; not trusted")
 
     def _give_back(self, host: str, connection: socket.socket) -> None:

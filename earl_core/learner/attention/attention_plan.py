@@ -14,12 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from earl_core.learner.attention.varlen import varlen_cuda
 from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, cut_tree
 from earl_core.learner.parallel.context_parallel import PackExchange
 
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512
+
+
+def kernel_calls_wanted(device: torch.device) -> bool:
+    """Whether calls of the varlen kernel are worth planning on this device."""
+    return device.type != "cpu"
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ def _kernel_calls(
     overlapping stretches of the pack: each has a call of its own, which reads them where they lie.
     """
     device = cu_seqlens.device
-    if not varlen_cuda.wanted(device) or queries.runs.size == 0:
+    if not kernel_calls_wanted(device) or queries.runs.size == 0:
         return ()
     shared = bool((queries.parents >= 0).any())
     paths = [tree.path(int(run)) for run in queries.runs] if shared or split else []

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from earl_core.learner.attention import varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.varlen import varlen_cuda, varlen_dense
 from earl_core.learner.parallel.context_parallel import attend_to_all_ranks
-from earl_core.models.huggingface import AttentionInterface
+from earl_core.pretrained.huggingface import AttentionInterface
 
 __all__ = [
     "ATTENTION_NAME",

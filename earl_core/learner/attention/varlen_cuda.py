@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from earl_core.learner.attention.attention_plan import KernelCall, SampleBoundaries
 
 
-def wanted(device: torch.device) -> bool:
-    """Whether calls of the kernel are worth planning on this device."""
-    return device.type != "cpu"
-
-
 def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the kernel takes these tensors: CUDA, half precision, head size up to 256."""
     return (

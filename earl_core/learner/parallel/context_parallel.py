@@ -26,7 +26,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from earl_core.learner.data.packing import Allocate, PackedMicrobatch
 
 if TYPE_CHECKING:
-    from earl_core.learner.data.microbatch_prefetch import FedMicrobatch
     from earl_core.learner.parallel.mesh import UpdateMesh
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -209,16 +208,16 @@ class TrainedGather:
     most: int
 
 
-def gather_trained(local: torch.Tensor, fed: FedMicrobatch) -> torch.Tensor:
+def gather_trained(local: torch.Tensor, gather: TrainedGather | None) -> torch.Tensor:
     """A number per trained token of this rank [T'_r] → of the microbatch [T'], in its order.
 
     Collective over the context ranks, which must compute the same loss from the result: each
     takes its own tokens' part of the gradient, so the loss counts once. Without context
     parallelism `local` itself.
     """
-    if fed.context is None:
+    if gather is None:
         return local
-    gathered = _GatherTrained.apply(local, fed.context)  # type: ignore[no-untyped-call]
+    gathered = _GatherTrained.apply(local, gather)  # type: ignore[no-untyped-call]
     assert isinstance(gathered, torch.Tensor)
     return gathered
 

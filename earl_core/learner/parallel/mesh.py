@@ -1,10 +1,10 @@
 """The device mesh of an update: how ranks are numbered, and the process groups of one rank.
 
 A rank's number is `(data * context + context_rank) * tensor + tensor_rank` with `data =
-replicate_rank * shard + shard_rank`: the numbering of `earl_core.dispatch.reads.layout.Layout`. Ranks
-of one data rank form a replica: they see the same samples. accelerate owns the process state:
-devices, launch variables, the connection to the other ranks. This module imports no torch until a
-mesh is made.
+replicate_rank * shard + shard_rank`: the numbering of `earl_core.dispatch.reads.layout.Layout`.
+Ranks of one data rank form a replica: they see the same samples. accelerate owns the process
+state: devices, launch variables, the connection to the other ranks. This module imports no torch
+until a mesh is made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from earl_core.config.base import ConfigError
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-GroupName = Literal[
-    "replicate", "shard", "context", "tensor", "data", "parameters", "replica", "world"
-]
+    from earl_core.tensors.collectives import GroupName
 
 # Groups over several dimensions of the mesh. Context ranks hold parts of the parameters like shard
 # ranks do, because the gradients of both are sums over tokens.

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from earl_core.learner.model import EntropyMode, Float32Head
+    from earl_core.learner.head import EntropyMode, Float32Head
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from earl_core.models.huggingface import (
+from earl_core.pretrained.huggingface import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     custom_object_save,
 )
 from earl_core.run.training_state import (
-    CheckpointError,
     describe_state,
     read_state,
     verify_files,
@@ -34,6 +33,7 @@ from earl_core.run.training_state import (
 )
 from earl_core.system.files import remove, sync
 from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.errors import CheckpointError
 from earl_core.tensors.joint_file import fill, own_shares, read_box
 from earl_core.tensors.safetensors_layout import (
     DTYPE_CODES,

@@ -30,8 +30,9 @@ from earl_core.rollout.engines.causal_model import OutputLayer, load_causal_mode
 from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.system.out_of_memory import OutOfMemory, guarded, is_out_of_memory
+from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights
-from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
+from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.match import match
 from earl_core.weights.publish import resolve_dtype
 

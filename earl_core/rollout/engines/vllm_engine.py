@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from earl_core.config.rollout import VllmConfig
-from earl_core.models.architecture import model_config
+from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.base import (
     Completion,
@@ -30,8 +30,9 @@ from earl_core.rollout.engines.base import (
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import Remains, descendants, peak_bytes
 from earl_core.system.out_of_memory import OutOfMemory
+from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights, parameters_of
-from earl_core.weights.manifest import WeightsError, WeightsManifest, config_digest
+from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.match import match
 
 logger = logging.getLogger(__name__)

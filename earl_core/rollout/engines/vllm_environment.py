@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earl_core.config.rollout import VllmConfig
-from earl_core.models.architecture import pin_positions
+from earl_core.pretrained.architecture import pin_positions
 from earl_core.rollout.engines.base import EngineError, EngineUnavailable, ModelRefused
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from earl_core.deployment.stage_deployment import DeploymentPlan, StageDeployment
 from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.choice.predict import gib
 from earl_core.selector.choice.selection import CONTEXT_RAISED
-from earl_core.selector.model.predict import gib
 from earl_core.selector.profile.observations import Observation
 
 _NUMBERS = {

@@ -15,6 +15,7 @@ from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.deployment.stage_deployment import DeploymentPlan, StageDeployment
 from earl_core.selector.choice.candidates import Candidate, RuledOut
 from earl_core.selector.choice.policy import evaluate, select
+from earl_core.selector.choice.predict import STAGES, Prediction, gib
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.statistics import Statistics
 from earl_core.selector.model.memory_model import (
@@ -24,7 +25,6 @@ from earl_core.selector.model.memory_model import (
     standard_activation_bytes,
     training_memory,
 )
-from earl_core.selector.model.predict import STAGES, Prediction, gib
 from earl_core.selector.profile.observations import Observation
 
 Row = dict[str, str]

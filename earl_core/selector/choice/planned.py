@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from earl_core.deployment.stage_deployment import DeploymentPlan, StagePrediction
-from earl_core.selector.model.predict import STAGES, Prediction, Predictor
+from earl_core.selector.choice.predict import STAGES, Prediction, Predictor
 from earl_core.selector.profile.observations import offered_requests, training_rate
 
 

@@ -17,7 +17,9 @@ from typing import NamedTuple
 from earl_core.deployment.stage_deployment import Basis, DeploymentPlan
 from earl_core.selector.choice.candidates import Candidate, RuledOut
 from earl_core.selector.choice.planned import predictions_of
+from earl_core.selector.choice.predict import STAGES, NothingFits, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, tokens
+from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import (
     CONTEXT_RAISED,
     SelectionInput,
@@ -25,7 +27,6 @@ from earl_core.selector.choice.selection import (
     model_length,
 )
 from earl_core.selector.choice.switch_cost import Move, move_between, switch_seconds
-from earl_core.selector.model.predict import STAGES, NothingFits, Prediction, Predictor
 
 Policy = Callable[[SelectionInput], DeploymentPlan]
 
@@ -91,7 +92,7 @@ def evaluate(
         left_out = stage == "reference" and not given.needs_reference
         if left_out or stage not in given.selector.stages:
             continue
-        candidates, problems = predictor.candidates(stage)
+        candidates, problems = offers(predictor, stage)
         rows = [predictor.predict(candidate, predictor.now) for candidate in candidates]
         found[stage] = sorted(rows, key=_order)
         out += problems
@@ -304,7 +305,7 @@ def average_context(given: SelectionInput) -> DeploymentPlan:
     engine; how many really run is not looked at, and nothing but the rollout moves.
     """
     plan, predictor = fixed_plan(given), Predictor(given)
-    candidates, _ = predictor.candidates("rollout")
+    candidates, _ = offers(predictor, "rollout")
     mean = given.statistics.context_mean[-1] if given.statistics.context_mean else 0.0
     mean = max(1.0, mean or predictor.now.context)
     context = _range(given, mean)

@@ -23,8 +23,8 @@ from earl_core.selector.choice.candidates import (
 )
 
 if TYPE_CHECKING:
+    from earl_core.selector.choice.predict import Predictor
     from earl_core.selector.choice.selection import SelectionInput
-    from earl_core.selector.model.predict import Predictor
 
 _WORTH_SAVING = 0.02
 """Share of a stage's memory for which logits are computed in chunks smaller than usual."""

@@ -17,9 +17,10 @@ from pydantic import Field
 
 from earl_core.config.base import Settings
 from earl_core.selector.choice.candidates import Candidate, powers
+from earl_core.selector.choice.predict import STAGES, Predictor
+from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.statistics import Statistics
-from earl_core.selector.model.predict import STAGES, Predictor
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, log_ratio_of
 
 GENERATED_SHARE = 0.5
@@ -234,7 +235,7 @@ class _Survey:
         for stage in self._given.selector.stages:
             if stage == "reference" and not self._given.needs_reference:
                 continue
-            for candidate in sorted(predictor.candidates(stage)[0]):
+            for candidate in sorted(offers(predictor, stage)[0]):
                 if predictor.predict(candidate, predictor.now).problem:
                     continue
                 same = self._in_effect(candidate, context)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig, check_references
-from earl_core.config.layout import check_devices, check_layout
 from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.deployment.feasibility import check_devices, check_layout
 from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.registry import check as check_environment
 from earl_core.run.lock import is_locked

@@ -16,16 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from earl_core.learner.model import (
-    EntropyMode,
-    PackedTensors,
-    PolicyModule,
-    checkpoint_activations,
-    settle,
-)
+from earl_core.learner.head import EntropyMode
+from earl_core.learner.model import PackedTensors, PolicyModule, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
-from earl_core.models.huggingface import PreTrainedModel
+from earl_core.pretrained.huggingface import PreTrainedModel
 
 
 @dataclass(frozen=True)

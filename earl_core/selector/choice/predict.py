@@ -10,7 +10,6 @@ from typing import NamedTuple
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.candidates import Candidate, RuledOut
 from earl_core.selector.choice.load_forecast import loads
-from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput, model_length
 from earl_core.selector.model.catalogue import device_of
 from earl_core.selector.model.memory_model import (
@@ -116,10 +115,6 @@ class Predictor:
         """The candidate behind a part of a plan; on GPUs threads are no part of the choice."""
         candidate = Candidate.of(deployment)
         return candidate._replace(threads=1) if self.hardware.gpus else candidate
-
-    def candidates(self, stage: str) -> tuple[list[Candidate], list[RuledOut]]:
-        """All layouts of the stage that obey hardware, model and the fields held fixed."""
-        return offers(self, stage)
 
     def measured(self, stage: str) -> bool:
         """Whether the profile has anything of this stage."""

@@ -18,7 +18,6 @@ import torch
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.data.packing import Allocate, PackedMicrobatch, TrainingSample, pack
-from earl_core.learner.data.staging import SentBuffer, Staging
 from earl_core.learner.model import PackedTensors
 from earl_core.learner.parallel.context_parallel import (
     ContextGroup,
@@ -26,6 +25,7 @@ from earl_core.learner.parallel.context_parallel import (
     TrainedGather,
     share_of,
 )
+from earl_core.learner.staging import SentBuffer, Staging
 
 if TYPE_CHECKING:
     from earl_core.learner.parallel.mesh import UpdateMesh

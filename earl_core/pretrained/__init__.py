@@ -1,0 +1,1 @@
+"""Pretrained models: what their directory says, and transformers without side imports."""
