@@ -26,12 +26,12 @@ from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.dispatch.reads.fetch import fetch
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.remote import Proof, RemoteRead
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from earl_core.dispatch.segments.pool import Segment
+from earl_core.dispatch.shards.ranges import Range
 from earl_core.dispatch.shards.shard import ShardWriter
 
 COLUMNS = {

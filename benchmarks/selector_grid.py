@@ -14,7 +14,7 @@ from earl_core.selector import (
     SelectorConfig,
     Statistics,
 )
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.catalogue import MODELS, cluster
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)

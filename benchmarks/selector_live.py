@@ -28,7 +28,7 @@ from benchmarks.selector_live_replay import (
     whole,
 )
 from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 
 ITERATIONS = 36
 

@@ -24,8 +24,8 @@ from earl_core.control.worker_groups import TARGETS
 from earl_core.dispatch.segments.names import new_uid
 from earl_core.models.tiny import character_tokenizer
 from earl_core.run.record import write_record
-from earl_core.selector.choice.candidates import Candidate
-from earl_core.selector.profile.profile_planner import generated_tokens
+from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.profile_planner import generated_tokens
 
 VOCABULARY = 2048
 _DEADLINE = 600.0

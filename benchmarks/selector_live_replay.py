@@ -25,9 +25,9 @@ from earl_core.selector import (
     Statistics,
     select,
 )
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.statistics import WINDOW
 from earl_core.selector.choice.switch_cost import move_between
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.observations import (
     Observation,
     calibration_of,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.selector import Hardware, ModelShape, ProfilePoint, ProfileTable
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 
 
 class Cell(NamedTuple):

@@ -13,13 +13,14 @@ from pydantic import Field
 
 from earl_core.config import RunConfig, check_references, load_config
 from earl_core.secrets import guard_logging
-from earl_core.selector.profile.profile_planner import Point
 from earl_core.selector.profile.profile_table import table_path
+from earl_core.selector.profile_planner import Point
 from flows.overrides import Overrides
 from flows.running import HOOKS, recorded
 from tasks.profile import Profiler, describe, measure, open_profiler
 from tasks.reports.plan import markdown_table
-from tasks.reports.profile import report, track
+from tasks.reports.profile import report
+from tasks.tracking.profile_run import track
 
 _on_progress: Callable[[str], None] | None = None
 

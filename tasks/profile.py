@@ -25,9 +25,8 @@ from earl_core.selector import (
     ProfileTable,
     SelectionInput,
 )
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.predict import STAGES
-from earl_core.selector.profile.profile_planner import Costs, PlaceKey, Point, grid_of, next_point
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.profile_table import (
     FORMAT,
     ProfileBusy,
@@ -37,6 +36,7 @@ from earl_core.selector.profile.profile_table import (
     read_table,
     write_table,
 )
+from earl_core.selector.profile_planner import Costs, PlaceKey, Point, grid_of, next_point
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from earl_core.selector import (
     SelectionInput,
     Statistics,
 )
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,

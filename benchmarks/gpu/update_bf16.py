@@ -39,10 +39,10 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, load_policy, logprobs_of_trained
-from earl_core.learner.parallel.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.parallel.mesh import MeshShape, create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 

@@ -38,7 +38,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention, varlen_attention
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.model import decoder_of
+from earl_core.learner.head import decoder_of
 from earl_core.learner.policy_learner import PolicyLearner
 
 TITLE = "Model FLOPs utilisation of the update"

@@ -12,9 +12,9 @@ from earl_core.control.failure_diagnosis import Misfit, StageDoesNotFit, diagnos
 from earl_core.control.hardware import memory_in_use
 from earl_core.control.run_controller import Session
 from earl_core.selector import Predictor, SelectionInput, StageDeployment
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.predict import gib
 from earl_core.selector.choice.switch_cost import move_between
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.roofline import Load
 from earl_core.selector.profile.observations import (
     Kind,

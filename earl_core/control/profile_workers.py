@@ -22,8 +22,8 @@ from earl_core.control.worker_environment import worker_environment
 from earl_core.dispatch.segments.names import new_uid
 from earl_core.run.record import write_record
 from earl_core.selector import Hardware, StageDeployment
-from earl_core.selector.choice.candidates import Candidate
-from earl_core.selector.profile.profile_planner import (
+from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.profile_planner import (
     WINDOW_SECONDS,
     Point,
     generated_tokens,

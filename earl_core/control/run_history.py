@@ -9,7 +9,7 @@ from pathlib import Path
 
 from earl_core.run import RunDirectory
 from earl_core.selector import ProfileTable, StageDeployment
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.observations import Observation, refined
 from earl_core.selector.profile.profile_table import (
     ProfileBusy,

@@ -1,11 +1,14 @@
-"""The output layer as it is scored: which entropy is wanted, and a float32 head."""
+"""A model's decoder and output layer (head), and a head that multiplies in float32."""
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+
+from earl_core.config import ConfigError
+from earl_core.pretrained.huggingface import PreTrainedModel
 
 EntropyMode = Literal["none", "detached", "differentiable"]
 
@@ -26,3 +29,20 @@ class Float32Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of the model below the head (`model`, `transformer`, ...)."""
+    decoder = cast(Any, model).get_decoder()
+    if decoder is model:
+        decoder = model.base_model
+    # Some say that their decoder is the whole model.
+    return cast(nn.Module, cast(Any, model).model if decoder is model else decoder)
+
+
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The output layer. Raises ConfigError for a model without one."""
+    head = cast(Any, model).get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"{type(model).__name__} has no output layer: it is no language model.")
+    return cast(nn.Module, head)

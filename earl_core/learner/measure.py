@@ -15,7 +15,7 @@ from earl_core.config import RunConfig
 from earl_core.learner import memory
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.selector.profile.profile_planner import GENERATED_SHARE, MICROBATCHES, WINDOW_SECONDS
+from earl_core.selector.profile_planner import GENERATED_SHARE, MICROBATCHES, WINDOW_SECONDS
 from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.private_memory import peak_bytes
 from earl_core.tensors.collectives import Ranks

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.data.packing import Allocate, PackedMicrobatch, TrainingSample, pack
-from earl_core.learner.model import PackedTensors
-from earl_core.learner.parallel.context_parallel import (
+from earl_core.learner.attention.context_parallel import (
     ContextGroup,
     PackShare,
     TrainedGather,
     share_of,
 )
+from earl_core.learner.data.packing import Allocate, PackedMicrobatch, TrainingSample, pack
+from earl_core.learner.model import PackedTensors
 from earl_core.learner.staging import SentBuffer, Staging
 
 if TYPE_CHECKING:

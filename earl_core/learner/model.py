@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,7 +20,7 @@ from earl_core.learner.attention.varlen import (
     register_attention,
 )
 from earl_core.learner.data.packing import PackedMicrobatch
-from earl_core.learner.head import EntropyMode, Float32Head
+from earl_core.learner.head import EntropyMode, Float32Head, decoder_of, head_of
 from earl_core.learner.packing_check import check_packing, without_interface
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.pretrained.architecture import model_config
@@ -155,23 +155,6 @@ def settle(model: PreTrainedModel) -> None:
         for name in ("attention_dropout", "dropout", "resid_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The part of the model below the head (`model`, `transformer`, ...)."""
-    decoder = cast(Any, model).get_decoder()
-    if decoder is model:
-        decoder = model.base_model
-    # Some say that their decoder is the whole model.
-    return cast(nn.Module, cast(Any, model).model if decoder is model else decoder)
-
-
-def head_of(model: PreTrainedModel) -> nn.Module:
-    """The output layer. Raises ConfigError for a model without one."""
-    head = cast(Any, model).get_output_embeddings()
-    if head is None:
-        raise ConfigError(f"{type(model).__name__} has no output layer: it is no language model.")
-    return cast(nn.Module, head)
 
 
 def logprobs_of_trained(

@@ -16,13 +16,13 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
+from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.data.minibatches import Minibatch, SampleTable, split_table
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.head import EntropyMode
 from earl_core.learner.microbatch_loss import Algorithm
 from earl_core.learner.microbatch_prefetch import FedMicrobatch, Feed
 from earl_core.learner.model import load_policy, load_tokenizer
-from earl_core.learner.parallel.context_parallel import gather_trained
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize

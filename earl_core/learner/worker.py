@@ -40,7 +40,7 @@ from earl_core.learner.measure import measure_training
 from earl_core.learner.memory import Parking, guarded
 from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.learner.state.relayout import relayout
+from earl_core.learner.relayout import relayout
 from earl_core.run.shards import run_store
 from earl_core.selector import ModelShape, StageDeployment
 from earl_core.system import fault_points

@@ -1,22 +1,16 @@
-"""What a profile has found, for people: rows of tables, and an MLflow run of its own."""
+"""What a profile has found, for people: rows of tables."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from earl_core.config import RunConfig
-from earl_core.secrets import redact
 from earl_core.selector import NothingFits, ProfilePoint, ProfileTable, SelectionInput
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.explain import Row, summary
 from earl_core.selector.choice.predict import gib
-from earl_core.selector.model.held_out import HeldOutError, held_out_errors
-from earl_core.selector.profile.profile_planner import at_context
-from tasks.tracking.details import default_uri
-
-logger = logging.getLogger(__name__)
+from earl_core.selector.held_out import HeldOutError, held_out_errors
+from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.profile_planner import at_context
 
 _CONTEXTS = tuple(1024 * 2**power for power in range(6))
 
@@ -98,31 +92,3 @@ def _metrics(table: ProfileTable, errors: Sequence[HeldOutError]) -> dict[str, f
         for name in ("median", "worst", "well", "formula"):
             metrics[f"profile/{error.stage}/memory_error/{name}"] = getattr(error, name)
     return metrics
-
-
-def track(config: RunConfig, mark: str, metrics: Mapping[str, float], text: str) -> str | None:
-    """Put the metrics and the report's text into the profile's MLflow run; its id.
-
-    One run for each fingerprint, so that a profile that goes on goes on there. Never raises: a
-    tracker that is down costs a warning. None where tracking is off or did not work.
-    """
-    if not config.tracking.enabled:
-        return None
-    uri = default_uri(config)
-    try:
-        from tasks.tracking.mlflow_client import Numbers, open_mlflow_run
-
-        uid = f"profile-{mark}"
-        run = open_mlflow_run(uri, config.tracking.experiment, uid, uid, None)
-        run.log_numbers([Numbers("iteration", round(metrics["profile/points"]), metrics)])
-        run.log_text(text, "profile.md")
-        run.end("FINISHED")
-    except Exception as error:  # MLflow raises many kinds
-        line = (str(error).strip() or repr(error)).splitlines()[0]
-        logger.warning(
-            "MLflow at %s did not take the profile's report (%s): it is only printed",
-            redact(uri),
-            redact(line)[:300],
-        )
-        return None
-    return run.run_id

@@ -24,7 +24,7 @@ from benchmarks.selector_live_table import (
     together,
 )
 from earl_core.selector import Hardware, ModelShape
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 
 ONE, TWO = Candidate("rollout", 1, 1, threads=2), Candidate("rollout", 2, 1, threads=1)
 SMALL, LARGE = (Candidate("update", threads=2, microbatch=size) for size in (1024, 4096))

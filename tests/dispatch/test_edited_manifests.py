@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from earl_core.dispatch import Batch, Manifest, ManifestError, ShardStore
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.remote import Proof, TransportError
 from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
 from earl_core.dispatch.shards.manifest import parse_manifest
+from earl_core.dispatch.shards.ranges import Range
 from earl_core.dispatch.spill.storage import Spill
 from earl_core.system.host import host_name
 from tests.dispatch.episodes import episode, manifest_of, write

@@ -351,7 +351,7 @@ def test_local_rows_need_no_transport(hosts: Hosts) -> None:
 
 
 def test_parts_cover_everything_once() -> None:
-    from earl_core.dispatch.reads.ranges import Incoming
+    from earl_core.dispatch.shards.ranges import Incoming
 
     draw = np.random.default_rng(3)
     length = draw.integers(1, 500, 200)

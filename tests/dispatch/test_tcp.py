@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import ShardEntry, ShardStore
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.remote import (
     Corrupt,
     Proof,
@@ -28,6 +27,7 @@ from earl_core.dispatch.remote import (
 )
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
+from earl_core.dispatch.shards.ranges import Range
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, soon, whole
 
 _ASKED = 2**18

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import ShardEntry, ShardStore
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.remote import (
     Corrupt,
     Gone,
@@ -27,6 +26,7 @@ from earl_core.dispatch.remote import (
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
 from earl_core.dispatch.remote.tcp import TcpTransport
+from earl_core.dispatch.shards.ranges import Range
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, soon, whole
 
 ROWS = [70_000, 0, 3, 130_000, 1]

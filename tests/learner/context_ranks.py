@@ -23,19 +23,19 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
+from earl_core.learner.attention import context_parallel
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.varlen import varlen_attention
-from earl_core.learner.data.packing import TrainingSample, pack
-from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree
-from earl_core.learner.microbatch_prefetch import Feed
-from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
-from earl_core.learner.parallel import context_parallel
-from earl_core.learner.parallel.context_parallel import (
+from earl_core.learner.attention.context_parallel import (
     ContextCut,
     ContextGroup,
     PackExchange,
     gather_trained,
 )
+from earl_core.learner.attention.varlen import varlen_attention
+from earl_core.learner.data.packing import TrainingSample, pack
+from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree
+from earl_core.learner.microbatch_prefetch import Feed
+from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
 from tests.learner.helpers import build_model
 from tests.learner.test_prefix_tree import branching
 

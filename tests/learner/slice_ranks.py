@@ -37,12 +37,12 @@ from transformers import (
 from earl_core.dispatch.segments.names import MARK
 from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
 from earl_core.learner.parallel_model import build_shell, parallelize
+from earl_core.learner.relayout import relayout
 from earl_core.learner.state.checkpoint import (
     CheckpointError,
     read_training_state,
     write_training_state,
 )
-from earl_core.learner.state.relayout import relayout
 from earl_core.learner.state.reshard import move_state
 from earl_core.selector import StageDeployment
 from earl_core.tensors.collectives import Ranks

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from earl_core.config.base import ConfigError
 from earl_core.learner.attention.varlen import SampleBoundaries
-from earl_core.learner.model import decoder_of, prepare_for_packing
+from earl_core.learner.head import decoder_of
+from earl_core.learner.model import prepare_for_packing
 from tests.learner.helpers import build_model, eager_model, save_model
 
 

@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 
 from earl_core.learner.attention import attention_plan, varlen_cuda
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.varlen import varlen_attention
-from earl_core.learner.data.packing import pack
-from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree, cut_tree
-from earl_core.learner.microbatch_prefetch import Feed
-from earl_core.learner.parallel.context_parallel import (
+from earl_core.learner.attention.context_parallel import (
     ContextCut,
     ContextGroup,
     PackExchange,
     gather_trained,
     share_of,
 )
+from earl_core.learner.attention.varlen import varlen_attention
+from earl_core.learner.data.packing import pack
+from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree, cut_tree
+from earl_core.learner.microbatch_prefetch import Feed
 from earl_core.learner.staging import Staging
 from tests.learner.helpers import random_samples
 from tests.learner.test_prefix_tree import branching

@@ -12,7 +12,8 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import pack
-from earl_core.learner.model import PackedTensors, decoder_of, logprobs_of_trained
+from earl_core.learner.head import decoder_of
+from earl_core.learner.model import PackedTensors, logprobs_of_trained
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines.causal_model import OutputLayer

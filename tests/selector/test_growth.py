@@ -7,9 +7,9 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 
 from earl_core.selector import DeploymentPlan, Hardware, NothingFits, Predictor, select
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
 from earl_core.selector.choice.statistics import forecast
+from earl_core.selector.model.candidates import Candidate
 from tests.selector.examples import given
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from earl_core.control.run_history import LearntProfile
 from earl_core.selector import ProfileTable, StageDeployment
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.observations import Observation
 from earl_core.selector.profile.profile_table import only_writer, read_table, table_path
 

@@ -9,7 +9,7 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 
 from earl_core.selector import Calibration, Hardware, ModelShape, Peak
-from earl_core.selector.choice.candidates import Candidate, logits_chunk
+from earl_core.selector.model.candidates import Candidate, logits_chunk
 from earl_core.selector.model.catalogue import DEVICES, MODELS, device_of
 from earl_core.selector.model.memory_model import (
     LOGITS_AT_A_TIME,

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from earl_core.selector import Predictor, ProfileTable, SelectionInput, StageDeployment, select
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,

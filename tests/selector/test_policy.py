@@ -24,9 +24,9 @@ from earl_core.selector import (
     Statistics,
     select,
 )
-from earl_core.selector.choice.candidates import Candidate, rollout_candidates, update_candidates
 from earl_core.selector.choice.policy import POLICIES, choose
 from earl_core.selector.choice.predict import gib
+from earl_core.selector.model.candidates import Candidate, rollout_candidates, update_candidates
 from earl_core.selector.model.catalogue import MODELS, cluster
 from tests.selector.examples import given
 

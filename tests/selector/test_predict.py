@@ -23,15 +23,15 @@ from earl_core.selector import (
     SelectionInput,
     select,
 )
-from earl_core.selector.choice.candidates import (
+from earl_core.selector.choice.policy import choose
+from earl_core.selector.choice.predict import gib
+from earl_core.selector.model.candidates import (
     Candidate,
     coarse,
     coarse_above,
     logits_chunk,
     smaller_microbatches,
 )
-from earl_core.selector.choice.policy import choose
-from earl_core.selector.choice.predict import gib
 from earl_core.selector.model.catalogue import MODELS, cluster
 from tests.selector.examples import given
 

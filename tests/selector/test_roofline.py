@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster
 from earl_core.selector.model.roofline import Load, Queueing, Roofline
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector import Hardware, ModelShape, ProfilePoint, ProfileTable, SelectionInput
-from earl_core.selector.choice.candidates import Candidate
-from earl_core.selector.model.held_out import held_out_errors, profile_peaks
-from earl_core.selector.profile.profile_planner import (
+from earl_core.selector.held_out import held_out_errors, profile_peaks
+from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.profile_planner import (
     Costs,
     Grid,
     Point,

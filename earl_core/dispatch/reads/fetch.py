@@ -11,9 +11,9 @@ import numpy as np
 from earl_core.dispatch.reads.batch import Batch, Kind, Lease, Located
 from earl_core.dispatch.reads.parts import Part, PartLease, PartStore, cut_parts
 from earl_core.dispatch.reads.plan import DispatchPlan, RowSource
-from earl_core.dispatch.reads.ranges import Incoming, Range
 from earl_core.dispatch.remote.transport import Proof, RemoteRead, Transport
 from earl_core.dispatch.segments.pool import Segment
+from earl_core.dispatch.shards.ranges import Incoming, Range
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.system.host import host_name
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.reads.ranges import ALIGNMENT, Incoming
 from earl_core.dispatch.remote.transport import TimedOut
 from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.segments.names import FETCH_LOCK, unlink_own
 from earl_core.dispatch.segments.pool import Segment, SegmentPool
+from earl_core.dispatch.shards.ranges import ALIGNMENT, Incoming
 from earl_core.system.locks import lock_bytes, unlock_bytes
 
 _PAUSES = (0.0005, 0.02)  # seconds between looks at a part that another rank receives

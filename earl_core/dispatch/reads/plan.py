@@ -21,9 +21,9 @@ import xxhash
 
 from earl_core.dispatch.reads.assignment import assign, imbalance
 from earl_core.dispatch.reads.layout import Layout
-from earl_core.dispatch.reads.ranges import Incoming, Range, Read, merge
 from earl_core.dispatch.reads.sources import ColumnSource, Sources, join
 from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
+from earl_core.dispatch.shards.ranges import Incoming, Range, Read, merge
 
 __all__ = ["DispatchPlan", "Incoming", "Range", "Read", "RowSource", "make_plan"]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.sockets import remaining
 from earl_core.dispatch.remote.transport import Corrupt, Proof, RemoteRead, proof_for
+from earl_core.dispatch.shards.ranges import Range
 
 _VECTOR = 64
 

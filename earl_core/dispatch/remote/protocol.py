@@ -23,7 +23,6 @@ from enum import IntEnum
 
 import numpy as np
 
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.remote.transport import (
     Corrupt,
     Gone,
@@ -32,6 +31,7 @@ from earl_core.dispatch.remote.transport import (
     TimedOut,
     TransportError,
 )
+from earl_core.dispatch.shards.ranges import Range
 
 MAGIC = b"EARLRNG2"
 NONCE_BYTES = 32

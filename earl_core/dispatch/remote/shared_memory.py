@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.remote.transport import (
     FILE_NAME,
     Corrupt,
@@ -24,6 +23,7 @@ from earl_core.dispatch.remote.transport import (
 from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.shards.checksums import verify_blocks
 from earl_core.dispatch.shards.manifest import ManifestError
+from earl_core.dispatch.shards.ranges import Range
 from earl_core.system.host import host_name
 
 _MIN_BLOCK = 4096

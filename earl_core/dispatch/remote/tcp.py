@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.peer import Peer, cut
 from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
@@ -31,6 +30,7 @@ from earl_core.dispatch.remote.transport import (
     TransportError,
     Unreachable,
 )
+from earl_core.dispatch.shards.ranges import Range
 from earl_core.system.host import host_name
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from earl_core.dispatch.reads.ranges import Range
 from earl_core.dispatch.shards.manifest import ShardEntry
+from earl_core.dispatch.shards.ranges import Range
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}-(\d{1,20})\.arrow")
 """Names that may be asked for: a sealed shard, with its generation, in the run's own directory."""

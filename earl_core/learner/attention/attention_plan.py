@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from earl_core.learner.attention.context_parallel import PackExchange
 from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, cut_tree
-from earl_core.learner.parallel.context_parallel import PackExchange
 
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512

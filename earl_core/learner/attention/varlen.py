@@ -17,7 +17,7 @@ import torch
 
 from earl_core.learner.attention import varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.parallel.context_parallel import attend_to_all_ranks
+from earl_core.learner.attention.context_parallel import attend_to_all_ranks
 from earl_core.pretrained.huggingface import AttentionInterface
 
 __all__ = [

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from earl_core.config.base import ConfigError
 from earl_core.deployment.feasibility import tensor_degrees
-from earl_core.learner.model import decoder_of, head_of
+from earl_core.learner.head import decoder_of, head_of
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.selector import ModelShape

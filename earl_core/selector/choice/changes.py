@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from earl_core.deployment.stage_deployment import DeploymentPlan, StageDeployment
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.predict import gib
 from earl_core.selector.choice.selection import CONTEXT_RAISED
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.observations import Observation
 
 _NUMBERS = {

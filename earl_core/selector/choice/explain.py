@@ -13,11 +13,11 @@ from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.deployment.stage_deployment import DeploymentPlan, StageDeployment
-from earl_core.selector.choice.candidates import Candidate, RuledOut
 from earl_core.selector.choice.policy import evaluate, select
 from earl_core.selector.choice.predict import STAGES, Prediction, gib
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.model.candidates import Candidate, RuledOut
 from earl_core.selector.model.memory_model import (
     TrainingNeeds,
     engine_memory,

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.selector.choice.candidates import Candidate, RuledOut
 from earl_core.selector.choice.load_forecast import loads
 from earl_core.selector.choice.selection import SelectionInput, model_length
+from earl_core.selector.model.candidates import Candidate, RuledOut
 from earl_core.selector.model.catalogue import device_of
 from earl_core.selector.model.memory_model import (
     Memory,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.predict import Prediction, Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.switch_cost import switch_seconds
+from earl_core.selector.model.candidates import Candidate
 
 
 def reason_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from earl_core.selector.choice.candidates import (
+from earl_core.selector.model.candidates import (
     Candidate,
     RuledOut,
     coarse,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.roofline import Roofline
 
 Move = Literal["none", "settings", "relayout", "rebuild"]

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from earl_core.config.base import Settings
 from earl_core.deployment.shapes import DeviceFigures, ModelShape, Sizes
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 
 RUNTIME_BYTES = 2**30
 """Libraries, kernels and communication buffers of one process: an assumption."""

@@ -11,7 +11,7 @@ import math
 from typing import Literal, NamedTuple
 
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape, Sizes
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.memory_model import LOGITS_AT_A_TIME, kv_bytes_per_token
 
 LAUNCH_SECONDS = 6.6e-6

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from earl_core.config.base import Settings
 from earl_core.deployment.stage_deployment import Forbidden, StageDeployment
-from earl_core.selector.choice.candidates import Candidate
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.memory_model import Calibration, Peak
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable

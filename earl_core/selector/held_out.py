@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from earl_core.selector.choice.candidates import Candidate
 from earl_core.selector.choice.predict import STAGES, Predictor
 from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.memory_model import Calibration, Peak
 from earl_core.selector.model.roofline import Load
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable

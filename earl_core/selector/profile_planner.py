@@ -16,11 +16,11 @@ from typing import NamedTuple
 from pydantic import Field
 
 from earl_core.config.base import Settings
-from earl_core.selector.choice.candidates import Candidate, powers
 from earl_core.selector.choice.predict import STAGES, Predictor
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.model.candidates import Candidate, powers
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, log_ratio_of
 
 GENERATED_SHARE = 0.5
