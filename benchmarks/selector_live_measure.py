@@ -115,7 +115,7 @@ class Bench:
     def start(
         self, name: str, role: str, deployment: dict[str, Any], engine: str, cores: Sequence[int]
     ) -> LocalWorkerGroup:
-        """A worker group of one rank, with the environment that a session gives it."""
+        """A worker group of one rank, with the environment that a controller gives it."""
         threads = str(deployment["threads"])
         group = LocalWorkerGroup(
             name,

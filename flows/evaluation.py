@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 from flows.iteration import Plan, Stages, until_done
 from tasks.evaluate import evaluation
 
 
-async def evaluate_if_due(session: Session, version: int) -> None:
+async def evaluate_if_due(controller: RunController, version: int) -> None:
     """Evaluate policy version `version` if the configuration asks for it now.
 
     The first and the last version are always evaluated, so that the curve has both ends.
     """
-    every = session.config.evaluation.every
-    last = version == session.config.iterations
+    every = controller.config.evaluation.every
+    last = version == controller.config.iterations
     if not every or (version % every and not last):
         return
-    stages = Stages(session, version)
+    stages = Stages(controller, version)
 
     async def play(plan: Plan) -> None:
         await stages.submit(evaluation, [await stages.input_weights(plan)], plan)
 
     await until_done(stages, play)
     metrics = stages.manifests["evaluation"].metrics
-    session.tracker.evaluation_finished(
+    controller.tracker.evaluation_finished(
         version, {f"evaluation/{name}": value for name, value in metrics.items()}
     )
-    session.listener("evaluation", version, {"finished": True, "metrics": metrics})
+    controller.listener("evaluation", version, {"finished": True, "metrics": metrics})

@@ -22,11 +22,11 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from earl_core.config import ConfigError
 from earl_core.control.failure_diagnosis import RanksLost, StageDoesNotFit, require_another
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 from earl_core.control.start_ahead import start_ahead
 from earl_core.dispatch import Manifest
 from earl_core.selector import NothingFits
-from flows.running import HOOKS, recorded, session_of
+from flows.running import HOOKS, controller_on, recorded
 from tasks.advantage import advantage
 from tasks.publish import input_weights, publish
 from tasks.reference import reference
@@ -63,12 +63,12 @@ async def iteration(run: str, number: int | None = None) -> dict[str, Any] | Sta
 
 
 async def _numbered(run: str, number: int | None) -> dict[str, Any] | State[dict[str, Any]]:
-    async with session_of(run) as session:
-        wanted = session.config.iterations
+    async with controller_on(run) as controller:
+        wanted = controller.config.iterations
         if number is None or 0 <= number < wanted:
-            return await _one_iteration(session, run, number)
-        _leave(session)
-    # Outside of the session: the parameter is wrong, the run has not failed.
+            return await _one_iteration(controller, run, number)
+        _leave(controller)
+    # Outside of the controller: the parameter is wrong, the run has not failed.
     raise ConfigError(
         f"{run} has no iteration {number}: its {wanted} iterations are numbered from 0 to "
         f"{wanted - 1}; give one of them, or raise `iterations` in its config.yaml"
@@ -76,27 +76,27 @@ async def _numbered(run: str, number: int | None) -> dict[str, Any] | State[dict
 
 
 async def _one_iteration(
-    session: Session, run: str, number: int | None
+    controller: RunController, run: str, number: int | None
 ) -> dict[str, Any] | State[dict[str, Any]]:
-    number = session.next_iteration() if number is None else number
-    last, wanted = session.run.last_stable(), session.config.iterations
+    number = controller.next_iteration() if number is None else number
+    last, wanted = controller.run.last_stable(), controller.config.iterations
     if number <= last or number >= wanted:
-        _leave(session)
+        _leave(controller)
         return _skipped(run, min(number, last), wanted)
-    manifests = await run_stages(session, number)
-    await asyncio.to_thread(finish_iteration, session, number, manifests)
-    await asyncio.to_thread(share_profile, session)
-    await publish_artifacts(session, number, manifests)
-    if session.run.last_stable() >= number:
-        await asyncio.to_thread(forget_results, session.run.path)
-    _leave(session)
+    manifests = await run_stages(controller, number)
+    await asyncio.to_thread(finish_iteration, controller, number, manifests)
+    await asyncio.to_thread(share_profile, controller)
+    await publish_artifacts(controller, number, manifests)
+    if controller.run.last_stable() >= number:
+        await asyncio.to_thread(forget_results, controller.run.path)
+    _leave(controller)
     return {"iteration": number, "return": manifests["reward"].metrics.get("mean")}
 
 
-def _leave(session: Session) -> None:
+def _leave(controller: RunController) -> None:
     """Free what a run keeps for its next iteration, if it has none and nobody else ends it."""
-    if session.single_iteration and session.next_iteration() >= session.config.iterations:
-        session.run.finish()
+    if controller.single_iteration and controller.next_iteration() >= controller.config.iterations:
+        controller.run.finish()
 
 
 def _skipped(run: str, number: int, wanted: int) -> State[dict[str, Any]]:
@@ -109,21 +109,21 @@ def _skipped(run: str, number: int, wanted: int) -> State[dict[str, Any]]:
     return Completed(name="Skipped", message=message, data={"iteration": number, "skipped": True})
 
 
-async def run_stages(session: Session, k: int) -> dict[str, Manifest]:
+async def run_stages(controller: RunController, k: int) -> dict[str, Manifest]:
     """Run every stage of iteration `k` that is not finished; their sealed manifests."""
-    stages = Stages(session, k)
+    stages = Stages(controller, k)
     await until_done(stages, lambda plan: _after_select(stages, plan))
     return stages.manifests
 
 
 async def _after_select(stages: Stages, plan: Plan) -> None:
-    session = stages.session
+    controller = stages.controller
     weights = await stages.input_weights(plan)
     played = await stages.submit(rollout, [weights], plan)
     rewards, scored = await _both(
         stages.submit(reward, ["rollout"], plan, played),
         stages.submit(reference, ["rollout"], plan, played)
-        if session.config.needs_reference
+        if controller.config.needs_reference
         else asyncio.sleep(0),
     )
     sources = ["rollout", "reward"] + (["reference"] if scored else [])
@@ -144,8 +144,10 @@ async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
     misfit = None
     while True:
         plan = await stages.choose(misfit)
-        session, chosen = stages.session, plan_of(stages.session, await result(plan))
-        await asyncio.to_thread(start_ahead, session.groups, session.run, stages.iteration, chosen)
+        controller, chosen = stages.controller, plan_of(stages.controller, await result(plan))
+        await asyncio.to_thread(
+            start_ahead, controller.groups, controller.run, stages.iteration, chosen
+        )
         try:
             return await work(plan)
         except StageDoesNotFit as error:
@@ -157,27 +159,27 @@ async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
 class Stages:
     """Submits tasks with the run directory's verdict, and collects what they sealed."""
 
-    def __init__(self, session: Session, iteration: int) -> None:
-        self.session = session
+    def __init__(self, controller: RunController, iteration: int) -> None:
+        self.controller = controller
         self.iteration = iteration
         self.manifests: dict[str, Manifest] = {}
         self._done: dict[str, PrefectFuture[StageRef]] = {}
 
     async def choose(self, misfit: StageDoesNotFit | None = None) -> Plan:
         """The plan; another one than that under which a stage did not fit."""
-        inputs = select_inputs(self.session, self.iteration)
+        inputs = select_inputs(self.controller, self.iteration)
         try:
             plan = await self._submit(select, inputs)
         except NothingFits as nothing:
             raise nothing from misfit
         if misfit is not None:
-            require_another(misfit, plan_of(self.session, await result(plan)))
+            require_another(misfit, plan_of(self.controller, await result(plan)))
         return plan
 
     async def input_weights(self, plan: Plan) -> Manifest:
         """The weights that the iteration starts from."""
-        layout = plan_of(self.session, await result(plan))["update"]
-        return await asyncio.to_thread(input_weights, self.session, layout, self.iteration)
+        layout = plan_of(self.controller, await result(plan))["update"]
+        return await asyncio.to_thread(input_weights, self.controller, layout, self.iteration)
 
     async def submit(
         self,
@@ -203,11 +205,13 @@ class Stages:
         digests: Sequence[str],
         *futures: PrefectFuture[StageRef] | None,
     ) -> PrefectFuture[StageRef]:
-        options = await asyncio.to_thread(caching, self.session, self.iteration, task.name, digests)
-        future = task.with_options(**options).submit(
-            str(self.session.run.path), self.iteration, *futures
+        options = await asyncio.to_thread(
+            caching, self.controller, self.iteration, task.name, digests
         )
-        self.manifests[task.name] = resolve(self.session, await result(future))
+        future = task.with_options(**options).submit(
+            str(self.controller.run.path), self.iteration, *futures
+        )
+        self.manifests[task.name] = resolve(self.controller, await result(future))
         return future
 
 

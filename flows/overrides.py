@@ -18,7 +18,7 @@ _NAMES = (
     "credentials?",
     "authorization",
     "(?:api|access|secret|private|account|signing|encryption|ssh|auth)[._-]?keys?",
-    r"(?:^|\.)(?:(?:access|api|auth|aws_session|bearer|github|hf|id|refresh|session)[_-])?token",
+    r"(?:^|\.)(?:(?:access|api|auth|aws_session|bearer|github|hf|id|refresh|controller)[_-])?token",
 )
 _VALUES = (
     r"(?:^|\W)(?:sk|pk|rk)[-_][\w-]*\d[\w-]{8}",

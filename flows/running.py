@@ -19,11 +19,11 @@ from prefect.states import Cancelled
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.run_controller import (
-    Session,
-    close_session,
-    find_session,
-    open_session,
-    open_sessions,
+    RunController,
+    close_controller,
+    find_controller,
+    open_controller,
+    open_controllers,
 )
 from earl_core.secrets import guard_logging, redact_error
 from flows import flow_notes
@@ -46,7 +46,7 @@ _stopped: list[str] = []
 
 
 def set_listener(listener: Callable[[str, int, dict[str, Any]], None] | None) -> None:
-    """Have sessions opened in this process report their progress, for a display."""
+    """Have controllers opened in this process report their progress, for a display."""
     global _listener
     _listener = listener
 
@@ -72,8 +72,8 @@ def stop_flows(outcome: str = "CANCELLED") -> None:
         _stopped.append(outcome)
     for runs_directory, note in list(_noted.values()):
         flow_notes.end(runs_directory, note, _stopped[0])
-    for session in open_sessions():
-        session.interrupt()
+    for controller in open_controllers():
+        controller.interrupt()
 
 
 def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
@@ -141,9 +141,9 @@ HOOKS: dict[str, Any] = {
 
 
 @asynccontextmanager
-async def session_of(run: str) -> AsyncIterator[Session]:
-    """The session on a run directory; one opened here is closed at the end."""
-    known = find_session(run)
+async def controller_on(run: str) -> AsyncIterator[RunController]:
+    """The controller on a run directory; one opened here is closed at the end."""
+    known = find_controller(run)
     if known is not None:
         yield known
         return
@@ -156,21 +156,21 @@ async def session_of(run: str) -> AsyncIterator[Session]:
     config = load_config(stored).model_copy(
         update={"name": Path(run).name, "runs_directory": str(Path(run).parent)}
     )
-    async with opened(config) as session:
-        session.single_iteration = True
-        yield session
+    async with opened(config) as controller:
+        controller.single_iteration = True
+        yield controller
 
 
 @asynccontextmanager
-async def opened(config: RunConfig) -> AsyncIterator[Session]:
+async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
-    session = await asyncio.to_thread(open_session, config, Tracker, _heard)
+    controller = await asyncio.to_thread(open_controller, config, Tracker, _heard)
     try:
-        yield session
+        yield controller
     except BaseException as error:
-        await asyncio.to_thread(close_session, session, failed=True)
+        await asyncio.to_thread(close_controller, controller, failed=True)
         # Prefect stores the message with the flow run's state.
         redact_error(error)
         raise
-    await asyncio.to_thread(close_session, session)
+    await asyncio.to_thread(close_controller, controller)

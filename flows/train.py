@@ -10,7 +10,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import RunConfig, load_config
-from earl_core.control.run_controller import Session, StateLost
+from earl_core.control.run_controller import RunController, StateLost
 from flows.evaluation import evaluate_if_due
 from flows.iteration import iteration
 from flows.overrides import Overrides
@@ -52,33 +52,35 @@ async def train(
 
 
 async def _train(settings: RunConfig) -> dict[str, Any]:
-    async with opened(settings) as session:
-        run = str(session.run.path)
+    async with opened(settings) as controller:
+        run = str(controller.run.path)
         returned: set[tuple[int, str, int]] = set()
-        while (number := session.next_iteration()) < settings.iterations:
+        while (number := controller.next_iteration()) < settings.iterations:
             try:
-                await evaluate_if_due(session, number)
+                await evaluate_if_due(controller, number)
                 await iteration(run, number)
             except StateLost:
-                if not _may_go_back(session, number, returned):
+                if not _may_go_back(controller, number, returned):
                     raise
-                session.go_back()
-        await evaluate_if_due(session, settings.iterations)
-        forget_results(session.run.path)
-        session.run.finish()
+                controller.go_back()
+        await evaluate_if_due(controller, settings.iterations)
+        forget_results(controller.run.path)
+        controller.run.finish()
         return {"run": run, "iterations": settings.iterations}
 
 
-def _may_go_back(session: Session, number: int, returned: set[tuple[int, str, int]]) -> bool:
+def _may_go_back(
+    controller: RunController, number: int, returned: set[tuple[int, str, int]]
+) -> bool:
     """Whether to repeat what followed the last checkpoint, because the state since then is lost.
 
     Once for each choice of the iteration in which that was noticed, and for each loss of ranks that
     was counted there: what is lost again under the same plan would be lost for ever.
     """
-    attempt = "".join(select_inputs(session, number))
-    place = number, attempt, session.losses[number]
-    if session.run.last_stable() + 1 >= number or place in returned:
+    attempt = "".join(select_inputs(controller, number))
+    place = number, attempt, controller.losses[number]
+    if controller.run.last_stable() + 1 >= number or place in returned:
         return False
     returned.add(place)
-    session.run.note(number, "update", "state lost: back to the last checkpoint")
+    controller.run.note(number, "update", "state lost: back to the last checkpoint")
     return True

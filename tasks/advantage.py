@@ -9,7 +9,7 @@ from prefect import task
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.results import merge_results
 from earl_core.config import RunConfig
-from earl_core.control.run_controller import get_session
+from earl_core.control.run_controller import controller_of
 from earl_core.dispatch import Manifest
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.statistics import merge_statistics
@@ -28,14 +28,14 @@ def advantage(
     reference: StageRef | None = None,
 ) -> StageRef:
     """Compare episodes; with KL in the reward, charge each token for leaving the reference."""
-    session = get_session(run)
-    deployment = plan_of(session, plan)["experience"]
+    controller = controller_of(run)
+    deployment = plan_of(controller, plan)["experience"]
     given = [rollout, reward, *([reference] if reference else [])]
-    inputs = [resolve(session, stage) for stage in given]
+    inputs = [resolve(controller, stage) for stage in given]
 
     def in_every_rank(method: str, **arguments: Any) -> list[dict[str, Any]]:
         manifests = [manifest.model_dump(mode="json") for manifest in inputs]
-        return session.groups.call_all(
+        return controller.groups.call_all(
             deployment,
             "experience",
             method,
@@ -48,11 +48,11 @@ def advantage(
     def body() -> dict[str, Any]:
         statistics = merge_statistics(in_every_rank("advantage_statistics"))
         result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
-        metrics = with_failures(result["metrics"], inputs[0], session.config)
+        metrics = with_failures(result["metrics"], inputs[0], controller.config)
         return {**result, "metrics": metrics}
 
     digests = [manifest.data_digest() for manifest in inputs]
-    return run_stage(session, iteration, "advantage", digests, body)
+    return run_stage(controller, iteration, "advantage", digests, body)
 
 
 def with_failures(

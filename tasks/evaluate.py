@@ -8,7 +8,7 @@ from prefect import task
 
 from earl_core.control.observation import fitting
 from earl_core.control.replicas import play_evaluation
-from earl_core.control.run_controller import get_session
+from earl_core.control.run_controller import controller_of
 from tasks.publish import input_weights
 from tasks.select import plan_of
 from tasks.stage import StageRef, run_stage
@@ -17,19 +17,19 @@ from tasks.stage import StageRef, run_stage
 @task(name="evaluation")
 def evaluation(run: str, version: int, plan: StageRef) -> StageRef:
     """Play prompts and seeds that training never uses with policy version `version`."""
-    session = get_session(run)
-    chosen = plan_of(session, plan)
-    weights = input_weights(session, chosen["update"], version)
+    controller = controller_of(run)
+    chosen = plan_of(controller, plan)
+    weights = input_weights(controller, chosen["update"], version)
 
     def body() -> dict[str, Any]:
-        with fitting(session, "rollout", version, chosen["rollout"]):
-            result = play_evaluation(session, chosen["rollout"], version, weights)
+        with fitting(controller, "rollout", version, chosen["rollout"]):
+            result = play_evaluation(controller, chosen["rollout"], version, weights)
         return {
             "outputs": {"examples": result["examples"], "outcomes": result["outcomes"]},
             "metrics": {**result["metrics"], **_flat(result["outcomes"])},
         }
 
-    return run_stage(session, version, "evaluation", [weights.data_digest()], body)
+    return run_stage(controller, version, "evaluation", [weights.data_digest()], body)
 
 
 def _flat(outcomes: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -49,7 +49,7 @@ _FAILURES = 3
 
 
 class HasConfig(Protocol):
-    """Such as a session."""
+    """Such as a controller."""
 
     @property
     def config(self) -> RunConfig: ...

@@ -11,7 +11,7 @@ from earl_core.control.finished_stages import key_of, weights_exist
 from earl_core.control.learner import publish_weights
 from earl_core.control.observation import fitting
 from earl_core.control.rank_losses import surviving
-from earl_core.control.run_controller import Session, get_session
+from earl_core.control.run_controller import RunController, controller_of
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
@@ -22,21 +22,23 @@ from tasks.stage import StageRef, resolve, run_stage
 @task(name="publish")
 def publish(run: str, iteration: int, plan: StageRef, update: StageRef) -> StageRef:
     """Publish policy version `iteration + 1`, the one that the next iteration's rollout loads."""
-    session = get_session(run)
-    deployment = plan_of(session, plan)["update"]
+    controller = controller_of(run)
+    deployment = plan_of(controller, plan)["update"]
 
     def body() -> dict[str, Any]:
-        with fitting(session, "update", iteration, deployment):
-            weights = publish_weights(session, deployment, iteration, iteration + 1)
+        with fitting(controller, "update", iteration, deployment):
+            weights = publish_weights(controller, deployment, iteration, iteration + 1)
         return _outputs(weights)
 
-    inputs = [resolve(session, update).data_digest()]
-    reference = run_stage(session, iteration, "publish", inputs, body)
-    _drop_older(session, resolve(session, reference))
+    inputs = [resolve(controller, update).data_digest()]
+    reference = run_stage(controller, iteration, "publish", inputs, body)
+    _drop_older(controller, resolve(controller, reference))
     return reference
 
 
-def input_weights(session: Session, deployment: StageDeployment, iteration: int) -> Manifest:
+def input_weights(
+    controller: RunController, deployment: StageDeployment, iteration: int
+) -> Manifest:
     """The sealed weights that this iteration's rollout plays with, published again if lost.
 
     They are the previous iteration's publish step's, or the initial model's, published by the
@@ -44,25 +46,28 @@ def input_weights(session: Session, deployment: StageDeployment, iteration: int)
     """
     producer, stage = (iteration - 1, "publish") if iteration > 0 else (0, "initial")
     try:
-        known = session.run.manifest(producer, stage)
+        known = controller.run.manifest(producer, stage)
     except ManifestError:
         known = None
     if known is not None and weights_exist(known):
         return known
-    with surviving(session, iteration, stage), fitting(session, "update", iteration, deployment):
-        weights = publish_weights(session, deployment, iteration, iteration)
+    with (
+        surviving(controller, iteration, stage),
+        fitting(controller, "update", iteration, deployment),
+    ):
+        weights = publish_weights(controller, deployment, iteration, iteration)
     # The same key and the same bytes make the same data digest: what was rolled out with the
     # lost copy of these weights stays finished.
-    key = known.key if known else key_of(session, producer, "publish", [weights.digest])
+    key = known.key if known else key_of(controller, producer, "publish", [weights.digest])
     manifest = Manifest(
-        run=session.run.uid,
+        run=controller.run.uid,
         iteration=producer,
         stage=stage,
         key=key,
         policy_version=iteration,
         outputs=_outputs(weights)["outputs"],
     )
-    return session.run.seal(manifest)
+    return controller.run.seal(manifest)
 
 
 def _outputs(weights: WeightsManifest) -> dict[str, Any]:
@@ -72,10 +77,10 @@ def _outputs(weights: WeightsManifest) -> dict[str, Any]:
     }
 
 
-def _drop_older(session: Session, manifest: Manifest) -> None:
+def _drop_older(controller: RunController, manifest: Manifest) -> None:
     """Weights of older versions are needed by nobody once a newer one is sealed."""
     weights = WeightsManifest.model_validate(manifest.outputs["weights"])
     current = {Path(file.path).name for file in weights.files}
-    for path in session.run.store.directory.glob("*.safetensors"):
+    for path in controller.run.store.directory.glob("*.safetensors"):
         if path.name not in current:
-            session.run.store.release_file(path)
+            controller.run.store.release_file(path)

@@ -9,7 +9,7 @@ from prefect import task
 from earl_core.cluster.results import Rule, merge_results
 from earl_core.control.learner import call_together
 from earl_core.control.observation import fitting, load_of, observe_stage, timing_switch
-from earl_core.control.run_controller import get_session
+from earl_core.control.run_controller import controller_of
 from tasks.select import plan_of
 from tasks.stage import StageRef, resolve, run_stage
 
@@ -24,25 +24,25 @@ _RULES: dict[str, Rule] = {
 @task(name="reference")
 def reference(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> StageRef:
     """Score the rollout's samples with the initial model."""
-    session = get_session(run)
-    deployment = plan_of(session, plan)["reference"]
-    played = resolve(session, rollout)
+    controller = controller_of(run)
+    deployment = plan_of(controller, plan)["reference"]
+    played = resolve(controller, rollout)
 
     def body() -> dict[str, Any]:
         manifests = [played.model_dump(mode="json")]
         load = load_of(played.metrics)
-        with fitting(session, "reference", iteration, deployment, load):
-            with timing_switch(session, "reference", deployment, iteration):
-                session.groups.get("reference", deployment)
+        with fitting(controller, "reference", iteration, deployment, load):
+            with timing_switch(controller, "reference", deployment, iteration):
+                controller.groups.get("reference", deployment)
             results = call_together(
-                session, deployment, "reference", "score", iteration, manifests=manifests
+                controller, deployment, "reference", "score", iteration, manifests=manifests
             )
         result = merge_results(results, _RULES)
         metrics = result["metrics"]
-        metrics["peak_bytes"] = session.groups.peak_bytes("reference")
+        metrics["peak_bytes"] = controller.groups.peak_bytes("reference")
         peak = metrics.get("peak_cuda_bytes", 0.0)
         seconds = metrics["seconds"]
-        observe_stage(session, "reference", deployment, iteration, load, seconds, peak)
+        observe_stage(controller, "reference", deployment, iteration, load, seconds, peak)
         return result
 
-    return run_stage(session, iteration, "reference", [played.data_digest()], body)
+    return run_stage(controller, iteration, "reference", [played.data_digest()], body)

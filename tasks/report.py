@@ -9,7 +9,7 @@ from typing import Any
 from prefect.artifacts import acreate_markdown_artifact
 
 from earl_core.control.finished_stages import holds_update
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
 from earl_core.run.keys import STAGES
 from earl_core.secrets import redact
@@ -20,7 +20,7 @@ from tasks.reports.plan import plan_page
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
 
 
-def collect_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[str, float]:
+def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -> dict[str, float]:
     """All stages' metrics under `stage/name`, and what moved between the stages."""
     metrics: dict[str, float] = {}
     for stage in STAGES:
@@ -30,97 +30,99 @@ def collect_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[st
     moved = [len(json.dumps(m.model_dump(mode="json"))) for m in manifests.values()]
     metrics["dispatch/manifest_bytes"] = float(sum(moved))
     metrics["dispatch/tensor_bytes"] = float(sum(m.tensor_bytes for m in manifests.values()))
-    metrics["dispatch/shared_memory_bytes"] = float(session.run.store.used_bytes())
-    metrics["recovery/stages_repeated"] = float(session.losses[manifests["select"].iteration])
-    if session.run.spill is not None:
+    metrics["dispatch/shared_memory_bytes"] = float(controller.run.store.used_bytes())
+    metrics["recovery/stages_repeated"] = float(controller.losses[manifests["select"].iteration])
+    if controller.run.spill is not None:
         # How much a crash of the machine would cost right now.
-        metrics["dispatch/spill_lag_bytes"] = float(session.run.spill.lag_bytes)
-        metrics["dispatch/spilled_bytes"] = float(session.run.spill.spilled_bytes)
-    return metrics | _choice_metrics(session, manifests)
+        metrics["dispatch/spill_lag_bytes"] = float(controller.run.spill.lag_bytes)
+        metrics["dispatch/spilled_bytes"] = float(controller.run.spill.spilled_bytes)
+    return metrics | _choice_metrics(controller, manifests)
 
 
-def _choice_metrics(session: Session, manifests: dict[str, Manifest]) -> dict[str, float]:
+def _choice_metrics(controller: RunController, manifests: dict[str, Manifest]) -> dict[str, float]:
     plan = _plan(manifests["select"])
-    before = plan_before(session, plan.iteration)
-    seen = _seen(session, plan.iteration)
-    lines = [line for line in session.run.metrics() if line["iteration"] < plan.iteration]
+    before = plan_before(controller, plan.iteration)
+    seen = _seen(controller, plan.iteration)
+    lines = [line for line in controller.run.metrics() if line["iteration"] < plan.iteration]
     name = "rollout/context/mean"
     contexts = [float(line[name]) for line in lines if name in line]
     return {
-        **selector_metrics(plan, before, manifests, seen, session.hardware.gpus),
+        **selector_metrics(plan, before, manifests, seen, controller.hardware.gpus),
         **load_metrics(manifests["rollout"].metrics, contexts),
     }
 
 
-def _seen(session: Session, iteration: int) -> list[Observation]:
-    return [seen for seen in session.observed.all() if seen.iteration == iteration]
+def _seen(controller: RunController, iteration: int) -> list[Observation]:
+    return [seen for seen in controller.observed.all() if seen.iteration == iteration]
 
 
-def plan_before(session: Session, iteration: int) -> DeploymentPlan | None:
+def plan_before(controller: RunController, iteration: int) -> DeploymentPlan | None:
     """The plan of the iteration before, if there was one."""
-    if iteration == 0 or not session.run.stage_path(iteration - 1, "select").exists():
+    if iteration == 0 or not controller.run.stage_path(iteration - 1, "select").exists():
         return None
-    return _plan(session.run.manifest(iteration - 1, "select"))
+    return _plan(controller.run.manifest(iteration - 1, "select"))
 
 
 def _plan(manifest: Manifest) -> DeploymentPlan:
     return DeploymentPlan.model_validate(manifest.outputs["plan"])
 
 
-def finish_iteration(session: Session, iteration: int, manifests: dict[str, Manifest]) -> None:
+def finish_iteration(
+    controller: RunController, iteration: int, manifests: dict[str, Manifest]
+) -> None:
     """Write the iteration's metrics, declare its checkpoint STABLE, feed the tracker."""
-    metrics = collect_metrics(session, manifests)
-    run = session.run
+    metrics = collect_metrics(controller, manifests)
+    run = controller.run
     run.append_metrics(iteration, metrics)
     fault_points.point("stable.before", iteration)
-    whole = holds_update(session, manifests["update"])
+    whole = holds_update(controller, manifests["update"])
     if whole:
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
-        run.prune_checkpoints(keep=best_checkpoint(session))
-    session.finish_iteration(iteration)
-    session.tracker.iteration_finished(
+        run.prune_checkpoints(keep=best_checkpoint(controller))
+    controller.finish_iteration(iteration)
+    controller.tracker.iteration_finished(
         iteration,
         metrics,
         plan=manifests["select"].outputs["plan"],
         examples=manifests["rollout"].outputs.get("examples", []),
         checkpoint=run.checkpoint_path(iteration) if whole else None,
     )
-    session.listener("iteration", iteration, {"finished": True, "metrics": metrics})
+    controller.listener("iteration", iteration, {"finished": True, "metrics": metrics})
 
 
-def best_checkpoint(session: Session) -> set[int]:
+def best_checkpoint(controller: RunController) -> set[int]:
     """The iteration whose checkpoint was evaluated best, so that pruning keeps it."""
     scored = []
-    for version, metrics in evaluations(session):
-        if version > 0 and (session.run.checkpoint_path(version - 1) / "STABLE").exists():
+    for version, metrics in evaluations(controller):
+        if version > 0 and (controller.run.checkpoint_path(version - 1) / "STABLE").exists():
             scored.append((metrics.get("return/mean", float("-inf")), version - 1))
     return {max(scored)[1]} if scored else set()
 
 
-def evaluations(session: Session) -> list[tuple[int, dict[str, float]]]:
+def evaluations(controller: RunController) -> list[tuple[int, dict[str, float]]]:
     """Every sealed evaluation of the run: (policy version, metrics), ascending."""
     found = []
-    for path in sorted((session.run.path / "iterations").glob("*/evaluation.json")):
+    for path in sorted((controller.run.path / "iterations").glob("*/evaluation.json")):
         version = int(path.parent.name)
-        found.append((version, session.run.manifest(version, "evaluation").metrics))
+        found.append((version, controller.run.manifest(version, "evaluation").metrics))
     return found
 
 
 async def publish_artifacts(
-    session: Session, iteration: int, manifests: dict[str, Manifest]
+    controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
     """The plan and what it was chosen among, the curve and a sample episode, in Prefect's UI."""
     plan = _plan(manifests["select"])
-    name = session.config.name.lower().replace("_", "-").replace(".", "-")
-    before, seen = plan_before(session, iteration), _seen(session, iteration)
-    page = await asyncio.to_thread(plan_page, session.run, plan, before, seen)
+    name = controller.config.name.lower().replace("_", "-").replace(".", "-")
+    before, seen = plan_before(controller, iteration), _seen(controller, iteration)
+    page = await asyncio.to_thread(plan_page, controller.run, plan, before, seen)
     examples = manifests["rollout"].outputs.get("examples", [])
     await asyncio.gather(
         acreate_markdown_artifact(
             redact(page), key=f"{name}-plan", description=f"Plan of {iteration}"
         ),
-        acreate_markdown_artifact(_curve(session), key=f"{name}-curve"),
+        acreate_markdown_artifact(_curve(controller), key=f"{name}-curve"),
         *(
             acreate_markdown_artifact(redact(_transcript(example)), key=f"{name}-episode")
             for example in examples[:1]
@@ -128,9 +130,9 @@ async def publish_artifacts(
     )
 
 
-def _curve(session: Session) -> str:
+def _curve(controller: RunController) -> str:
     lines = ["| iteration | return | episodes | tokens/s | seconds |", "|--:|--:|--:|--:|--:|"]
-    for row in session.run.metrics()[-50:]:
+    for row in controller.run.metrics()[-50:]:
         seconds = sum(value for name, value in row.items() if name.endswith("/stage_seconds"))
         lines.append(
             f"| {row['iteration']} | {row.get('reward/mean', float('nan')):.3f} "

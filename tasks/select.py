@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from earl_core.control.announce import announce_plan
 from earl_core.control.observation import reserved_bytes
-from earl_core.control.run_controller import Session, get_session
+from earl_core.control.run_controller import RunController, controller_of
 from earl_core.control.run_history import CandidateOf, LearntProfile
 from earl_core.selector import (
     DeploymentPlan,
@@ -49,28 +49,28 @@ def select(run: str, iteration: int) -> StageRef:
 
     Once more for each stage of the iteration that did not fit what was picked before.
     """
-    session = get_session(run)
+    controller = controller_of(run)
 
     def body() -> dict[str, Any]:
-        given, plan = _chosen(session, iteration)
-        _write_beside(session, given)
-        announce_plan(session, given.current, plan)
+        given, plan = _chosen(controller, iteration)
+        _write_beside(controller, given)
+        announce_plan(controller, given.current, plan)
         return {"outputs": {"plan": plan.model_dump(mode="json")}}
 
-    return run_stage(session, iteration, "select", select_inputs(session, iteration), body)
+    return run_stage(controller, iteration, "select", select_inputs(controller, iteration), body)
 
 
-def _chosen(session: Session, iteration: int) -> tuple[SelectionInput, DeploymentPlan]:
+def _chosen(controller: RunController, iteration: int) -> tuple[SelectionInput, DeploymentPlan]:
     """The choice and what it was made from.
 
     Raises `NothingFits` when no layout is left, but not by what was seen before a resume: memory
     that was short, or that others held, may have been another program's, and may be free now.
     """
-    observed = session.observed.through(iteration)
+    observed = controller.observed.through(iteration)
     try:
-        return _as_far_as_it_fits(_selection_input(session, iteration, observed))
+        return _as_far_as_it_fits(_selection_input(controller, iteration, observed))
     except NothingFits:
-        fresh = session.observed.since_start(iteration)
+        fresh = controller.observed.since_start(iteration)
         if len(fresh) == len(observed):
             raise
         logger.info("nothing fits by what was seen before the resume: that is tried again")
@@ -80,7 +80,7 @@ def _chosen(session: Session, iteration: int) -> tuple[SelectionInput, Deploymen
             for seen in old
             if seen.kind != "out_of_memory"
         ]
-        return _as_far_as_it_fits(_selection_input(session, iteration, [*forgiven, *fresh]))
+        return _as_far_as_it_fits(_selection_input(controller, iteration, [*forgiven, *fresh]))
 
 
 def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, DeploymentPlan]:
@@ -95,29 +95,29 @@ def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Deploymen
     return chosen_from, plan
 
 
-def select_inputs(session: Session, iteration: int) -> list[str]:
+def select_inputs(controller: RunController, iteration: int) -> list[str]:
     """What the key of the step covers beside its settings: how often it was made before."""
-    attempt = attempts_of(session.observed.through(iteration), iteration)
+    attempt = attempts_of(controller.observed.through(iteration), iteration)
     return [f"attempt {attempt}"] if attempt else []
 
 
-def plan_of(session: Session, reference: StageRef) -> DeploymentPlan:
+def plan_of(controller: RunController, reference: StageRef) -> DeploymentPlan:
     """The plan behind the select step's reference."""
-    return DeploymentPlan.model_validate(resolve(session, reference).outputs["plan"])
+    return DeploymentPlan.model_validate(resolve(controller, reference).outputs["plan"])
 
 
-def share_profile(session: Session) -> None:
+def share_profile(controller: RunController) -> None:
     """Give what the run measured of its layouts to the runs to come.
 
     A run under `fixed` measures nothing that another would choose by.
     """
-    if session.profile is not None and session.config.selector.policy != "fixed":
-        session.profile.share(session.observed.all(), _candidate_of(session))
+    if controller.profile is not None and controller.config.selector.policy != "fixed":
+        controller.profile.share(controller.observed.all(), _candidate_of(controller))
 
 
-def _write_beside(session: Session, given: SelectionInput) -> None:
+def _write_beside(controller: RunController, given: SelectionInput) -> None:
     """`selection.input`, and what an earlier attempt saw as `selection.<attempt>.input`."""
-    path = session.run.stage_path(given.iteration, "selection").with_suffix(".input")
+    path = controller.run.stage_path(given.iteration, "selection").with_suffix(".input")
     earlier = None
     # A damaged one says nothing to anybody: the new one takes its place.
     with suppress(OSError, ValidationError):
@@ -129,10 +129,10 @@ def _write_beside(session: Session, given: SelectionInput) -> None:
 
 
 def _selection_input(
-    session: Session, iteration: int, observed: Sequence[Observation]
+    controller: RunController, iteration: int, observed: Sequence[Observation]
 ) -> SelectionInput:
-    config = session.config
-    attempt = attempts_of(session.observed.through(iteration), iteration)
+    config = controller.config
+    attempt = attempts_of(controller.observed.through(iteration), iteration)
     return SelectionInput(
         iteration=iteration,
         attempt=attempt,
@@ -141,33 +141,35 @@ def _selection_input(
         layout=config.layout,
         experience=config.experience,
         needs_reference=config.needs_reference,
-        hardware=session.hardware,
-        model=session.model,
+        hardware=controller.hardware,
+        model=controller.model,
         selector=config.selector,
         iterations_left=max(1, config.iterations - iteration),
-        statistics=_statistics(session, iteration, observed),
-        current=_current(session, iteration, attempt),
-        profile=_profile(session),
+        statistics=_statistics(controller, iteration, observed),
+        current=_current(controller, iteration, attempt),
+        profile=_profile(controller),
         calibration=calibration_of(observed),
         forbidden=forbidden_of(observed, iteration),
-        reserved_bytes=_reserved(session, observed),
+        reserved_bytes=_reserved(controller, observed),
         outgrown=outgrown_tokens(observed),
     )
 
 
-def _current(session: Session, iteration: int, attempt: int) -> DeploymentPlan | None:
+def _current(controller: RunController, iteration: int, attempt: int) -> DeploymentPlan | None:
     """The plan that the worker groups follow: of an earlier attempt, else of the last iteration."""
     for number in (iteration, iteration - 1):
-        if number >= 0 and session.run.stage_path(number, "select").exists():
-            sealed = session.run.manifest(number, "select")
+        if number >= 0 and controller.run.stage_path(number, "select").exists():
+            sealed = controller.run.manifest(number, "select")
             plan = DeploymentPlan.model_validate(sealed.outputs["plan"])
             if number < iteration or plan.attempt < attempt:
                 return plan
     return None
 
 
-def _statistics(session: Session, iteration: int, observed: Sequence[Observation]) -> Statistics:
-    lines = [line for line in session.run.metrics() if line["iteration"] < iteration]
+def _statistics(
+    controller: RunController, iteration: int, observed: Sequence[Observation]
+) -> Statistics:
+    lines = [line for line in controller.run.metrics() if line["iteration"] < iteration]
     recent = lines[-_REMEMBERED:]
 
     def series(name: str) -> tuple[float, ...]:
@@ -205,39 +207,42 @@ def _generated_share(line: dict[str, Any]) -> float:
     return min(1.0, written / context) if context > 0 else 0.0
 
 
-def _reserved(session: Session, observed: Sequence[Observation]) -> dict[str, float]:
+def _reserved(controller: RunController, observed: Sequence[Observation]) -> dict[str, float]:
     """What others held when each stage last ended; of one that has not run yet, what they hold."""
-    if session.hardware.gpus:
+    if controller.hardware.gpus:
         return {}
     known = {seen.stage: seen.reserved_bytes for seen in observed if seen.reserved_bytes > 0}
-    stages = ["rollout", "update"] + (["reference"] if session.config.needs_reference else [])
+    stages = ["rollout", "update"] + (["reference"] if controller.config.needs_reference else [])
     return {
-        stage: known[stage] if stage in known else reserved_bytes(session, stage)
+        stage: known[stage] if stage in known else reserved_bytes(controller, stage)
         for stage in stages
     }
 
 
-def _profile(session: Session) -> ProfileTable:
+def _profile(controller: RunController) -> ProfileTable:
     """The shared table of this model, machine and software with what this run has measured."""
-    if session.profile is None:
-        config = session.config
+    if controller.profile is None:
+        config = controller.config
         try:
-            directory, mark, table = profile_of(config, session.hardware, session.model)
+            directory, mark, table = profile_of(config, controller.hardware, controller.model)
         except ProfileError:
             if config.selector.policy != "fixed":
                 raise
             # Nothing is chosen by it, so nothing may fail by it.
             logger.warning("predictions go without the profile", exc_info=True)
             directory = Path(config.selector.profile_directory)
-            mark, table = fingerprint_of(config, session.hardware, session.model), ProfileTable()
+            mark, table = (
+                fingerprint_of(config, controller.hardware, controller.model),
+                ProfileTable(),
+            )
         half_life = config.selector.half_life
-        session.profile = LearntProfile(session.run, directory, mark, table, half_life)
-    return session.profile.table(session.observed.all(), _candidate_of(session))
+        controller.profile = LearntProfile(controller.run, directory, mark, table, half_life)
+    return controller.profile.table(controller.observed.all(), _candidate_of(controller))
 
 
-def _candidate_of(session: Session) -> CandidateOf:
+def _candidate_of(controller: RunController) -> CandidateOf:
     """As `Predictor.candidate_of`: on GPUs threads are no part of a layout's name."""
-    gpus = session.hardware.gpus
+    gpus = controller.hardware.gpus
 
     def candidate_of(deployment: Any) -> Candidate:
         found = Candidate.of(deployment)

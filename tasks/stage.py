@@ -10,7 +10,7 @@ from prefect.cache_policies import CacheKeyFnPolicy
 
 from earl_core.control.finished_stages import finished, key_of
 from earl_core.control.rank_losses import surviving
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.system import fault_points
@@ -23,45 +23,45 @@ Body = Callable[[], dict[str, Any]]
 """Runs a stage; returns {"shards", "outputs", "metrics"}, each optional."""
 
 
-def reference_to(session: Session, manifest: Manifest) -> StageRef:
+def reference_to(controller: RunController, manifest: Manifest) -> StageRef:
     """The reference to a sealed manifest."""
     return {
-        "run": str(session.run.path),
+        "run": str(controller.run.path),
         "iteration": manifest.iteration,
         "stage": manifest.stage,
         "digest": manifest.digest,
     }
 
 
-def resolve(session: Session, reference: StageRef) -> Manifest:
+def resolve(controller: RunController, reference: StageRef) -> Manifest:
     """The sealed manifest that a reference names."""
-    return session.run.manifest(reference["iteration"], reference["stage"])
+    return controller.run.manifest(reference["iteration"], reference["stage"])
 
 
 def run_stage(
-    session: Session,
+    controller: RunController,
     iteration: int,
     stage: str,
     inputs: Sequence[str],
     body: Body,
 ) -> StageRef:
     """Run a stage unless its result is already sealed; seal it; return its reference."""
-    key = key_of(session, iteration, stage, inputs)
-    known = finished(session, iteration, stage, key)
+    key = key_of(controller, iteration, stage, inputs)
+    known = finished(controller, iteration, stage, key)
     if known is not None:
-        session.run.note(iteration, stage, "reused")
-        return reference_to(session, known)
+        controller.run.note(iteration, stage, "reused")
+        return reference_to(controller, known)
     fault_points.point(f"{stage}.before", iteration)
-    session.run.note(iteration, stage, "started")
-    session.listener(stage, iteration, {"stage_started": True})
+    controller.run.note(iteration, stage, "started")
+    controller.listener(stage, iteration, {"stage_started": True})
     started = time.perf_counter()
-    with surviving(session, iteration, stage):
+    with surviving(controller, iteration, stage):
         result = body()
     shards = tuple(ShardEntry.model_validate(entry) for entry in result.get("shards", ()))
-    _release_orphans(session, iteration, stage, {entry.file for entry in shards})
+    _release_orphans(controller, iteration, stage, {entry.file for entry in shards})
     metrics = {**result.get("metrics", {}), "stage_seconds": time.perf_counter() - started}
     manifest = Manifest(
-        run=session.run.uid,
+        run=controller.run.uid,
         iteration=iteration,
         stage=stage,
         key=key,
@@ -71,32 +71,34 @@ def run_stage(
         metrics={name: float(value) for name, value in metrics.items() if _finite(value)},
     )
     fault_points.point(f"{stage}.seal", iteration)
-    sealed = session.run.seal(manifest)
-    session.listener(stage, iteration, {"metrics": sealed.metrics})
+    sealed = controller.run.seal(manifest)
+    controller.listener(stage, iteration, {"metrics": sealed.metrics})
     fault_points.point(f"{stage}.after", iteration)
-    return reference_to(session, sealed)
+    return reference_to(controller, sealed)
 
 
-def _release_orphans(session: Session, iteration: int, stage: str, kept: set[str]) -> None:
+def _release_orphans(controller: RunController, iteration: int, stage: str, kept: set[str]) -> None:
     """Give back shards that a rank published before it was lost, but could not report."""
-    store = session.run.store
+    store = controller.run.store
     for path in store.directory.glob(f"{iteration:06d}-{stage}-*.arrow"):
         if path.name not in kept:
             store.release_file(path)
 
 
-def caching(session: Session, iteration: int, stage: str, inputs: Sequence[str]) -> dict[str, Any]:
+def caching(
+    controller: RunController, iteration: int, stage: str, inputs: Sequence[str]
+) -> dict[str, Any]:
     """Options for `task.with_options`, so that Prefect shows finished stages as cached.
 
     The run directory decides; Prefect's own store is only told the verdict.
     """
-    key = key_of(session, iteration, stage, inputs)
-    known = finished(session, iteration, stage, key)
+    key = key_of(controller, iteration, stage, inputs)
+    known = finished(controller, iteration, stage, key)
     return {
         "cache_policy": CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: key),
         "refresh_cache": known is None,
         "persist_result": True,
-        "result_storage": result_directory(session.run.path),
+        "result_storage": result_directory(controller.run.path),
         "result_serializer": SERIALIZER,
         "task_run_name": f"{stage} {iteration}",
     }

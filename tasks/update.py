@@ -10,7 +10,7 @@ from prefect import task
 from earl_core.control.finished_stages import key_of
 from earl_core.control.learner import call_learner, drop_handoff, ensure_learner
 from earl_core.control.observation import fitting, load_of, observe_stage
-from earl_core.control.run_controller import Session, get_session
+from earl_core.control.run_controller import RunController, controller_of
 from tasks.select import plan_of
 from tasks.stage import StageRef, resolve, run_stage
 
@@ -27,24 +27,26 @@ def update(
     reference: StageRef | None = None,
 ) -> StageRef:
     """Make policy version `iteration + 1` out of version `iteration`, once."""
-    session = get_session(run)
-    deployment = plan_of(session, plan)["update"]
+    controller = controller_of(run)
+    deployment = plan_of(controller, plan)["update"]
     given = [rollout, *([reference] if reference else []), advantage]
-    inputs = [resolve(session, stage) for stage in given]
+    inputs = [resolve(controller, stage) for stage in given]
     digests = [manifest.data_digest() for manifest in inputs]
     record = {
-        "run": session.run.uid,
-        "tracking": session.run.record.get("tracking"),
-        "key": key_of(session, iteration, "update", digests),
+        "run": controller.run.uid,
+        "tracking": controller.run.record.get("tracking"),
+        "key": key_of(controller, iteration, "update", digests),
     }
 
     def body() -> dict[str, Any]:
-        checkpoint = session.run.checkpoint_path(iteration) if due(session, iteration) else None
+        checkpoint = (
+            controller.run.checkpoint_path(iteration) if due(controller, iteration) else None
+        )
         load = load_of(inputs[0].metrics)
-        with fitting(session, "update", iteration, deployment, load):
-            ensure_learner(session, deployment, iteration, version=iteration)
+        with fitting(controller, "update", iteration, deployment, load):
+            ensure_learner(controller, deployment, iteration, version=iteration)
             result = call_learner(
-                session,
+                controller,
                 deployment,
                 "update",
                 iteration,
@@ -53,27 +55,27 @@ def update(
                 checkpoint=str(checkpoint.resolve()) if checkpoint else None,
                 record=record,
             )
-        session.live_version = int(result["policy_version"])
-        drop_handoff(session)
-        session.run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
-        warning = session.config.mismatch_watch.warning(result["metrics"], iteration)
+        controller.live_version = int(result["policy_version"])
+        drop_handoff(controller)
+        controller.run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
+        warning = controller.config.mismatch_watch.warning(result["metrics"], iteration)
         if warning:
             logger.warning("%s", warning)
-        metrics = {**result["metrics"], "peak_bytes": session.groups.peak_bytes("update")}
+        metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("update")}
         if result["steps_applied"]:
             peak, seconds = metrics.get("peak_cuda_bytes", 0.0), metrics["seconds"]
-            observe_stage(session, "update", deployment, iteration, load, seconds, peak)
+            observe_stage(controller, "update", deployment, iteration, load, seconds, peak)
         return {
             "shards": result["shards"],
             "outputs": {"digest": result["digest"]},
             "metrics": metrics,
         }
 
-    return run_stage(session, iteration, "update", digests, body)
+    return run_stage(controller, iteration, "update", digests, body)
 
 
-def due(session: Session, iteration: int) -> bool:
+def due(controller: RunController, iteration: int) -> bool:
     """Whether the iteration ends with a checkpoint."""
-    config = session.config
+    config = controller.config
     last = iteration + 1 >= config.iterations
-    return last or session.single_iteration or (iteration + 1) % config.checkpoint.every == 0
+    return last or controller.single_iteration or (iteration + 1) % config.checkpoint.every == 0

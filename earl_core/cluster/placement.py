@@ -1,8 +1,8 @@
 """Where worker groups run: which cores and devices are whose, and who makes room for whom.
 
 Pure functions behind one registry: the configuration names a placement, the selector asks it how
-many threads a rank has, the session asks it where to put a group and which groups must give their
-memory back first. Nothing else knows placements apart, so a new one is an entry in `PLACEMENTS`.
+many threads a rank has, the controller asks it where to put a group and which groups must give
+their memory back first. Nothing else knows placements apart, so a new one is an entry in `PLACEMENTS`.
 Imports no torch.
 """
 

@@ -5,24 +5,26 @@ Each is one line, an event for the listener: `switched` or `repeated`.
 
 from __future__ import annotations
 
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 from earl_core.selector import DeploymentPlan
 from earl_core.selector.choice.changes import layout_changes, misfit_text
 from earl_core.selector.profile.observations import Observation
 
 
-def announce_plan(session: Session, before: DeploymentPlan | None, plan: DeploymentPlan) -> None:
+def announce_plan(
+    controller: RunController, before: DeploymentPlan | None, plan: DeploymentPlan
+) -> None:
     """Say which stages are laid out otherwise than in `before`: the iteration's earlier attempt,
     else the last iteration's plan."""
     for change in layout_changes(before, plan):
-        session.listener(change.stage, plan.iteration, {"switched": change.text})
+        controller.listener(change.stage, plan.iteration, {"switched": change.text})
 
 
-def announce_misfit(session: Session, seen: Observation) -> None:
+def announce_misfit(controller: RunController, seen: Observation) -> None:
     """Say that a stage did not fit and is repeated under what is chosen next."""
-    session.listener(seen.stage, seen.iteration, {"repeated": misfit_text(seen)})
+    controller.listener(seen.stage, seen.iteration, {"repeated": misfit_text(seen)})
 
 
-def announce_loss(session: Session, iteration: int, stage: str, text: str) -> None:
+def announce_loss(controller: RunController, iteration: int, stage: str, text: str) -> None:
     """Say that a stage lost ranks and is repeated."""
-    session.listener(stage, iteration, {"repeated": text})
+    controller.listener(stage, iteration, {"repeated": text})

@@ -5,48 +5,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
 from earl_core.run import stage_key
 from earl_core.run.training_state import read_state, verify_training_state
 from earl_core.tensors.errors import CheckpointError
 
 
-def key_of(session: Session, iteration: int, stage: str, inputs: Sequence[str]) -> str:
+def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequence[str]) -> str:
     """The key that this stage's sealed manifest must carry to count as finished."""
-    return stage_key(session.config, session.run.uid, iteration, stage, inputs)
+    return stage_key(controller.config, controller.run.uid, iteration, stage, inputs)
 
 
-def finished(session: Session, iteration: int, stage: str, key: str) -> Manifest | None:
+def finished(controller: RunController, iteration: int, stage: str, key: str) -> Manifest | None:
     """The stage's manifest if the run directory says that it need not run again."""
-    manifest = session.run.sealed(iteration, stage, key)
+    manifest = controller.run.sealed(iteration, stage, key)
     if manifest is None:
         return None
-    if stage == "update" and not _state_exists(session, manifest):
+    if stage == "update" and not _state_exists(controller, manifest):
         return None
     if stage == "publish" and not weights_exist(manifest):
         return None
     return manifest
 
 
-def _state_exists(session: Session, manifest: Manifest) -> bool:
-    held = session.live_version == manifest.iteration + 1
-    return held or holds_update(session, manifest, checksums=True)
+def _state_exists(controller: RunController, manifest: Manifest) -> bool:
+    held = controller.live_version == manifest.iteration + 1
+    return held or holds_update(controller, manifest, checksums=True)
 
 
-def holds_update(session: Session, update: Manifest, checksums: bool = False) -> bool:
+def holds_update(controller: RunController, update: Manifest, checksums: bool = False) -> bool:
     """Whether the checkpoint of a sealed update's iteration is there, whole, and that update's.
 
     The key tells it from the checkpoint of another attempt at the iteration, whose settings or
     data were others. checksums: read all of its bytes too; whoever loads them does in any case.
     """
-    directory = session.run.checkpoint_path(update.iteration)
+    directory = controller.run.checkpoint_path(update.iteration)
     if not directory.is_dir():
         return False
     try:
         state = verify_training_state(directory) if checksums else read_state(directory)["state"]
     except CheckpointError as error:
-        session.run.note(update.iteration, "checkpoint", f"not usable: {error}")
+        controller.run.note(update.iteration, "checkpoint", f"not usable: {error}")
         return False
     return bool(state.get("key") == update.key)
 

@@ -11,7 +11,7 @@ from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.results import same_results
 from earl_core.control.finished_stages import holds_update
 from earl_core.control.observation import timing_switch
-from earl_core.control.run_controller import Session, StateLost
+from earl_core.control.run_controller import RunController, StateLost
 from earl_core.dispatch import ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def ensure_learner(
-    session: Session, deployment: StageDeployment, iteration: int, version: int
+    controller: RunController, deployment: StageDeployment, iteration: int, version: int
 ) -> None:
     """Have a learner, laid out so, that holds policy version `version`.
 
@@ -28,24 +28,24 @@ def ensure_learner(
     through a checkpoint. One that holds another version, and a fresh group, load the checkpoint of
     the version needed. Raises `StateLost` when there is none: the missing iterations come first.
     """
-    with timing_switch(session, "update", deployment, iteration):
-        saved = _take_layout(session, deployment, iteration)
-        session.groups.get("update", deployment)
-        if session.live_version is None and saved is not None:
-            _restore(session, deployment, iteration, saved)
-        if session.live_version != version:
-            _restore(session, deployment, iteration, _saved_state(session, version))
+    with timing_switch(controller, "update", deployment, iteration):
+        saved = _take_layout(controller, deployment, iteration)
+        controller.groups.get("update", deployment)
+        if controller.live_version is None and saved is not None:
+            _restore(controller, deployment, iteration, saved)
+        if controller.live_version != version:
+            _restore(controller, deployment, iteration, _saved_state(controller, version))
 
 
 def _restore(
-    session: Session, deployment: StageDeployment, iteration: int, source: str | None
+    controller: RunController, deployment: StageDeployment, iteration: int, source: str | None
 ) -> None:
-    result = call_learner(session, deployment, "restore", iteration, checkpoint=source)
-    session.live_version = int(result["policy_version"])
+    result = call_learner(controller, deployment, "restore", iteration, checkpoint=source)
+    controller.live_version = int(result["policy_version"])
 
 
 def call_learner(
-    session: Session,
+    controller: RunController,
     deployment: StageDeployment,
     method: str,
     iteration: int,
@@ -57,12 +57,12 @@ def call_learner(
 
     agreed: what all ranks must return alike.
     """
-    results = call_together(session, deployment, "update", method, iteration, **arguments)
+    results = call_together(controller, deployment, "update", method, iteration, **arguments)
     return same_results(results, agreed)
 
 
 def call_together(
-    session: Session,
+    controller: RunController,
     deployment: StageDeployment,
     role: str,
     method: str,
@@ -75,37 +75,39 @@ def call_together(
     middle of an exchange would be answered later with what was meant for that.
     """
     try:
-        return session.groups.call_all(deployment, role, method, iteration, **arguments)
+        return controller.groups.call_all(deployment, role, method, iteration, **arguments)
     except WorkerCallFailed:
-        group = session.groups.live(role)
+        group = controller.groups.live(role)
         if group is not None and deployment.world_size > 1:
             group.stop()
         raise
 
 
-def _take_layout(session: Session, deployment: StageDeployment, iteration: int) -> str | None:
+def _take_layout(
+    controller: RunController, deployment: StageDeployment, iteration: int
+) -> str | None:
     """Bring a live learner's state over to another layout.
 
     Returns the directory that a fresh group must restore from, if its state was put into one.
     """
-    group = session.groups.live("update")
-    if group is None or group.deployment is None or session.live_version is None:
-        drop_handoff(session)
+    group = controller.groups.live("update")
+    if group is None or group.deployment is None or controller.live_version is None:
+        drop_handoff(controller)
         return None
     if group.deployment == deployment.model_dump(mode="json"):
         return None
     current = StageDeployment.model_validate(group.deployment)
     try:
         if current.world_size == deployment.world_size:
-            moved = session.groups.relayout("update", deployment, iteration)
-            session.run.note(iteration, "update", f"laid out anew in {moved['seconds']:.2f} s")
+            moved = controller.groups.relayout("update", deployment, iteration)
+            controller.run.note(iteration, "update", f"laid out anew in {moved['seconds']:.2f} s")
             return None
-        covered = session.run.checkpoint_path(session.live_version - 1)
-        if session.live_version - 1 == session.run.last_stable() and covered.is_dir():
+        covered = controller.run.checkpoint_path(controller.live_version - 1)
+        if controller.live_version - 1 == controller.run.last_stable() and covered.is_dir():
             return str(covered.resolve())
-        drop_handoff(session)
-        handoff = str(_handoff(session).resolve())
-        call_learner(session, current, "save", iteration, directory=handoff)
+        drop_handoff(controller)
+        handoff = str(_handoff(controller).resolve())
+        call_learner(controller, current, "save", iteration, directory=handoff)
         return handoff
     except WorkerCallFailed:
         # Its state is no use any more; the last checkpoint's may be as new.
@@ -113,19 +115,19 @@ def _take_layout(session: Session, deployment: StageDeployment, iteration: int) 
         return None
 
 
-def drop_handoff(session: Session) -> None:
+def drop_handoff(controller: RunController) -> None:
     """Remove the state through which a learner was rebuilt, once a newer one was made of it.
 
     Until then a learner whose update was cut off goes back to it.
     """
-    shutil.rmtree(_handoff(session), ignore_errors=True)
+    shutil.rmtree(_handoff(controller), ignore_errors=True)
 
 
-def _handoff(session: Session) -> Path:
-    return session.run.path / "handoff"
+def _handoff(controller: RunController) -> Path:
+    return controller.run.path / "handoff"
 
 
-def _saved_state(session: Session, version: int) -> str | None:
+def _saved_state(controller: RunController, version: int) -> str | None:
     """The checkpoint that holds this policy version; None for the initial model's.
 
     One that is not STABLE yet is taken where the sealed update describes it. Raises `StateLost`.
@@ -133,32 +135,32 @@ def _saved_state(session: Session, version: int) -> str | None:
     if version == 0:
         return None
     iteration = version - 1
-    if iteration not in session.run.stable_iterations():
+    if iteration not in controller.run.stable_iterations():
         try:
-            update = session.run.manifest(iteration, "update")
+            update = controller.run.manifest(iteration, "update")
         except ManifestError:
             update = None
-        if update is None or not holds_update(session, update):
+        if update is None or not holds_update(controller, update):
             raise StateLost(
                 f"policy version {version} is needed, but neither the learner nor a checkpoint "
                 "holds it: resume the run, which repeats what is missing"
             )
-    return str(session.run.checkpoint_path(iteration).resolve())
+    return str(controller.run.checkpoint_path(iteration).resolve())
 
 
 def publish_weights(
-    session: Session, deployment: StageDeployment, iteration: int, version: int
+    controller: RunController, deployment: StageDeployment, iteration: int, version: int
 ) -> WeightsManifest:
     """Have the learner write policy version `version` into shared memory."""
-    ensure_learner(session, deployment, iteration, version)
+    ensure_learner(controller, deployment, iteration, version)
     result = call_learner(
-        session,
+        controller,
         deployment,
         "publish",
         iteration,
         agreed=("digest",),
-        directory=str(session.run.store.directory),
+        directory=str(controller.run.store.directory),
         policy_version=version,
-        dtype=session.config.rollout.dtype,
+        dtype=controller.config.rollout.dtype,
     )
     return WeightsManifest.model_validate(result)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from earl_core.control.announce import announce_misfit
 from earl_core.control.failure_diagnosis import Misfit, StageDoesNotFit, diagnose
 from earl_core.control.hardware import memory_in_use
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 from earl_core.selector import Predictor, SelectionInput, StageDeployment
 from earl_core.selector.choice.predict import gib
 from earl_core.selector.choice.switch_cost import move_between
@@ -42,14 +42,14 @@ def load_of(rollout: Mapping[str, float]) -> Load:
     )
 
 
-def given_of(session: Session, iteration: int) -> SelectionInput:
+def given_of(controller: RunController, iteration: int) -> SelectionInput:
     """What the iteration's plan was chosen from."""
-    path = session.run.stage_path(iteration, "selection").with_suffix(".input")
+    path = controller.run.stage_path(iteration, "selection").with_suffix(".input")
     return SelectionInput.model_validate_json(read_file(path))
 
 
 def observe_stage(
-    session: Session,
+    controller: RunController,
     stage: str,
     deployment: StageDeployment,
     iteration: int,
@@ -62,13 +62,13 @@ def observe_stage(
     seconds: of its work alone, neither start nor switch nor checkpoint. device_peak_bytes: the
     largest of its ranks' peaks on their GPUs.
     """
-    ruler = _Ruler.of(session, stage, deployment, iteration)
+    ruler = _Ruler.of(controller, stage, deployment, iteration)
     if ruler is None:
         return
     peak = (
         device_peak_bytes
-        if session.hardware.gpus
-        else session.groups.peak_bytes(stage) / ruler.devices
+        if controller.hardware.gpus
+        else controller.groups.peak_bytes(stage) / ruler.devices
     )
     layout = ruler.layout
     if stage == "rollout":
@@ -76,7 +76,7 @@ def observe_stage(
         requests = offered_requests(layout, load.episodes)
     else:
         rate, requests = training_rate(load, seconds), float(load.episodes)
-    session.observed.add(
+    controller.observed.add(
         Observation(
             iteration=iteration,
             stage=stage,
@@ -89,7 +89,7 @@ def observe_stage(
             seconds=seconds,
             peak_bytes=peak,
             formula_bytes=ruler.predictor.formula_peak(layout, load),
-            reserved_bytes=reserved_bytes(session, stage),
+            reserved_bytes=reserved_bytes(controller, stage),
         )
     )
 
@@ -102,11 +102,11 @@ class _Ruler:
 
     @classmethod
     def of(
-        cls, session: Session, stage: str, deployment: StageDeployment, iteration: int
+        cls, controller: RunController, stage: str, deployment: StageDeployment, iteration: int
     ) -> _Ruler | None:
         """None for a model of which nothing can be predicted."""
         try:
-            predictor = Predictor(given_of(session, iteration))
+            predictor = Predictor(given_of(controller, iteration))
         except (OSError, ValueError) as error:
             logger.debug("%s of iteration %d is not observed: %s", stage, iteration, error)
             return None
@@ -118,16 +118,16 @@ class _Ruler:
         return self.layout.ranks
 
 
-def reserved_bytes(session: Session, stage: str) -> float:
+def reserved_bytes(controller: RunController, stage: str) -> float:
     """Bytes of the host that others than the stage's own processes hold right now."""
-    if session.hardware.gpus:
+    if controller.hardware.gpus:
         return 0.0
-    return max(0.0, memory_in_use() - session.groups.bytes_now(stage))
+    return max(0.0, memory_in_use() - controller.groups.bytes_now(stage))
 
 
 @contextmanager
 def fitting(
-    session: Session,
+    controller: RunController,
     stage: str,
     iteration: int,
     deployment: StageDeployment,
@@ -147,29 +147,29 @@ def fitting(
         if misfit.stage not in ("", stage):
             # Its group holds the memory of another stage's work.
             logger.info("%s failed for %s", stage, misfit.stage)
-        movable = misfit.kind == "outgrown" or stage in session.config.selector.moves
-        seen = _misfit(session, stage, iteration, deployment, misfit, load, movable)
-        session.observed.add(seen)
-        session.run.note(iteration, stage, f"did not fit: {misfit.kind}")
+        movable = misfit.kind == "outgrown" or stage in controller.config.selector.moves
+        seen = _misfit(controller, stage, iteration, deployment, misfit, load, movable)
+        controller.observed.add(seen)
+        controller.run.note(iteration, stage, f"did not fit: {misfit.kind}")
         fault_points.point(f"{stage}.unfit", iteration)
         if not movable:
             raise
-        announce_misfit(session, seen)
+        announce_misfit(controller, seen)
         raise StageDoesNotFit(seen.model_dump(mode="json"), _reason(seen, error)) from error
 
 
 def observe_lost_engine(
-    session: Session, iteration: int, deployment: StageDeployment, error: BaseException
+    controller: RunController, iteration: int, deployment: StageDeployment, error: BaseException
 ) -> None:
     """Write down that an engine ran out of memory whose episodes others have played."""
     misfit = diagnose(error)
     if misfit is not None:
-        seen = _misfit(session, "rollout", iteration, deployment, misfit, None, answered=False)
-        session.observed.add(seen)
+        seen = _misfit(controller, "rollout", iteration, deployment, misfit, None, answered=False)
+        controller.observed.add(seen)
 
 
 def _misfit(
-    session: Session,
+    controller: RunController,
     stage: str,
     iteration: int,
     deployment: StageDeployment,
@@ -177,7 +177,7 @@ def _misfit(
     load: Load | None,
     answered: bool,
 ) -> Observation:
-    ruler = _Ruler.of(session, stage, deployment, iteration)
+    ruler = _Ruler.of(controller, stage, deployment, iteration)
     seen = Observation(
         iteration=iteration,
         stage=stage,
@@ -185,13 +185,13 @@ def _misfit(
         deployment=deployment,
         longest=misfit.tokens,
         answered=answered,
-        reserved_bytes=reserved_bytes(session, stage),
+        reserved_bytes=reserved_bytes(controller, stage),
     )
     if ruler is None or misfit.kind == "outgrown":
         return seen
     load = load or ruler.predictor.now
-    devices = 1 if session.hardware.gpus else ruler.devices
-    peak = 0.0 if session.hardware.gpus else session.groups.peak_bytes(stage)
+    devices = 1 if controller.hardware.gpus else ruler.devices
+    peak = 0.0 if controller.hardware.gpus else controller.groups.peak_bytes(stage)
     if stage != "rollout":
         # All that there was for the stage was not enough, whatever a sample of its use has caught.
         # Engines take what they are given: of them the layout is ruled out, and no size.
@@ -215,29 +215,29 @@ def _reason(seen: Observation, error: BaseException) -> str:
 
 @contextmanager
 def timing_switch(
-    session: Session, stage: str, deployment: StageDeployment, iteration: int
+    controller: RunController, stage: str, deployment: StageDeployment, iteration: int
 ) -> Iterator[None]:
     """Around what brings a stage's group into its layout: writes down what that took, if processes
     were started or live ones exchanged their state."""
-    before = session.groups.live(stage)
+    before = controller.groups.live(stage)
     layout = before.deployment if before is not None else None
     started = time.perf_counter()
     yield
-    after, seconds = session.groups.live(stage), time.perf_counter() - started
+    after, seconds = controller.groups.live(stage), time.perf_counter() - started
     if after is None:
         return
-    if ahead := session.groups.started_ahead(stage):
-        observe_switch(session, stage, deployment, iteration, ahead.seconds(started))
+    if ahead := controller.groups.started_ahead(stage):
+        observe_switch(controller, stage, deployment, iteration, ahead.seconds(started))
     elif after is not before:
-        observe_switch(session, stage, deployment, iteration, seconds)
+        observe_switch(controller, stage, deployment, iteration, seconds)
     elif layout is not None:
         old = Candidate.of(StageDeployment.model_validate(layout))
         if move_between(old, Candidate.of(deployment)) == "relayout":
-            observe_switch(session, stage, deployment, iteration, seconds, "laid_out")
+            observe_switch(controller, stage, deployment, iteration, seconds, "laid_out")
 
 
 def observe_switch(
-    session: Session,
+    controller: RunController,
     stage: str,
     deployment: StageDeployment,
     iteration: int,
@@ -245,7 +245,7 @@ def observe_switch(
     kind: Kind = "switched",
 ) -> None:
     """Write down what bringing up a layout took. kind: `switched` or `laid_out`."""
-    session.observed.add(
+    controller.observed.add(
         Observation(
             iteration=iteration,
             stage=stage,

@@ -8,35 +8,35 @@ from contextlib import contextmanager
 
 from earl_core.control.announce import announce_loss
 from earl_core.control.failure_diagnosis import RanksLost, loss_of
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 
 _counting = threading.Lock()
 
 
 @contextmanager
-def surviving(session: Session, iteration: int, stage: str) -> Iterator[None]:
+def surviving(controller: RunController, iteration: int, stage: str) -> Iterator[None]:
     """Around a stage's work: raises `RanksLost` for lost ranks while the iteration has repeats
     left (`deadlines.repeats`); all else passes, and so does a loss once there are none."""
     try:
         yield
     except Exception as error:
         lost = loss_of(error)
-        if lost is None or session.stop_requested.is_set():
+        if lost is None or controller.stop_requested.is_set():
             raise
-        losses, most = _count(session, iteration), session.config.deadlines.repeats
+        losses, most = _count(controller, iteration), controller.config.deadlines.repeats
         rank = "" if lost.rank is None else f" rank {lost.rank}"
         what = f"worker group '{lost.where.role}'{rank} was lost ({lost.reason.rstrip('.')})"
         if losses > most:
-            session.run.note(iteration, stage, f"{what}; not repeated, loss {losses} of {most}")
+            controller.run.note(iteration, stage, f"{what}; not repeated, loss {losses} of {most}")
             raise
         text = f"{stage}: {what}; the stage is repeated from its sealed inputs ({losses} of {most})"
-        session.run.note(iteration, stage, text)
-        announce_loss(session, iteration, stage, text)
+        controller.run.note(iteration, stage, text)
+        announce_loss(controller, iteration, stage, text)
         raise RanksLost(text) from error
 
 
-def _count(session: Session, iteration: int) -> int:
+def _count(controller: RunController, iteration: int) -> int:
     """How often stages of the iteration have lost ranks, this time included."""
     with _counting:
-        session.losses[iteration] += 1
-        return session.losses[iteration]
+        controller.losses[iteration] += 1
+        return controller.losses[iteration]

@@ -19,7 +19,7 @@ from typing import Any
 from earl_core.cluster.errors import WorkerError
 from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
 from earl_core.control.observation import observe_lost_engine, observe_switch
-from earl_core.control.run_controller import Session
+from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
 from earl_core.rollout import metrics
 from earl_core.rollout.tally import Tally, merge
@@ -62,11 +62,11 @@ class Job:
 
 
 def play_rollout(
-    session: Session, deployment: StageDeployment, iteration: int, weights: Manifest
+    controller: RunController, deployment: StageDeployment, iteration: int, weights: Manifest
 ) -> dict[str, Any]:
     """Play the iteration's episodes; `shards` in the order of their rows, `metrics`,
     `statistics` and `examples`."""
-    config = session.config
+    config = controller.config
     prompts, size = config.rollout.prompts_per_iteration, config.rollout.group_size
 
     def arguments(share: Share) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def play_rollout(
             "prompts": len(share.items),
             "share": share.number,
             "of_prompts": prompts,
-            "transcripts": _transcripts(session, share.items.start * size),
+            "transcripts": _transcripts(controller, share.items.start * size),
         }
 
     job = Job("rollout", iteration, "rollout", prompts, arguments, weights.outputs["weights"])
-    done, engines = run(session, deployment, job)
+    done, engines = run(controller, deployment, job)
     tally = merged(done)
     metrics.check_failures(tally, config.environment.max_failed_share)
     shards = [entry for played in done for entry in played.result["shards"]]
@@ -92,10 +92,10 @@ def play_rollout(
 
 
 def play_evaluation(
-    session: Session, deployment: StageDeployment, version: int, weights: Manifest
+    controller: RunController, deployment: StageDeployment, version: int, weights: Manifest
 ) -> dict[str, Any]:
     """Play the held-out episodes; `outcomes` with 95 % Wilson intervals, `metrics`, `examples`."""
-    settings = session.config.evaluation
+    settings = controller.config.evaluation
 
     def arguments(share: Share) -> dict[str, Any]:
         return {
@@ -104,13 +104,13 @@ def play_evaluation(
             "options": settings.options,
             "first": share.items.start,
             "of_episodes": settings.episodes,
-            "transcripts": _transcripts(session, share.items.start),
+            "transcripts": _transcripts(controller, share.items.start),
         }
 
     job = Job(
         "evaluation", version, "evaluate", settings.episodes, arguments, weights.outputs["weights"]
     )
-    done, engines = run(session, deployment, job)
+    done, engines = run(controller, deployment, job)
     tally = merged(done)
     return {
         "outcomes": metrics.evaluation_results(tally),
@@ -119,14 +119,16 @@ def play_evaluation(
     }
 
 
-def run(session: Session, deployment: StageDeployment, job: Job) -> tuple[list[Played], Engines]:
+def run(
+    controller: RunController, deployment: StageDeployment, job: Job
+) -> tuple[list[Played], Engines]:
     """Have the deployment's engines do a job; the shares' results by ascending items.
 
     Each engine first takes the weights. Raises `ReplicasLost`, what a worker raised, or, with one
     engine only, what lost it.
     """
-    session.groups.retire("rollout", deployment.replicas)
-    engines = Engines(session, deployment, job)
+    controller.groups.retire("rollout", deployment.replicas)
+    engines = Engines(controller, deployment, job)
     asyncio.run(engines.work())
     engines.write_down()
     return sorted(engines.done, key=lambda played: played.share.items.start), engines
@@ -151,7 +153,7 @@ def deal(items: range, count: int) -> list[range]:
 class Engines:
     """Engines at work on one job. Everything happens on one event loop."""
 
-    session: Session
+    controller: RunController
     deployment: StageDeployment
     job: Job
     done: list[Played] = field(default_factory=list)
@@ -179,9 +181,9 @@ class Engines:
         """What starting engines took, side by side, and which of them memory has cost."""
         layout, number = self.deployment, self.job.iteration
         if self._built:
-            observe_switch(self.session, "rollout", layout, number, max(self._built))
+            observe_switch(self.controller, "rollout", layout, number, max(self._built))
         for error in self._losses:
-            observe_lost_engine(self.session, number, layout, error)
+            observe_lost_engine(self.controller, number, layout, error)
 
     def _name(self, share: Share) -> str:
         what = "prompts" if self.job.stage == "rollout" else "held-out episodes"
@@ -207,17 +209,17 @@ class Engines:
                 result = await self._call(member, self.job.method, **self.job.arguments(share))
                 await self._finish(Played(share, member, result))
         except WorkerError as error:
-            if not is_loss(error) or self.session.stop_requested.is_set():
+            if not is_loss(error) or self.controller.stop_requested.is_set():
                 raise
             await self._lose(member, share, error)
 
     async def _ensure(self, member: int) -> None:
-        started, before = time.perf_counter(), self.session.groups.live("rollout", member)
+        started, before = time.perf_counter(), self.controller.groups.live("rollout", member)
         await self._call(member, "ensure", weights=self.job.weights)
-        ahead = self.session.groups.started_ahead("rollout", member)
+        ahead = self.controller.groups.started_ahead("rollout", member)
         if ahead is not None:
             self._built.append(ahead.seconds(started))
-        elif self.session.groups.live("rollout", member) is not before:
+        elif self.controller.groups.live("rollout", member) is not before:
             self._built.append(time.perf_counter() - started)
 
     async def _next(self, member: int) -> Share | None:
@@ -270,16 +272,16 @@ class Engines:
         again = f"{self._name(share)} are played again" if share else "it was playing nothing"
         note = f"engine {member} of {replicas} was lost ({error.reason}); {again}"
         logger.warning("rollout %s; the run goes on with %d", note, left)
-        self.session.run.note(job.iteration, job.stage, note)
+        self.controller.run.note(job.iteration, job.stage, note)
 
     async def _call(self, member: int, method: str, **arguments: Any) -> dict[str, Any]:
-        session, job = self.session, self.job
-        group = await asyncio.to_thread(session.groups.get, "rollout", self.deployment, member)
+        controller, job = self.controller, self.job
+        group = await asyncio.to_thread(controller.groups.get, "rollout", self.deployment, member)
         results: list[dict[str, Any]] = await group.acall(
             method,
             stage=job.stage,
             iteration=job.iteration,
-            deadline_seconds=session.config.deadlines.stage,
+            deadline_seconds=controller.config.deadlines.stage,
             on_progress=lambda progress: self._report(member, progress),
             **arguments,
         )
@@ -290,13 +292,13 @@ class Engines:
         if member not in self._playing:
             return
         self._progress[member] = progress
-        self.session.listener(self.job.stage, self.job.iteration, self._together())
+        self.controller.listener(self.job.stage, self.job.iteration, self._together())
 
     def _together(self) -> dict[str, Any]:
         now = list(self._progress.values())
         counts = [*self._finished, *((p["episodes_done"], p["return"]) for p in now)]
         done = sum(count for count, _ in counts)
-        size = self.session.config.rollout.group_size if self.job.stage == "rollout" else 1
+        size = self.controller.config.rollout.group_size if self.job.stage == "rollout" else 1
         return {
             "episodes_done": done,
             "episodes": self.job.items * size,
@@ -306,9 +308,9 @@ class Engines:
         }
 
 
-def _transcripts(session: Session, before: int) -> int:
+def _transcripts(controller: RunController, before: int) -> int:
     """How many of a share's episodes are recorded when `before` episodes come before it."""
-    return max(0, session.config.tracking.trace_episodes - before)
+    return max(0, controller.config.tracking.trace_episodes - before)
 
 
 def _examples(done: list[Played]) -> list[dict[str, Any]]:

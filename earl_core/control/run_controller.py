@@ -1,4 +1,4 @@
-"""A session: one live controller's hold on a run: its directory, worker groups and tracker.
+"""The run controller: this process's hold on a run: its directory, worker groups and tracker.
 
 Prefect tasks get small JSON references only; what lives across them (worker processes, the
 tracker's queue) is looked up here by run directory.
@@ -55,8 +55,8 @@ class Tracker(Protocol):
 MakeTracker = Callable[[RunDirectory, Hardware], Tracker]
 
 
-class Session:
-    """Opened by `open_session`; close it to stop the workers and unlock the run."""
+class RunController:
+    """Opened by `open_controller`; close it to stop the workers and unlock the run."""
 
     def __init__(
         self, run: RunDirectory, track: MakeTracker, listener: Progress | None = None
@@ -74,7 +74,7 @@ class Session:
         self.groups = WorkerGroups(run, self.hardware, self.listener, self.next_iteration)
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
-        _sessions[_name(run.path)] = self
+        _controllers[_name(run.path)] = self
         self._prepare_model()
         self.model: ModelShape = read_model_shape(Path(self.config.model.path))
         check_layout(self.config, self.model, self.hardware)
@@ -110,11 +110,11 @@ class Session:
         return max(self._finished_here, self.run.last_stable()) + 1
 
     def finish_iteration(self, iteration: int) -> None:
-        """Remember that this session finished an iteration, with or without a checkpoint."""
+        """Remember that this controller finished an iteration, with or without a checkpoint."""
         self._finished_here = iteration
 
     def go_back(self) -> None:
-        """Forget what this session finished after the last checkpoint: it is done again."""
+        """Forget what this controller finished after the last checkpoint: it is done again."""
         self._finished_here = -1
 
     @property
@@ -144,13 +144,13 @@ class Session:
             self.run.close()
 
 
-_sessions: dict[str, Session] = {}
+_controllers: dict[str, RunController] = {}
 
 
-def open_session(
+def open_controller(
     config: RunConfig, track: MakeTracker, listener: Progress | None = None
-) -> Session:
-    """Open the run of this configuration and register its session in this process.
+) -> RunController:
+    """Open the run of this configuration and register its controller in this process.
 
     Nothing is written before what can be checked without it was.
     """
@@ -158,45 +158,45 @@ def open_session(
     take_newest_whole(Path(config.runs_directory) / config.name)
     run = RunDirectory.open(config)
     sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
-    session = Session.__new__(Session)
+    controller = RunController.__new__(RunController)
     try:
-        session.__init__(run, track, listener)  # type: ignore[misc]
+        controller.__init__(run, track, listener)  # type: ignore[misc]
     except BaseException:
-        close_session(session, failed=True)
+        close_controller(controller, failed=True)
         raise
-    return session
+    return controller
 
 
-def close_session(session: Session, failed: bool = False) -> None:
-    """Close and forget a session; the tracker is told how it ended."""
-    _sessions.pop(_name(session.run.path), None)
+def close_controller(controller: RunController, failed: bool = False) -> None:
+    """Close and forget a controller; the tracker is told how it ended."""
+    _controllers.pop(_name(controller.run.path), None)
     # One that could not be opened may not have come that far.
-    stop_requested = getattr(session, "stop_requested", None)
+    stop_requested = getattr(controller, "stop_requested", None)
     interrupted = stop_requested is not None and stop_requested.is_set()
     event = "interrupted" if interrupted else "failed" if failed else "ended"
-    session.run.note(session.next_iteration(), "run", event)
-    session.close("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
+    controller.run.note(controller.next_iteration(), "run", event)
+    controller.close("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
 
 
-def find_session(run_directory: str | Path) -> Session | None:
-    """This process's open session on the run, if any."""
-    return _sessions.get(_name(run_directory))
+def find_controller(run_directory: str | Path) -> RunController | None:
+    """This process's open controller on the run, if any."""
+    return _controllers.get(_name(run_directory))
 
 
-def open_sessions() -> list[Session]:
-    """Every open session of this process, for whoever handles a signal."""
-    return list(_sessions.values())
+def open_controllers() -> list[RunController]:
+    """Every open controller of this process, for whoever handles a signal."""
+    return list(_controllers.values())
 
 
-def get_session(run_directory: str | Path) -> Session:
-    """This process's open session on the run."""
-    session = find_session(run_directory)
-    if session is None:
+def controller_of(run_directory: str | Path) -> RunController:
+    """This process's open controller on the run."""
+    controller = find_controller(run_directory)
+    if controller is None:
         raise RuntimeError(
-            f"no session on {run_directory} is open in this process: stages run inside the "
+            f"no controller on {run_directory} is open in this process: stages run inside the "
             "`iteration` or `train` flow, not by themselves"
         )
-    return session
+    return controller
 
 
 def _name(path: str | Path) -> str:

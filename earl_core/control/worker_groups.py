@@ -66,12 +66,12 @@ class Ahead(NamedTuple):
         return self.done - self.begun + time.perf_counter() - max(waited_since, self.done)
 
 
-class SessionInterrupted(RuntimeError):
+class RunInterrupted(RuntimeError):
     """The controller was asked to stop."""
 
 
 class WorkerGroups:
-    """The groups of one session. Any thread may ask for one; no two start the same one.
+    """The groups of one controller. Any thread may ask for one; no two start the same one.
 
     listener: told what starts. next_iteration: the one that calls outside of a stage belong to.
     """
@@ -150,7 +150,7 @@ class WorkerGroups:
 
     def _refuse_when_stopping(self) -> None:
         if self._closing or self.stop_requested.is_set():
-            raise SessionInterrupted("the run was asked to stop")
+            raise RunInterrupted("the run was asked to stop")
 
     def _place(self, role: str, deployment: StageDeployment, member: int) -> Place:
         if role not in PLACED:
@@ -239,7 +239,7 @@ class WorkerGroups:
                 with self._turns, self._starting_of((role, member)):
                     if self.live(role, member) is None:
                         self._start_ahead(role, deployment, member)
-            except (WorkerError, SessionInterrupted, OSError) as error:
+            except (WorkerError, RunInterrupted, OSError) as error:
                 logger.info("%s could not be started ahead: %s", role, error)
 
         thread = threading.Thread(target=work, name=f"earl-ahead-{role}-{member}", daemon=True)

@@ -35,7 +35,7 @@ EXPECTED = WRONG_INPUT | {
     "RunInUse",
     "ServerUnavailable",
     "RunUnfinished",
-    "SessionInterrupted",
+    "RunInterrupted",
     "ShardCorrupt",
     "StateLost",
     "TransportError",

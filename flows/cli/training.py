@@ -145,7 +145,7 @@ def _require_finished(run: Path) -> None:
 def preflight(settings: RunConfig, run: Path) -> None:
     """Refuse at once what cannot work, before a server or a worker is started.
 
-    Raises `ConfigError`, `EnvironmentConfigError` or `RunInUse`. The session checks again, and
+    Raises `ConfigError`, `EnvironmentConfigError` or `RunInUse`. The controller checks again, and
     more: this is the part that takes no process.
     """
     check_references(settings)
@@ -166,7 +166,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"model.chat_template {template!r} is not a file: correct the path")
     environment = settings.environment
-    # Code of the user's runs in worker processes only; the session checks it there.
+    # Code of the user's runs in worker processes only; the controller checks it there.
     if ":" not in environment.name and environment.name != "textarena":
         check_environment(environment.name, environment.options)
         if settings.evaluation.options:

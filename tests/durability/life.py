@@ -59,7 +59,7 @@ def live(config: RunConfig, acknowledge: Acknowledge = lambda what: None) -> str
 
 
 def open_run(config: RunConfig) -> RunDirectory:
-    """As a session opens it: a damaged checkpoint is passed over."""
+    """As a controller opens it: a damaged checkpoint is passed over."""
     take_newest_whole(Path(config.runs_directory) / config.name)
     return RunDirectory.open(config)
 

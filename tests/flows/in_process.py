@@ -1,7 +1,7 @@
 """Runs a list of trainings one after another in this one process, their worker groups included.
 
 A process of its own for each rank costs seconds of imports, which is all that most tests of what a
-run directory promises would wait for. Everything else is real: flows, session, workers' classes,
+run directory promises would wait for. Everything else is real: flows, controller, workers' classes,
 run directory, shards in shared memory, Prefect's server. A fault that raises ends a training as
 Ctrl-C does; what a dead machine loses besides, `lose_memory` takes away.
 

@@ -17,7 +17,7 @@ import pytest
 from earl_core.cluster.errors import WorkerLost
 from earl_core.config import parse_config
 from earl_core.control.replicas import ReplicasLost, deal, play_evaluation, play_rollout
-from earl_core.control.run_controller import Session, close_session, open_session
+from earl_core.control.run_controller import RunController, close_controller, open_controller
 from earl_core.dispatch import Manifest
 from earl_core.selector import StageDeployment
 from earl_core.weights.load import manifest_from_directory
@@ -32,17 +32,17 @@ def engines(count: int) -> StageDeployment:
     return StageDeployment(stage="rollout", replicas=count, max_running_requests=64)
 
 
-Opened = Callable[..., Session]
+Opened = Callable[..., RunController]
 
 
 @pytest.fixture
 def opened(tmp_path: Path, tiny_model: Path) -> Iterator[Opened]:
     """Opens runs without a flow around them, and closes them."""
-    sessions: list[Session] = []
+    controllers: list[RunController] = []
 
-    def make(environment: dict[str, Any] = GAMES, **changes: Any) -> Session:
+    def make(environment: dict[str, Any] = GAMES, **changes: Any) -> RunController:
         raw = {
-            "name": f"run{len(sessions)}",
+            "name": f"run{len(controllers)}",
             "seed": 3,
             "iterations": 4,
             "runs_directory": str(tmp_path / "runs"),
@@ -61,12 +61,12 @@ def opened(tmp_path: Path, tiny_model: Path) -> Iterator[Opened]:
             "dispatch": {"directory": str(tmp_path / "shm")},
             **changes,
         }
-        sessions.append(open_session(parse_config(raw), Tracker))
-        return sessions[-1]
+        controllers.append(open_controller(parse_config(raw), Tracker))
+        return controllers[-1]
 
     yield make
-    for session in sessions:
-        close_session(session)
+    for controller in controllers:
+        close_controller(controller)
 
 
 @pytest.fixture
@@ -78,11 +78,11 @@ def weights(tiny_model: Path) -> Manifest:
     )  # fmt: skip
 
 
-def rows(session: Session, result: dict[str, Any]) -> list[dict[str, Any]]:
+def rows(controller: RunController, result: dict[str, Any]) -> list[dict[str, Any]]:
     """All samples in the order of the shards."""
     found: list[dict[str, Any]] = []
     for entry in result["shards"]:
-        path = session.run.store.directory / entry["file"]
+        path = controller.run.store.directory / entry["file"]
         with pa.memory_map(str(path)) as source:
             found += pa.ipc.open_file(source).read_all().to_pylist()
     return found
@@ -105,50 +105,50 @@ def test_engines_come_and_go_and_change_nothing(
 ) -> None:
     """One engine, three of them, and three of which one is killed in the middle of its games."""
     options = {"held": [PROMPTS - 1], "folder": str(tmp_path)}
-    session = opened({"name": "tests.rollout.environments:HeldGame", "options": options})
+    controller = opened({"name": "tests.rollout.environments:HeldGame", "options": options})
     progress: list[dict[str, Any]] = []
-    session.listener = lambda stage, iteration, event: progress.append(event)
+    controller.listener = lambda stage, iteration, event: progress.append(event)
 
-    alone = play_rollout(session, engines(1), 0, weights)
-    alone["rows"] = rows(session, alone)
-    greedy = play_evaluation(session, engines(1), 0, weights)
-    first = session.groups.live("rollout")
-    together = play_rollout(session, engines(3), 0, weights)
-    assert_equal(session, together, alone)
+    alone = play_rollout(controller, engines(1), 0, weights)
+    alone["rows"] = rows(controller, alone)
+    greedy = play_evaluation(controller, engines(1), 0, weights)
+    first = controller.groups.live("rollout")
+    together = play_rollout(controller, engines(3), 0, weights)
+    assert_equal(controller, together, alone)
     assert [len(alone["shards"]), len(together["shards"])] == [1, 3]
     assert together["metrics"]["replicas"] == 3
-    evaluated = play_evaluation(session, engines(3), 0, weights)
+    evaluated = play_evaluation(controller, engines(3), 0, weights)
     assert evaluated["outcomes"] == greedy["outcomes"]
     assert numbers(evaluated) == pytest.approx(numbers(greedy))
     # What needs no other layout stays as it is.
-    assert session.groups.live("rollout") is first
+    assert controller.groups.live("rollout") is first
 
     (tmp_path / "hold").touch()
-    killer = threading.Thread(target=kill_the_held_engine, args=(session, tmp_path))
+    killer = threading.Thread(target=kill_the_held_engine, args=(controller, tmp_path))
     killer.start()
-    survived = play_rollout(session, engines(3), 0, weights)
+    survived = play_rollout(controller, engines(3), 0, weights)
     killer.join()
-    assert_equal(session, survived, alone)
+    assert_equal(controller, survived, alone)
     assert survived["metrics"]["replicas_lost"] == 1
     assert progress[-1]["episodes"] == progress[-1]["episodes_done"] == PROMPTS * GROUP
     assert progress[-1]["engines"] == 2
-    (note,) = [x for x in session.run.ledger() if "was lost" in x["event"]]
+    (note,) = [x for x in controller.run.ledger() if "was lost" in x["event"]]
     assert "signal 9" in note["event"]
     # The lost engine is back at the next use; one that no layout has any more is gone.
-    again = play_rollout(session, engines(2), 0, weights)
+    again = play_rollout(controller, engines(2), 0, weights)
     assert again["metrics"]["replicas_lost"] == 0
-    assert_equal(session, again, alone)
-    assert session.groups.live("rollout", 1) is not None
-    assert session.groups.live("rollout", 2) is None
-    assert session.groups.peak_bytes("rollout") > 10**7
+    assert_equal(controller, again, alone)
+    assert controller.groups.live("rollout", 1) is not None
+    assert controller.groups.live("rollout", 2) is None
+    assert controller.groups.peak_bytes("rollout") > 10**7
 
 
-def kill_the_held_engine(session: Session, folder: Path, child: str = "") -> None:
+def kill_the_held_engine(controller: RunController, folder: Path, child: str = "") -> None:
     """SIGKILL to the engine's worker whose games are held, or to a child of it by its name."""
     while not (held := list(folder.glob("held-*"))):
         time.sleep(0.02)
     parents = {p.pid for p in psutil.Process(int(held[0].name.split("-")[1])).parents()}
-    groups = [session.groups.live("rollout", member) for member in range(3)]
+    groups = [controller.groups.live("rollout", member) for member in range(3)]
     (victim,) = {pid for group in groups if group for pid in group.pids} & parents
     if child:
         below = psutil.Process(victim).children(recursive=True)
@@ -157,8 +157,10 @@ def kill_the_held_engine(session: Session, folder: Path, child: str = "") -> Non
     (folder / "hold").unlink()
 
 
-def assert_equal(session: Session, played: dict[str, Any], expected: dict[str, Any]) -> None:
-    mine, theirs = rows(session, played), expected["rows"]
+def assert_equal(
+    controller: RunController, played: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    mine, theirs = rows(controller, played), expected["rows"]
     assert [sample["episode_id"] for sample in mine] == list(range(PROMPTS * GROUP))
     for one, other in zip(mine, theirs, strict=True):
         for name in ("group_id", "tokens", "loss_mask", "turn_starts", "turn_rewards"):
@@ -176,11 +178,11 @@ def test_episodes_that_end_every_engine_end_the_run(
     opened: Opened, weights: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EARL_FAULT", "rollout.played0@0=kill")
-    session = opened()
+    controller = opened()
     with pytest.raises(ReplicasLost, match=r"(?s)prompts 0 to 0 .* have cost 2 engines.*signal 9"):
-        play_rollout(session, engines(3), 0, weights)
+        play_rollout(controller, engines(3), 0, weights)
     with pytest.raises(ReplicasLost, match=r"(?s)all 2 rollout engines were lost.*signal 9"):
-        play_rollout(session, engines(2), 0, weights)
+        play_rollout(controller, engines(2), 0, weights)
 
 
 @pytest.mark.slow
@@ -188,17 +190,17 @@ def test_an_engine_lost_between_its_shard_and_its_report(
     opened: Opened, weights: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EARL_FAULT", "rollout.sealed0@0=kill")
-    session = opened()
+    controller = opened()
     played: dict[str, Any] = {}
 
     def body() -> dict[str, Any]:
-        played.update(play_rollout(session, engines(2), 0, weights))
+        played.update(play_rollout(controller, engines(2), 0, weights))
         return {"shards": played["shards"]}
 
-    run_stage(session, 0, "rollout", [], body)
-    assert [s["episode_id"] for s in rows(session, played)] == list(range(PROMPTS * GROUP))
+    run_stage(controller, 0, "rollout", [], body)
+    assert [s["episode_id"] for s in rows(controller, played)] == list(range(PROMPTS * GROUP))
     known = {entry["file"] for entry in played["shards"]}
-    on_disk = {path.name for path in session.run.store.directory.glob("*-rollout-*.arrow")}
+    on_disk = {path.name for path in controller.run.store.directory.glob("*-rollout-*.arrow")}
     assert on_disk == known
     with pytest.raises(WorkerLost, match="signal 9"):
-        play_rollout(session, engines(1), 0, weights)
+        play_rollout(controller, engines(1), 0, weights)

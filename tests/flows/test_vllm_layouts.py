@@ -97,7 +97,7 @@ def test_a_killed_vllm_process_costs_its_engine_only(
 ) -> None:
     """Its worker lives on and says that the engine is lost; the next use starts a new one."""
     options = {"held": [PROMPTS - 1], "folder": str(tmp_path)}
-    session = opened(
+    controller = opened(
         {"name": "tests.rollout.environments:HeldGame", "options": options},
         rollout={
             "engine": "vllm",
@@ -113,11 +113,13 @@ def test_a_killed_vllm_process_costs_its_engine_only(
     deployment = StageDeployment(stage="rollout", replicas=2, max_running_requests=64)
 
     (tmp_path / "hold").touch()
-    killer = threading.Thread(target=kill_the_held_engine, args=(session, tmp_path, "EngineCore"))
+    killer = threading.Thread(
+        target=kill_the_held_engine, args=(controller, tmp_path, "EngineCore")
+    )
     killer.start()
-    played = play_rollout(session, deployment, 0, weights)  # type: ignore[arg-type]
+    played = play_rollout(controller, deployment, 0, weights)  # type: ignore[arg-type]
     killer.join()
-    assert [s["episode_id"] for s in rows(session, played)] == list(range(PROMPTS * GROUP))
+    assert [s["episode_id"] for s in rows(controller, played)] == list(range(PROMPTS * GROUP))
     assert played["metrics"]["replicas_lost"] == 1
-    again = play_rollout(session, deployment, 1, weights)  # type: ignore[arg-type]
+    again = play_rollout(controller, deployment, 1, weights)  # type: ignore[arg-type]
     assert again["metrics"]["replicas_lost"] == 0

@@ -1,4 +1,4 @@
-"""What a session, or one iteration by itself, refuses or leaves alone: the run stays as it was."""
+"""What a run controller, or a single iteration, refuses: the run stays as it was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefect import State
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import ConfigError, RunConfig, load_config, parse_config
-from earl_core.control.run_controller import close_session, open_session
+from earl_core.control.run_controller import close_controller, open_controller
 from earl_core.run import RunDirectory
 from earl_core.run.training_state import describe_state
 from flows.iteration import iteration
@@ -59,9 +59,9 @@ def test_settings_that_are_refused_are_not_kept(tmp_path: Path, tiny_model: Path
     path = with_checkpoints(config, 1)
     small = {"directory": str(tmp_path / "shm"), "max_bytes": 1000}
     with pytest.raises(ConfigError, match="two versions of the model's weights must fit"):
-        open_session(config_in(tmp_path, tiny_model, dispatch=small, iterations=5), Tracker)
+        open_controller(config_in(tmp_path, tiny_model, dispatch=small, iterations=5), Tracker)
     assert load_config(path / "config.yaml") == config
-    close_session(open_session(config_in(tmp_path, tiny_model, iterations=5), Tracker))
+    close_controller(open_controller(config_in(tmp_path, tiny_model, iterations=5), Tracker))
     assert load_config(path / "config.yaml").iterations == 5
 
 
@@ -69,10 +69,10 @@ def test_an_environment_that_cannot_be_made_binds_no_run(tmp_path: Path, tiny_mo
     """Its code is the user's and runs in a process of its own; the corrected name then starts."""
     wrong = {"name": "tests.rollout.environments:NoSuchGame"}
     with pytest.raises(WorkerCallFailed, match="NoSuchGame"):
-        open_session(config_in(tmp_path, tiny_model, environment=wrong), Tracker)
+        open_controller(config_in(tmp_path, tiny_model, environment=wrong), Tracker)
     assert "tests.rollout.environments" not in sys.modules
     assert list(tmp_path.iterdir()) == []
-    close_session(open_session(config_in(tmp_path, tiny_model), Tracker))
+    close_controller(open_controller(config_in(tmp_path, tiny_model), Tracker))
     assert load_config(tmp_path / "runs" / "run" / "config.yaml").environment.name == "tic_tac_toe"
 
 
