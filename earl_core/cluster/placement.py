@@ -2,8 +2,8 @@
 
 Pure functions behind one registry: the configuration names a placement, the selector asks it how
 many threads a rank has, the controller asks it where to put a group and which groups must give
-their memory back first. Nothing else knows placements apart, so a new one is an entry in `PLACEMENTS`.
-Imports no torch.
+their memory back first. Nothing else knows placements apart, so a new one is an entry in
+`PLACEMENTS`. Imports no torch.
 """
 
 from __future__ import annotations

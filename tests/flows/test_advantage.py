@@ -10,7 +10,7 @@ from earl_core.dispatch import Manifest, ShardStore
 from earl_core.trajectory.samples import Episode, RolloutRows, Sample
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tasks.advantage import with_failures
-from tests.flows.test_sessions import config_in
+from tests.flows.test_refused_runs import config_in
 
 
 @pytest.mark.parametrize(("advantage", "dropped"), [("rloo", 3), ("reinforce", 0)])

@@ -11,7 +11,7 @@ from earl_core.config import ConfigError
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.run import RunDirectory
 from earl_core.run.training_state import describe_state
-from tests.flows.test_sessions import config_in
+from tests.flows.test_refused_runs import config_in
 
 
 def test_a_checkpoint_that_is_played_is_not_pruned(tmp_path: Path, tiny_model: Path) -> None:
