@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGES = ("earl_core", "tasks", "flows")
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def prepare() -> None:
