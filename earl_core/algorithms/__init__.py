@@ -9,14 +9,13 @@ import path.
 from __future__ import annotations
 
 from earl_core.algorithms.advantage_batch import (
-    Advantages,
     BatchStatistics,
     apply_statistics,
     local_statistics,
 )
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from earl_core.algorithms.aggregation import AGGREGATIONS, Aggregation, Totals
-from earl_core.algorithms.batch_filter import FilterResult, filter_episodes
+from earl_core.algorithms.batch_filter import filter_episodes
 from earl_core.algorithms.entropy import EntropyBonus
 from earl_core.algorithms.importance import ImportanceCorrection, mismatch_metrics
 from earl_core.algorithms.kl import KL_ESTIMATORS, KLEstimator
@@ -32,12 +31,10 @@ __all__ = [
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
     "AdvantageEstimator",
-    "Advantages",
     "Aggregation",
     "AlgorithmConfigError",
     "BatchStatistics",
     "EntropyBonus",
-    "FilterResult",
     "GroupedMoments",
     "ImportanceCorrection",
     "KLEstimator",

@@ -1,8 +1,8 @@
 """From the rewards of a batch of episodes to the advantages of its trained tokens.
 
-Each rank calls :func:`local_statistics` on its episodes, all merge the results in one order, each
-calls :func:`apply_statistics` on its episodes. One rank that has all episodes is the special case
-without a merge.
+Each rank calls :func:`local_statistics` on its episodes, which hold every group whole, all merge
+the moments of the batch in one order, each calls :func:`apply_statistics` on its episodes. One rank
+that has all episodes is the special case without a merge.
 
 Layout: E episodes; T trained tokens, flat, episode after episode and within an episode in the
     order they were sampled, over all its samples. ``token_counts`` int64 [E] sums to T.
@@ -13,7 +13,6 @@ Layout: E episodes; T trained tokens, flat, episode after episode and within an 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,66 +30,11 @@ from earl_core.algorithms.moments import (
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """What one rank knows of the batch: ``groups`` and ``batch``, each None if not needed."""
+    """``groups``: moments of the rank's own groups; ``batch``: of its episodes, or of all ranks'
+    together. Each is None if not needed."""
 
     groups: GroupedMoments | None
     batch: Moments | None
-
-    def merge(self, other: BatchStatistics) -> BatchStatistics:
-        """The statistics of both sets of episodes together. Merge in rank order on every rank."""
-        if (self.groups is None) != (other.groups is None) or (self.batch is None) != (
-            other.batch is None
-        ):
-            raise ValueError(
-                "Statistics of different advantage estimators cannot be merged; "
-                "use the same estimator on all ranks."
-            )
-        groups = self.groups.merge(other.groups) if self.groups and other.groups else None
-        batch = self.batch.merge(other.batch) if self.batch and other.batch else None
-        return BatchStatistics(groups, batch)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object, to be sent to other ranks."""
-        return {
-            "groups": self.groups.to_json() if self.groups else None,
-            "batch": self.batch.to_json() if self.batch else None,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> BatchStatistics:
-        """Inverse of :meth:`to_json`."""
-        groups, batch = data["groups"], data["batch"]
-        return cls(
-            GroupedMoments.from_json(groups) if groups is not None else None,
-            Moments.from_json(batch) if batch is not None else None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Advantages:
-    """Advantages of a batch.
-
-    Attributes:
-        values: float64 [E], or float64 [T] if ``per_token``.
-        token_counts: Trained tokens of each episode, int64 [E].
-        per_token: Whether the tokens of an episode differ in their advantage.
-    """
-
-    values: Float64Array
-    token_counts: Int64Array
-    per_token: bool
-
-    def tokens(self) -> Float64Array:
-        """The advantage of every trained token, float64 [T]."""
-        return self.values if self.per_token else np.repeat(self.values, self.token_counts)
-
-    def by_episode(self) -> list[Float64Array]:
-        """The advantages of each episode's trained tokens: E arrays, float64 [token_counts[e]]."""
-        return (
-            np.split(self.tokens(), np.cumsum(self.token_counts)[:-1])
-            if len(self.token_counts)
-            else []
-        )
 
 
 def local_statistics(
@@ -112,9 +56,9 @@ def local_statistics(
     Raises:
         ValueError: Shapes that do not fit together, or numbers that are not finite.
 
-    Each episode must be counted by exactly one rank, whole. Groups may be spread over ranks.
-    Group moments are over the episodes' returns; for a token-level estimator over their plain
-    rewards.
+    Each episode must be counted by exactly one rank, whole, and so must each group whose moments
+    are needed. Group moments are over the episodes' returns; for a token-level estimator over their
+    plain rewards.
     """
     episodes = _Episodes.checked(rewards, group_ids, token_counts, token_penalties)
     batch: Moments | None = None
@@ -139,9 +83,10 @@ def apply_statistics(
     group_ids: ArrayLike,
     token_counts: ArrayLike,
     token_penalties: ArrayLike | None = None,
-) -> Advantages:
-    """Advantages of these episodes, given the merged statistics of the whole batch; other
-    arguments and errors as in :func:`local_statistics`."""
+) -> Float64Array:
+    """The advantage of every trained token of these episodes, float64 [T], given the moments of
+    their groups and of the whole batch; other arguments and errors as in
+    :func:`local_statistics`."""
     episodes = _Episodes.checked(rewards, group_ids, token_counts, token_penalties)
     per_token = estimator.token_level and episodes.penalties is not None
     returns = episodes.token_returns() if per_token else episodes.episode_returns()
@@ -150,7 +95,7 @@ def apply_statistics(
         ids = episodes.group_ids
         groups = statistics.groups.at(np.repeat(ids, episodes.token_counts) if per_token else ids)
     values = estimator.advantages(returns, groups, statistics.batch)
-    return Advantages(values, episodes.token_counts, per_token)
+    return values if per_token else np.repeat(values, episodes.token_counts)
 
 
 @dataclass(frozen=True, slots=True)

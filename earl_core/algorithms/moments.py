@@ -1,6 +1,6 @@
 """Count, mean and M2 of sets of numbers, merged exactly instead of gathering the numbers.
 
-These are the only statistics that ranks exchange: a few float64 per group, never everyone's
+These are the only statistics that ranks exchange: three numbers of the batch, never anyone's
 rewards.
 """
 
@@ -136,10 +136,7 @@ class MomentArrays:
 @dataclass(frozen=True, slots=True)
 class GroupedMoments:
     """Moments of each group: ``group_ids`` int64 [G], ascending and unique, and their ``moments``
-    [G].
-
-    A group whose members live on several ranks is simply merged: ``a.merge(b)`` equals the
-    moments of all members in one place, up to float64 rounding.
+    [G]. A group is whole on one rank, so they are never merged.
     """
 
     group_ids: Int64Array
@@ -160,17 +157,6 @@ class GroupedMoments:
         m2s = np.bincount(inverse, weights=squares, minlength=size).astype(np.float64)
         return cls(unique, MomentArrays(counts, means, m2s))
 
-    def merge(self, other: GroupedMoments) -> GroupedMoments:
-        """Moments of both together, group by group (same update as :meth:`Moments.merge`)."""
-        ids = np.union1d(self.group_ids, other.group_ids)
-        mine, theirs = self._spread(ids), other._spread(ids)
-        counts = mine.counts + theirs.counts
-        share = theirs.counts / np.maximum(counts, 1)
-        delta = np.where((mine.counts > 0) & (theirs.counts > 0), theirs.means - mine.means, 0.0)
-        means = np.where(mine.counts > 0, mine.means + delta * share, theirs.means)
-        m2s = (mine.m2s + theirs.m2s + delta * delta * mine.counts * share).astype(np.float64)
-        return GroupedMoments(ids, MomentArrays(counts, means, m2s))
-
     def at(self, group_ids: ArrayLike) -> MomentArrays:
         """The moments of each episode's group, aligned to ``group_ids`` [E].
 
@@ -183,62 +169,10 @@ class GroupedMoments:
         known[known] = self.group_ids[place[known]] == ids[known]
         if not known.all():
             raise KeyError(
-                f"Group {int(ids[~known][0])} has no statistics; merge the statistics of all ranks "
-                "before computing advantages."
+                f"Group {int(ids[~known][0])} has no statistics; a group's episodes must all lie "
+                "on one rank."
             )
         return self.moments.take(place)
-
-    def total(self) -> Moments:
-        """Moments of all groups' values together."""
-        arrays = self.moments
-        return Moments.merge_all(
-            Moments(int(count), float(mean), float(m2))
-            for count, mean, m2 in zip(arrays.counts, arrays.means, arrays.m2s, strict=True)
-        )
-
-    def without_variance(self) -> int:
-        """How many groups have two or more values, all equal: no signal for a group-relative
-        estimator."""
-        return int(((self.moments.counts > 1) & (self.moments.m2s == 0.0)).sum())
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object of parallel lists."""
-        arrays = self.moments
-        return {
-            "group_ids": self.group_ids.tolist(),
-            "counts": arrays.counts.tolist(),
-            "means": arrays.means.tolist(),
-            "m2s": arrays.m2s.tolist(),
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> GroupedMoments:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: Lists of unequal length, or ids not ascending.
-        """
-        ids = np.asarray(data["group_ids"], dtype=np.int64)
-        counts = np.asarray(data["counts"], dtype=np.int64)
-        means = np.asarray(data["means"], dtype=np.float64)
-        m2s = np.asarray(data["m2s"], dtype=np.float64)
-        if not ids.size == counts.size == means.size == m2s.size or (np.diff(ids) <= 0).any():
-            raise ValueError(
-                "Grouped moments need lists of equal length with ascending group ids; "
-                "the data is damaged, compute it again."
-            )
-        return cls(ids, MomentArrays(counts, means, m2s))
-
-    def _spread(self, ids: Int64Array) -> MomentArrays:
-        """These moments on the superset ``ids``, empty where a group is not here."""
-        place = np.searchsorted(ids, self.group_ids)
-        spread = MomentArrays(
-            np.zeros(ids.size, dtype=np.int64), np.zeros(ids.size), np.zeros(ids.size)
-        )
-        spread.counts[place] = self.moments.counts
-        spread.means[place] = self.moments.means
-        spread.m2s[place] = self.moments.m2s
-        return spread
 
 
 def integer_ids(group_ids: ArrayLike, count: int) -> Int64Array:

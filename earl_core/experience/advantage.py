@@ -16,7 +16,7 @@ from earl_core.algorithms.advantage_batch import (
     local_statistics,
 )
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
-from earl_core.algorithms.batch_filter import FilterResult, filter_episodes
+from earl_core.algorithms.batch_filter import filter_episodes
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.cluster.results import Rule
 from earl_core.config.algorithm import AlgorithmConfig
@@ -33,7 +33,6 @@ ADVANTAGE_RULES: dict[str, Rule] = {
     "nonzero_share": "mean",
     "kl_bounded_share": "mean",
     "episodes_kept": "sum",
-    "episodes_failed": "sum",
     # A group is whole on one rank, so none is counted twice.
     "groups_dropped": "sum",
     "episodes_dropped_with_group": "sum",
@@ -103,8 +102,16 @@ def advantage_rows(
     known = BatchStatistics(part.statistics(estimator).groups, statistics.batch)
     values = apply_statistics(
         estimator, known, part.rewards, part.groups, part.counts, part.penalties
-    ).tokens()
-    metrics = {**part.kept.metrics(), **_metrics(values), **part.penalty_metrics}
+    )
+    # A group that is dropped has one episode.
+    dropped = float(part.dropped)
+    metrics = {
+        "episodes_kept": float(len(part.rewards)),
+        "groups_dropped": dropped,
+        "episodes_dropped_with_group": dropped,
+        **_metrics(values),
+        **part.penalty_metrics,
+    }
     lengths = np.array([len(batch.row("tokens", int(row))) for row in part.rows], dtype=np.int64)
     rows = AdvantageRows(batch.rows[part.rows], lengths, part.trained, values)
     return rows, metrics, len(values)
@@ -114,10 +121,11 @@ def advantage_rows(
 class _Part:
     """The episodes of a batch that are trained on, in the layout of `advantage_batch`.
 
-    rows: indices into the batch of their samples; trained: the trained positions of each.
+    dropped: how many episodes leave. rows: indices into the batch of the others' samples; trained:
+    the trained positions of each.
     """
 
-    kept: FilterResult
+    dropped: int
     rows: np.ndarray
     trained: list[np.ndarray]
     rewards: np.ndarray
@@ -132,25 +140,24 @@ class _Part:
             batch.scalars("episode_id"), return_index=True, return_inverse=True
         )
         groups = batch.scalars("group_id")[first_row]
-        kept = filter_episodes(
-            groups, np.zeros(len(episodes), dtype=bool), group_relative=estimator.needs_groups
-        )
-        rows = np.flatnonzero(kept.keep[inverse])
+        keep = filter_episodes(groups, group_relative=estimator.needs_groups)
+        kept = int(keep.sum())
+        rows = np.flatnonzero(keep[inverse])
         trained = [np.flatnonzero(batch.row("loss_mask", int(row))) for row in rows]
         # Rows are sorted by sample_id, so the samples of an episode are neighbours and in order.
-        local = np.cumsum(kept.keep) - 1
+        local = np.cumsum(keep) - 1
         counts = np.bincount(
             local[inverse[rows]],
             weights=[len(positions) for positions in trained],
-            minlength=int(kept.keep.sum()),
+            minlength=kept,
         )
         penalties, penalty_metrics = _penalties(batch, rows, trained, algorithm)
         return cls(
-            kept=kept,
+            dropped=len(episodes) - kept,
             rows=rows,
             trained=trained,
-            rewards=batch.scalars("reward")[first_row][kept.keep].astype(np.float64),
-            groups=groups[kept.keep],
+            rewards=batch.scalars("reward")[first_row][keep].astype(np.float64),
+            groups=groups[keep],
             counts=counts.astype(np.int64),
             penalties=penalties,
             penalty_metrics=penalty_metrics,

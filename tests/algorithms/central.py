@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from earl_core.algorithms import (
     AdvantageEstimator,
-    Advantages,
     apply_statistics,
     local_statistics,
 )
@@ -18,8 +18,8 @@ def compute_advantages(
     group_ids: ArrayLike,
     token_counts: ArrayLike,
     token_penalties: ArrayLike | None = None,
-) -> Advantages:
-    """Advantages of a whole batch in one place. Failed episodes must have been filtered out before.
+) -> NDArray[np.float64]:
+    """The advantage of every trained token, float64 [T], computed in one place.
 
     Args:
         estimator: Built by ``ADVANTAGE_ESTIMATORS``.

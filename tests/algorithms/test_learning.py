@@ -63,7 +63,7 @@ def train(
             inputs = LossInputs(
                 chosen(logits),
                 old,
-                torch.from_numpy(advantages.tokens()).float(),
+                torch.from_numpy(advantages).float(),
                 index,
                 episodes,
                 ImportanceCorrection().weights(old, old + 0.01, index, episodes),

@@ -63,34 +63,21 @@ def test_empty_and_single_sets_have_variance_zero() -> None:
     assert Moments.from_values([4.0]).merge(Moments()) == Moments(1, 4.0, 0.0)
 
 
-@given(st.lists(st.tuples(numbers, st.integers(-3, 3), st.integers(0, 3)), max_size=30))
-def test_groups_spread_over_ranks(rows: list[tuple[float, int, int]]) -> None:
-    merged = GroupedMoments.from_values([], [])
-    for rank in range(4):
-        mine = [(value, group) for value, group, place in rows if place == rank]
-        part = GroupedMoments.from_values([v for v, _ in mine], [g for _, g in mine])
-        merged = merged.merge(GroupedMoments.from_json(json.loads(json.dumps(part.to_json()))))
-    assert merged.group_ids.tolist() == sorted({group for _, group, _ in rows})
-    for group in merged.group_ids:
-        arrays = merged.at([group])
-        expected = Moments.from_values([v for v, g, _ in rows if g == group])
+@given(st.lists(st.tuples(numbers, st.integers(-3, 3)), max_size=30))
+def test_each_group_by_itself(rows: list[tuple[float, int]]) -> None:
+    groups = GroupedMoments.from_values([v for v, _ in rows], [g for _, g in rows])
+    assert groups.group_ids.tolist() == sorted({group for _, group in rows})
+    for group in groups.group_ids:
+        arrays = groups.at([group])
+        expected = Moments.from_values([v for v, g in rows if g == group])
         close(Moments(int(arrays.counts[0]), arrays.means[0], arrays.m2s[0]), expected)
         assert arrays.std(ddof=1)[0] == pytest.approx(expected.std(ddof=1), rel=1e-7, abs=1e-3)
-    close(merged.total(), Moments.from_values([v for v, _, _ in rows]))
 
 
-@given(st.lists(st.tuples(numbers, st.integers(0, 4)), min_size=1, max_size=20))
-def test_json_keeps_every_bit(rows: list[tuple[float, int]]) -> None:
-    groups = GroupedMoments.from_values([v for v, _ in rows], [g for _, g in rows])
-    again = GroupedMoments.from_json(json.loads(json.dumps(groups.to_json())))
-    assert again.to_json() == groups.to_json()
-    total = groups.total()
-    assert Moments.from_json(json.loads(json.dumps(total.to_json()))) == total
-
-
-def test_groups_without_variance_are_counted() -> None:
-    groups = GroupedMoments.from_values([0.1, 0.1, 0.1, 1.0, 2.0, 5.0], [0, 0, 0, 1, 1, 2])
-    assert groups.without_variance() == 1
+@given(st.lists(numbers, max_size=20))
+def test_json_keeps_every_bit(values: list[float]) -> None:
+    moments = Moments.from_values(values)
+    assert Moments.from_json(json.loads(json.dumps(moments.to_json()))) == moments
 
 
 def test_an_uncounted_group_is_an_error() -> None:
@@ -109,7 +96,3 @@ def test_bad_input_is_refused() -> None:
         Moments.from_values([1.0, 2.0], frequencies=[1])
     with pytest.raises(ValueError, match="must be 2 integers"):
         GroupedMoments.from_values([1.0, 2.0], [0.0, 1.0])
-    damaged = GroupedMoments.from_values([1.0, 2.0], [0, 1]).to_json()
-    for change in ({"group_ids": [1, 0]}, {"means": [1.0]}):
-        with pytest.raises(ValueError, match="damaged"):
-            GroupedMoments.from_json({**damaged, **change})

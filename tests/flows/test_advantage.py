@@ -44,6 +44,6 @@ def test_failed_episodes_and_groups_are_counted(
         algorithm={"advantage": advantage},
     )
     # As the ranks count: they see the lone episode, and nothing of what failed.
-    seen = {"episodes_kept": 4.0, "episodes_failed": 0.0, "groups_dropped": 1.0 if dropped else 0.0}
+    seen = {"episodes_kept": 4.0, "groups_dropped": 1.0 if dropped else 0.0}
     counted = with_failures(seen, rollout, config)
     assert counted == {**seen, "episodes_failed": 10.0, "groups_dropped": float(dropped)}
