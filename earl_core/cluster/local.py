@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.rank import RankHandle
 from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
-from earl_core.cluster.threads import T, in_thread
+from earl_core.cluster.threads import in_thread
 from earl_core.system.frames import encode
 from earl_core.system.process_tree import ENDING_GRACE_SECONDS
 
@@ -113,17 +113,9 @@ class LocalWorkerGroup:
         Raises `WorkerCallFailed` when a target cannot be imported or built, `WorkerLost`,
         `WorkerStalled` or `DeadlineExceeded` (the start timeout) otherwise; nothing is left then.
         """
-        self._start(deployment, arguments, world_size, threading.Event())
-
-    async def astart(self, deployment: Json, arguments: Json, world_size: int = 1) -> None:
-        """`start` for asyncio; cancelled, it ends what it started."""
-        await self._in_thread(lambda abort: self._start(deployment, arguments, world_size, abort))
-
-    def _start(
-        self, deployment: Json, arguments: Json, world_size: int, abort: threading.Event
-    ) -> None:
         if world_size < 1:
             raise ValueError(f"A worker group needs at least one rank, not {world_size}.")
+        abort = threading.Event()
         with self._lifecycle:
             self._stop(grace_seconds=10.0)
             self._starting = abort
@@ -208,10 +200,6 @@ class LocalWorkerGroup:
         with self._lifecycle:
             self._stop(grace_seconds)
 
-    async def astop(self, grace_seconds: float = 10.0) -> None:
-        """`stop` for asyncio; a cancelled `astop` still stops."""
-        await self._in_thread(lambda _: self.stop(grace_seconds))
-
     def _stop(self, grace_seconds: float) -> None:
         monitor = self._monitor
         if monitor is None:
@@ -287,8 +275,10 @@ class LocalWorkerGroup:
             if on_progress is not None:
                 loop.call_soon_threadsafe(on_progress, payload)
 
-        return await self._in_thread(
-            lambda abort: self._call(where, arguments, deadline_seconds, progress, abort)
+        return await in_thread(
+            lambda abort: self._call(where, arguments, deadline_seconds, progress, abort),
+            name=f"earl-{self.role}-call",
+            wake=self._wake,
         )
 
     def relayout(
@@ -366,9 +356,6 @@ class LocalWorkerGroup:
                 raise WorkerLost(where, "the call was cancelled before it began")
             self._busy = True
             return monitor
-
-    async def _in_thread(self, function: Callable[[threading.Event], T]) -> T:
-        return await in_thread(function, name=f"earl-{self.role}-call", wake=self._wake)
 
     def _wake(self) -> None:
         with self._condition:

@@ -272,7 +272,7 @@ class RunDirectory:
 
     def _release(self, path: Path) -> None:
         released = path.with_suffix(".released")
-        if released.exists() or path.name == "selection_input.json":
+        if released.exists():
             return
         try:
             manifest = read_manifest(path)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.learner.data.minibatches import split_minibatches
+from earl_core.learner.data.minibatches import Minibatch, SampleTable, split_table
 from earl_core.learner.data.packing import TrainingSample, pack, plan_microbatches
 from tests.learner.helpers import random_samples
 
@@ -93,6 +93,11 @@ def test_bad_samples_are_refused_with_a_sentence() -> None:
         TrainingSample(good.tokens, good.loss_mask[:-1], good.rollout_logprobs)
     with pytest.raises(ValueError, match="no tokens"):
         plan_microbatches([3, 0], 10)
+
+
+def split_minibatches(samples: list[TrainingSample], count: int, **seeds: int) -> list[Minibatch]:
+    """Of samples that are all there are."""
+    return split_table(SampleTable.of(samples), count, **seeds)
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 3))

@@ -69,13 +69,6 @@ class SampleTable:
         return [int(episode) for episode in episodes[ranks > 1]]
 
 
-def split_minibatches(
-    samples: Sequence[TrainingSample], count: int, *, seed: int, iteration: int, epoch: int
-) -> list[Minibatch]:
-    """`split_table` of samples that are all there are."""
-    return split_table(SampleTable.of(samples), count, seed=seed, iteration=iteration, epoch=epoch)
-
-
 def split_table(
     table: SampleTable, count: int, *, seed: int, iteration: int, epoch: int
 ) -> list[Minibatch]:
