@@ -15,7 +15,7 @@ from earl_core.config import parse_config
 from earl_core.dispatch import Batch
 from earl_core.dispatch.shards.manifest import ShardEntry, parse_manifest
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
-from earl_core.experience.reward import reward_columns
+from earl_core.experience.reward import reward_rows
 from earl_core.experience.rows import rows_of_rank
 from earl_core.experience.statistics import RankStatistics
 from earl_core.run.shards import run_store
@@ -45,13 +45,13 @@ class ExperienceWorker:
         with self._open(manifests) as batch:
             if not len(batch):
                 return _result([], {}, 0, started)
-            columns, metrics, episodes = reward_columns(batch)
-        entry = self._store.write(
+            rows, metrics, episodes = reward_rows(batch)
+        entry = self._store.publish(
             stage="reward",
             iteration=self._context.iteration or 0,
             rank=self._context.rank,
             schema=REWARD_SCHEMA,
-            columns=columns,
+            rows=rows,
         )
         fault_points.point("reward.written", self._context.iteration or 0)
         return _result([entry], metrics, episodes, started)

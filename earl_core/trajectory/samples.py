@@ -7,31 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
-
-
-@dataclass(frozen=True)
-class ListColumn:
-    """A `large_list` column: flat values and int64 offsets of length rows + 1."""
-
-    values: np.ndarray
-    offsets: np.ndarray
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[float] | np.ndarray], dtype: str) -> ListColumn:
-        """Concatenate one sequence per row."""
-        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        values = np.empty(int(offsets[-1]), dtype=dtype)
-        for row, start, stop in zip(rows, offsets[:-1], offsets[1:], strict=True):
-            values[start:stop] = row
-        return cls(values, offsets)
-
-
-Columns = dict[str, "np.ndarray | ListColumn | list[str]"]
 
 
 @dataclass
@@ -119,39 +96,6 @@ class RowSource(Protocol):
     def fill(self, target: ColumnTarget) -> None:
         """Write every value of every numeric column; the memory's old content is undefined."""
         ...
-
-
-class CopiedRows:
-    """Rows of columns that lie elsewhere. Raises `ValueError` when they do not fit the schema."""
-
-    def __init__(self, columns: Columns, schema: pa.Schema) -> None:
-        if set(columns) != set(schema.names):
-            raise ValueError(f"columns {sorted(columns)} do not match the schema {schema.names}")
-        self.lengths: dict[str, np.ndarray] = {}
-        self.strings: dict[str, list[str]] = {}
-        self._flat: dict[str, np.ndarray] = {}
-        for name, column in columns.items():
-            if isinstance(column, ListColumn):
-                self.lengths[name], self._flat[name] = np.diff(column.offsets), column.values
-            elif isinstance(column, np.ndarray):
-                self._flat[name] = column
-            else:
-                self.strings[name] = column
-        self._rows = len(self._flat["sample_id"])
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def fill(self, target: ColumnTarget) -> None:
-        """Copy every numeric column."""
-        for name, values in self._flat.items():
-            place = target.values(name)
-            if place.dtype != values.dtype or place.shape != values.shape:
-                raise ValueError(
-                    f"column {name!r} wants {place.shape} values of {place.dtype}, not "
-                    f"{values.shape} of {values.dtype}"
-                )
-            place[:] = values
 
 
 class RolloutRows:

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from earl_core.dispatch import ShardEntry, ShardStore
-from earl_core.trajectory.samples import Columns, ListColumn
 from earl_core.trajectory.schema import token_list
+from tests.columns import Columns, ListColumn, list_column, write_columns
 
 UID = "0123456789ab"
 
@@ -28,13 +28,13 @@ def columns(rows: int = 40, longest: int = 20_000, seed: int = 0) -> Columns:
     return {
         "sample_id": np.arange(rows, dtype=np.int64),
         "reason": [f"reason {row} ü" for row in range(rows)],
-        "tokens": ListColumn.from_rows([rng.integers(0, 99, n) for n in lengths], "int32"),
-        "advantages": ListColumn.from_rows([rng.normal(size=n) for n in lengths], "float32"),
+        "tokens": list_column([rng.integers(0, 99, n) for n in lengths], "int32"),
+        "advantages": list_column([rng.normal(size=n) for n in lengths], "float32"),
     }
 
 
 def written(store: ShardStore, given: Columns, stage: str = "rollout") -> ShardEntry:
-    return store.write(stage=stage, iteration=0, rank=0, schema=SCHEMA, columns=given)
+    return write_columns(store, stage=stage, iteration=0, rank=0, schema=SCHEMA, columns=given)
 
 
 def row(given: Columns, name: str, at: int) -> np.ndarray:

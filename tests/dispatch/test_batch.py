@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import Batch, Located, Manifest, ManifestError, ShardStore
-from earl_core.trajectory.samples import ListColumn
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REWARD_SCHEMA, SAMPLE_BITS
+from tests.columns import list_column, write_columns
 from tests.dispatch.episodes import episode, manifest_of, write
 
 
@@ -67,12 +67,12 @@ def test_a_batch_gives_back_what_was_written_in_any_order(
 def advantages(store: ShardStore, ids: np.ndarray, lengths: list[int]) -> Manifest:
     columns = {
         "sample_id": ids,
-        "advantages": ListColumn.from_rows(
+        "advantages": list_column(
             [np.full(length, number) for number, length in enumerate(lengths)], "float32"
         ),
     }
-    entry = store.write(
-        stage="advantage", iteration=4, rank=0, schema=ADVANTAGE_SCHEMA, columns=columns
+    entry = write_columns(
+        store, stage="advantage", iteration=4, rank=0, schema=ADVANTAGE_SCHEMA, columns=columns
     )
     return manifest_of(entry, stage="advantage").sealed()
 
@@ -213,7 +213,8 @@ def test_a_batch_over_memory_brought_here_otherwise() -> None:
 
 def test_columns_of_different_types_in_one_manifest_are_an_error(store: ShardStore) -> None:
     ids = np.array([0], np.int64)
-    one = store.write(
+    one = write_columns(
+        store,
         stage="x",
         iteration=0,
         rank=0,
@@ -221,7 +222,8 @@ def test_columns_of_different_types_in_one_manifest_are_an_error(store: ShardSto
         columns={"sample_id": ids, "reward": np.zeros(1, np.float32)},
     )
     schema = REWARD_SCHEMA.set(1, REWARD_SCHEMA.field(1).with_type(pa.float64()))
-    two = store.write(
+    two = write_columns(
+        store,
         stage="x",
         iteration=0,
         rank=1,

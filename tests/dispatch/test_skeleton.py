@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from earl_core.dispatch import Batch, ShardEntry, ShardStore
 from earl_core.dispatch.shards.skeleton import make_skeleton
-from earl_core.trajectory.samples import ListColumn
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     OLD_LOGPROBS_SCHEMA,
@@ -26,6 +25,7 @@ from earl_core.trajectory.schema import (
     ROLLOUT_SCHEMA,
     token_list,
 )
+from tests.columns import list_column, write_columns
 from tests.dispatch.episodes import episode, manifest_of, write
 
 NUMBERS = [
@@ -75,7 +75,7 @@ def tables(draw: st.DrawFn) -> tuple[pa.Schema, dict[str, Any], dict[str, list[A
             fields.append(pa.field(name, token_list(kind), nullable=False))
             longest = draw(st.sampled_from([0, 3, 200]))
             parts = [rng.integers(0, 100, rng.integers(0, longest + 1)) for _ in range(rows)]
-            given[name] = ListColumn.from_rows(parts, dtype.str)
+            given[name] = list_column(parts, dtype.str)
             lists[name] = [part.astype(dtype).tolist() for part in parts]
     return pa.schema(fields), given, lists
 
@@ -88,7 +88,7 @@ def test_any_table_is_a_valid_arrow_file_with_aligned_buffers(
 ) -> None:
     schema, columns, expected = table
     store = ShardStore(tmp_path_factory.getbasetemp() / "any", 2**30)
-    entry = store.write(stage="x", iteration=1, rank=2, schema=schema, columns=columns)
+    entry = write_columns(store, stage="x", iteration=1, rank=2, schema=schema, columns=columns)
     found = read(store.path(entry))
     assert found.schema.equals(schema)
     assert found.to_pydict() == expected

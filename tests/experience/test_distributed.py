@@ -30,15 +30,7 @@ from earl_core.experience.reward import REWARD_RULES
 from earl_core.experience.statistics import NothingToTrain, RankStatistics, merge_statistics
 from earl_core.run import RunDirectory
 from earl_core.run.shards import run_store
-from earl_core.trajectory.samples import (
-    Columns,
-    CopiedRows,
-    Episode,
-    ListColumn,
-    RolloutRows,
-    RowSource,
-    Sample,
-)
+from earl_core.trajectory.samples import Episode, RolloutRows, RowSource, Sample
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
@@ -46,6 +38,7 @@ from earl_core.trajectory.schema import (
     ROLLOUT_SCHEMA,
 )
 from tests.algorithms.central import compute_advantages
+from tests.columns import Columns, CopiedRows, list_column
 from tests.published import published
 
 SPECS: list[dict[str, Any]] = [
@@ -109,12 +102,12 @@ def made(store: ShardStore, episodes: list[Episode], seed: int) -> list[Manifest
     reward: Columns = {"sample_id": ids, "reward": rewards}
     reference: Columns = {
         "sample_id": ids,
-        "reference_logprobs": ListColumn.from_rows(scored, "float32"),
+        "reference_logprobs": list_column(scored, "float32"),
     }
     return [
         written(store, "rollout", ROLLOUT_SCHEMA, [RolloutRows(part) for part in parts]),
-        written(store, "reward", REWARD_SCHEMA, [CopiedRows(reward, REWARD_SCHEMA)]),
-        written(store, "reference", REFERENCE_SCHEMA, [CopiedRows(reference, REFERENCE_SCHEMA)]),
+        written(store, "reward", REWARD_SCHEMA, [CopiedRows(reward)]),
+        written(store, "reference", REFERENCE_SCHEMA, [CopiedRows(reference)]),
     ]
 
 
@@ -134,10 +127,8 @@ def central(
     episodes = sorted(set(episode_of.tolist()))
     first = [episode_of.tolist().index(episode) for episode in episodes]
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
-    kept = filter_episodes(
-        group_of[first], [False] * len(first), group_relative=estimator.needs_groups
-    )
-    there = [episode for episode, keep in zip(episodes, kept.keep, strict=True) if keep]
+    kept = filter_episodes(group_of[first], group_relative=estimator.needs_groups)
+    there = [episode for episode, keep in zip(episodes, kept, strict=True) if keep]
     rows = [row for row, episode in enumerate(episode_of) if episode in there]
     counts = [
         sum(int(masks[row].sum()) for row in rows if episode_of[row] == episode)
@@ -149,11 +140,12 @@ def central(
             0.25 * 0.5 * (logs[row][masks[row]] - references[row][masks[row]]) ** 2 for row in rows
         ]
         penalties = np.concatenate([np.empty(0), *taken])
-    first = [at for at, keep in zip(first, kept.keep, strict=True) if keep]
-    tokens = compute_advantages(
-        estimator, reward_of[first], group_of[first], counts, penalties
-    ).tokens()
-    metrics = kept.metrics() | {
+    first = [at for at, keep in zip(first, kept, strict=True) if keep]
+    tokens = compute_advantages(estimator, reward_of[first], group_of[first], counts, penalties)
+    metrics = {
+        "episodes_kept": len(there),
+        "groups_dropped": len(episodes) - len(there),
+        "episodes_dropped_with_group": len(episodes) - len(there),
         "mean": float(tokens.mean()) if len(tokens) else 0.0,
         "std": float(tokens.std()) if len(tokens) else 0.0,
         "nonzero_share": float((np.abs(tokens) > 1e-6).mean()) if len(tokens) else 0.0,

@@ -12,29 +12,22 @@ import pytest
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
-from earl_core.experience.reward import reward_columns
+from earl_core.experience.reward import reward_rows
 from earl_core.experience.statistics import NothingToTrain, RankStatistics, merge_statistics
-from earl_core.trajectory.samples import (
-    Columns,
-    CopiedRows,
-    Episode,
-    ListColumn,
-    RolloutRows,
-    RowSource,
-    Sample,
-)
+from earl_core.trajectory.samples import Episode, RolloutRows, RowSource, Sample
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
     REWARD_SCHEMA,
     ROLLOUT_SCHEMA,
 )
+from tests.columns import Columns, CopiedRows, list_column
 from tests.published import published
 
 
 def sealed(store: ShardStore, stage: str, schema: pa.Schema, rows: Columns | RowSource) -> Manifest:
     if isinstance(rows, dict):
-        rows = CopiedRows(rows, schema)
+        rows = CopiedRows(rows)
     entry = store.publish(stage=stage, iteration=0, rank=0, schema=schema, rows=rows)
     return Manifest(
         run="r", iteration=0, stage=stage, key="k", policy_version=0, shards=(entry,)
@@ -77,7 +70,7 @@ def rewarded(tmp_path: Path) -> tuple[ShardStore, Manifest, Manifest]:
     store = ShardStore(tmp_path, 2**30)
     rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, RolloutRows(EPISODES))
     with Batch(store, [rollout]) as batch:
-        columns, metrics, episodes = reward_columns(batch)
+        columns, metrics, episodes = reward_rows(batch)
     assert episodes == 5
     assert metrics["mean"] == pytest.approx(np.mean([1.5, -1.0, 0.25, 1.0, 3.0]))
     return store, rollout, sealed(store, "reward", REWARD_SCHEMA, columns)
@@ -117,7 +110,7 @@ def test_kl_in_the_reward_charges_trained_tokens(
         ids = batch.rows.copy()
     columns: Columns = {
         "sample_id": ids,
-        "reference_logprobs": ListColumn.from_rows([np.full(n, -1.0) for n in lengths], "float32"),
+        "reference_logprobs": list_column([np.full(n, -1.0) for n in lengths], "float32"),
     }
     reference = sealed(store, "reference", REFERENCE_SCHEMA, columns)
     algorithm = AlgorithmConfig.model_validate(
@@ -144,7 +137,7 @@ def test_how_often_the_bound_of_k3_acts_is_counted(
     values = [np.full(n, 12.0 if row == 0 else -0.5) for row, n in enumerate(lengths)]
     columns: Columns = {
         "sample_id": ids,
-        "reference_logprobs": ListColumn.from_rows(values, "float32"),
+        "reference_logprobs": list_column(values, "float32"),
     }
     reference = sealed(store, "reference", REFERENCE_SCHEMA, columns)
     kl = {"placement": "reward", "estimator": "k3", "coefficient": 0.1}
@@ -160,7 +153,7 @@ def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 2**30)
     rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, RolloutRows(EPISODES[2:3]))
     with Batch(store, [rollout]) as batch:
-        columns, _, _ = reward_columns(batch)
+        columns, _, _ = reward_rows(batch)
     reward = sealed(store, "reward", REWARD_SCHEMA, columns)
     with Batch(store, [rollout, reward]) as batch, pytest.raises(NothingToTrain):
         advantages(batch, AlgorithmConfig())

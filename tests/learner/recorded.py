@@ -14,8 +14,9 @@ from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from earl_core.learner.worker import LearnerWorker
 from earl_core.run.record import write_record
 from earl_core.run.shards import run_store
-from earl_core.trajectory.samples import Episode, ListColumn, RolloutRows, Sample
+from earl_core.trajectory.samples import Episode, RolloutRows, Sample
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REFERENCE_SCHEMA, ROLLOUT_SCHEMA
+from tests.columns import list_column, write_columns
 from tests.learner.helpers import VOCABULARY, save_model
 
 GROUP_SIZE = 2
@@ -115,14 +116,15 @@ class Recorded:
             values = [np.full(len(sample.tokens), draw.normal()) for sample in rows]
         else:
             values = [value * 0.3 - 3.7 for value in values]
-        return self.store.write(
+        return write_columns(
+            self.store,
             stage=stage,
             iteration=iteration,
             rank=0,
             schema=schema,
             columns={
                 "sample_id": np.array(ids, dtype=np.int64),
-                schema.names[1]: ListColumn.from_rows(values, "float32"),
+                schema.names[1]: list_column(values, "float32"),
             },
         )
 

@@ -23,7 +23,7 @@ from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.shards.shard import ShardWriter
 from earl_core.dispatch.shards.skeleton import make_skeleton
 from earl_core.system.user_directory import NotPrivate, check_user_directory, remove_when_empty
-from earl_core.trajectory.samples import Columns, CopiedRows, RowSource
+from earl_core.trajectory.samples import RowSource
 
 # Texts of fixed width in the metadata, so that shards of one kind have one layout. No number equals
 # them. The real generation takes its place when the segment is had.
@@ -113,13 +113,6 @@ class ShardStore:
         ) as writer:
             rows.fill(writer)
             return self.complete(writer.seal())
-
-    def write(
-        self, *, stage: str, iteration: int, rank: int, schema: pa.Schema, columns: Columns
-    ) -> ShardEntry:
-        """`publish` of columns that lie elsewhere: a copy, for the small ones."""
-        rows = CopiedRows(columns, schema)
-        return self.publish(stage=stage, iteration=iteration, rank=rank, schema=schema, rows=rows)
 
     def complete(self, entry: ShardEntry, timeout_seconds: float = 120.0) -> ShardEntry:
         """The entry with its checksum, once the background thread has it; then it may be sealed
