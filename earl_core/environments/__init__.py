@@ -6,6 +6,6 @@ games       tic-tac-toe and connect four, with random, greedy and searching oppo
 prompt      one question, one answer, a reward function (`rewards` has two)
 textarena   adapter for textarena games
 pool        `EnvironmentPool`: environments in host processes; `host_keeper` replaces lost hosts and
-            rebuilds their episodes, `host_process` is one process seen from the pool, `host`,
-            `lanes` and `calls` are what runs inside it, `wire` what they say to each other
+            replays their episodes, `host_process` is one process seen from the pool, `host`,
+            `calls` and `results` are what runs inside it, `connection` what they say to each other
 """

@@ -2,8 +2,8 @@
 
 An environment is one interactive world: a game, a question with a reward function, a tool loop. It
 speaks chat messages and is played by one agent. It is a *deterministic* function of the prompt
-index, the seed and the agent's texts; the environment pool relies on that to rebuild an episode
-after its host process died.
+index, the seed and the agent's texts; the environment pool relies on that to replay an episode
+after its host process was lost. One that is not is played anew then.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class StepResult:
 class Environment(Protocol):
     """One episode's world. An object is reset once and played by one caller at a time.
 
+    Each of the three methods may be a coroutine function (`async def`): it then runs in the event
+    loop of its host, beside those of other episodes, and must not keep that loop. The others run in
+    threads, as the constructor does.
+
     A class may set `concurrent = False` to say that two of its objects must not run at the same
     time in one process (it uses global state, such as the `random` module). The pool then runs the
     calls of one host one after the other.
@@ -73,10 +77,11 @@ class EnvironmentConfigError(ValueError):
 class EnvironmentFailed(RuntimeError):
     """One episode's environment failed; the other episodes go on.
 
-    episode_id: the episode that is lost.
+    episode_id: the episode that failed.
     reason: "exception" (the code raised), "timeout" (it did not return in time), "invalid_result"
-        (what it returned breaks the protocol), "host_died" (it took its process down),
-        "not_deterministic" (it answered differently when it was rebuilt).
+        (what it returned breaks the protocol), "host_died" (it took its process down). Or, after
+        its process was lost through no fault of its own, "not_deterministic" (its replay answered
+        differently) and "lost" (it could not be replayed).
     detail: the end of the traceback, or of the host's log.
     """
 
@@ -85,6 +90,11 @@ class EnvironmentFailed(RuntimeError):
         self.episode_id = episode_id
         self.reason = reason
         self.detail = detail
+
+    @property
+    def by_infrastructure(self) -> bool:
+        """Whether the episode did not cause its failure, so that it can be played anew."""
+        return self.reason in ("lost", "not_deterministic")
 
     def __str__(self) -> str:
         tail = f"\n{self.detail}" if self.detail else ""

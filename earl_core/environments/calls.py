@@ -1,175 +1,165 @@
-"""One environment call inside a host: what it runs, and how its outcome is put on the wire."""
+"""The environments of a host, and one call of one of them: where it runs, and its encoded reply."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
-import math
+import sys
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
-from numbers import Real
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from typing import Any
 
-from earl_core.environments.base import Environment, StepResult
-from earl_core.environments.wire import encode
+from earl_core.environments.base import Environment
+from earl_core.environments.results import InvalidResultError, first_messages, step_result
 from earl_core.secrets import redact
+from earl_core.system.frames import WireError, encode
 
 logger = logging.getLogger(__name__)
 
-LARGEST_NUMBER = 1e30
-"""Of a reward or metric: what comes of it, sums and float32 columns, must stay finite too."""
-
 _DETAIL_CHARACTERS = 4000
+_FRAMES_SHOWN = 6
+_RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
-class InvalidResultError(TypeError):
-    """The environment returned what the protocol does not allow."""
+@dataclass(eq=False)
+class Call:
+    """A request of the pool: its kind ("reset", "step" or "close"), its number `call`, and the
+    arguments of the method.
+
+    seconds: how long it has run. thread, coroutine: in which thread its synchronous code runs now,
+    or which coroutine; neither while it waits for a thread.
+    """
+
+    kind: str
+    episode: int
+    call: int = -1
+    arguments: list[Any] = field(default_factory=list)
+    seconds: float = 0.0
+    thread: int | None = None
+    coroutine: Any = None
+
+    @property
+    def running(self) -> bool:
+        """Whether its code runs, as opposed to waiting for a thread."""
+        return self.thread is not None or self.coroutine is not None
+
+    def stack(self) -> str:
+        """Where its code stands, the innermost frame last."""
+        if self.coroutine is None:
+            frame = sys._current_frames().get(self.thread or 0)
+            return "".join(traceback.format_stack(frame)[-_FRAMES_SHOWN:]) if frame else ""
+        lines, coroutine = [], self.coroutine
+        while frame := getattr(coroutine, "cr_frame", None):
+            lines += traceback.format_stack(frame, limit=1)
+            coroutine = coroutine.cr_await
+        return "".join(lines[-_FRAMES_SHOWN:])
 
 
 class Calls:
     """The environments of one host, by episode.
 
-    create: makes a fresh environment.
+    create: makes a fresh environment, in a thread. threads: run what is not a coroutine function.
     """
 
-    def __init__(self, create: Callable[[], Environment]) -> None:
+    def __init__(self, create: Callable[[], Environment], threads: Executor) -> None:
         self._create = create
+        self._threads = threads
         self._environments: dict[int, Environment] = {}
-
-    def run(self, kind: str, call: int, episode: int, arguments: tuple[Any, ...]) -> bytes | None:
-        """Runs a call and returns its encoded reply, None for "close".
-
-        What the environment raises, SystemExit included, becomes a "failed" reply.
-        """
-        try:
-            if kind == "close":
-                self._close(episode)
-                return None
-            if kind == "reset":
-                environment = self._environments[episode] = self._create()
-                messages = environment.reset(*arguments)
-                return _encode(["messages", call, _checked_first(messages)])
-            result = self._environments[episode].step(*arguments)
-            return _encode(["result", call, *_checked_result(result)])
-        except InvalidResultError as error:
-            self._close(episode)
-            return self.failure(call, "invalid_result", str(error))
-        except (Exception, SystemExit, KeyboardInterrupt):
-            detail = traceback.format_exc()
-            self._close(episode)
-            return self.failure(call, "exception", detail)
-
-    def drop(self, episode: int) -> None:
-        """Forgets an environment that is still busy."""
-        self._environments.pop(episode, None)
+        self._outcomes: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._waking = False
 
     def episodes(self) -> list[int]:
         """The episodes that are open."""
         return list(self._environments)
 
-    @staticmethod
-    def failure(call: int, reason: str, detail: str) -> bytes:
-        """An encoded "failed" reply with the end of `detail`."""
-        # Whoever prints it must be able to, also where the environment raised what is no UTF-8.
-        printable = redact(detail.encode("utf-8", "backslashreplace").decode())
-        return encode(["failed", call, redact(reason), printable[-_DETAIL_CHARACTERS:]])
+    async def run(self, call: Call) -> bytes | None:
+        """Runs a call and returns its encoded reply, None for "close".
 
-    def _close(self, episode: int) -> None:
-        environment = self._environments.pop(episode, None)
+        What the environment raises, SystemExit included, becomes a "failed" reply.
+        """
+        try:
+            if call.kind == "close":
+                await self._close(call)
+                return None
+            if call.kind == "reset":
+                environment = await self._in_thread(call, self._create)
+                self._environments[call.episode] = environment
+                value = first_messages(await self._invoke(call, environment.reset, *call.arguments))
+            else:
+                environment = self._environments[call.episode]
+                value = step_result(await self._invoke(call, environment.step, *call.arguments))
+            return encode({"kind": "answer", "call": call.call, "value": value})
+        except (InvalidResultError, WireError) as error:
+            reason, detail = "invalid_result", str(error)
+        except _RAISED:
+            reason, detail = "exception", traceback.format_exc()
+        await self._close(call)
+        return failure(call, reason, detail)
+
+    async def _invoke(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            result = method(*arguments)
+        else:
+            result = await self._in_thread(call, method, *arguments)
+        if not inspect.isawaitable(result):
+            return result
+        call.coroutine = result
+        try:
+            return await result
+        finally:
+            call.coroutine = None
+
+    async def _in_thread(self, call: Call, function: Callable[..., Any], *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def body() -> None:
+            call.thread = threading.get_ident()
+            try:
+                outcome = future.set_result, function(*arguments)
+            except StopIteration as error:  # no future can hold it
+                outcome = future.set_exception, RuntimeError(f"it raised {error!r}")
+            except BaseException as error:
+                outcome = future.set_exception, error
+            call.thread = None
+            self._outcomes.append(outcome)
+            # Waking the loop costs more than most calls do, so it is done once for many.
+            if not self._waking:
+                self._waking = True
+                loop.call_soon_threadsafe(self._deliver)
+
+        self._threads.submit(body)
+        return await future
+
+    def _deliver(self) -> None:
+        self._waking = False
+        while self._outcomes:
+            deliver, value = self._outcomes.popleft()
+            deliver(value)
+
+    async def _close(self, call: Call) -> None:
+        environment = self._environments.pop(call.episode, None)
         if environment is not None:
             try:
-                environment.close()
-            except (Exception, SystemExit, KeyboardInterrupt):
+                await self._invoke(call, environment.close)
+            except _RAISED:
                 logger.warning("close() of an environment raised", exc_info=True)
 
 
-def _encode(reply: list[Any]) -> bytes:
-    try:
-        return encode(reply)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidResultError(
-            f"StepResult.info must hold only what JSON can (no NaN, no arrays): {error}."
-        ) from error
-
-
-def _checked_messages(messages: Any) -> Any:
-    if not isinstance(messages, (list, tuple)):
-        raise InvalidResultError(f"Messages must be a list, not {type(messages).__name__}.")
-    for message in messages:
-        if not (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-        ):
-            raise InvalidResultError(
-                f"A message must be a dict with the texts role and content, not {message!r:.200}."
-            )
-        _check_text("A message's role", message["role"])
-        _check_text("A message's content", message["content"])
-    return messages
-
-
-def _checked_first(messages: Any) -> Any:
-    if not _checked_messages(messages):
-        raise InvalidResultError(
-            "reset() must return at least one message, for the agent has nothing to answer yet."
-        )
-    return messages
-
-
-def _checked_result(result: Any) -> tuple[Any, float, bool, dict[str, Any]]:
-    if not isinstance(result, StepResult):
-        raise InvalidResultError(f"step() must return a StepResult, not {type(result).__name__}.")
-    reward = _checked_number("The reward", result.reward)
-    info = _checked_info(result.info)
-    messages = _checked_messages(result.messages)
-    if not result.done and not messages:
-        raise InvalidResultError("A step that does not end the episode must return a message.")
-    return messages, reward, bool(result.done), info
-
-
-def _checked_info(info: Any) -> dict[str, Any]:
-    if not isinstance(info, dict):
-        raise InvalidResultError(f"info must be a dict, not {type(info).__name__}.")
-    if isinstance(info.get("outcome"), str):
-        _check_text('info["outcome"]', info["outcome"])
-    if "metrics" not in info:
-        return info
-    metrics = info["metrics"]
-    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
-        raise InvalidResultError(
-            f'info["metrics"] must be a dict of numbers by name, not {metrics!r:.200}.'
-        )
-    for name in metrics:
-        _check_text('A name in info["metrics"]', name)
-    numbers = {n: _checked_number(f'info["metrics"][{n!r}]', v) for n, v in metrics.items()}
-    return {**info, "metrics": numbers}
-
-
-def _checked_number(what: str, value: Any) -> float:
-    try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:
-        number = math.inf
-    # Not so for NaN either.
-    if not abs(number) <= LARGEST_NUMBER:
-        raise InvalidResultError(
-            f"{what} must be a finite number between {-LARGEST_NUMBER:g} and {LARGEST_NUMBER:g}, "
-            f"not {_shown(value)}: scale it, or leave it out."
-        )
-    return number
-
-
-def _shown(value: Any) -> str:
-    # Text of a very long integer is refused by the interpreter.
-    large = isinstance(value, int) and abs(value) > LARGEST_NUMBER
-    return "a larger integer" if large else f"{value!r:.200}"
-
-
-def _check_text(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidResultError(
-            f"{what} cannot be encoded as UTF-8 ({error.reason} at character {error.start}): read "
-            'its source as UTF-8, or pass it through text.encode("utf-8", "replace").decode().'
-        ) from None
+def failure(call: Call, reason: str, detail: str) -> bytes:
+    """An encoded "failed" reply with the end of `detail`."""
+    # Whoever prints it must be able to, also where the environment raised what is no UTF-8.
+    printable = redact(detail.encode("utf-8", "backslashreplace").decode())
+    return encode(
+        {
+            "kind": "failed",
+            "call": call.call,
+            "reason": reason,
+            "detail": printable[-_DETAIL_CHARACTERS:],
+        }
+    )

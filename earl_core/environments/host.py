@@ -1,35 +1,35 @@
-"""A host process: runs environments for an `EnvironmentPool`.
+"""A host process: runs environments for an `EnvironmentPool` in an event loop and a few threads.
 
 Started as `python -m earl_core.environments.host FD`, FD being its end of a socket pair. It dies
 when that socket closes, which the kernel does for a dead pool, and takes its own children along.
-While code holds the interpreter lock nobody here can notice anything, so a timer of `faulthandler`,
-which needs no lock, then writes all stacks to the log and ends the process.
+A call over its deadline is reported, and the pool then replaces the process. While code holds the
+event loop or the interpreter lock nobody here can notice anything, so a timer of `faulthandler`,
+which needs neither, then writes all stacks to the log and ends the process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import faulthandler
 import logging
 import os
-import select
 import signal
 import socket
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from earl_core.environments import registry
 from earl_core.environments.base import EnvironmentConfigError
-from earl_core.environments.calls import Calls
-from earl_core.environments.lanes import SLOW_CALL_SECONDS, Call, Lanes
-from earl_core.environments.wire import FrameReader, encode, frame
+from earl_core.environments.calls import Call, Calls, failure
+from earl_core.environments.connection import Connection
 from earl_core.secrets import guard_output, redact
+from earl_core.system.frames import Channel, encode
 
 _PR_SET_PDEATHSIG = 1
-_RECEIVE_BYTES = 1 << 20
 _STOP_SECONDS = 3.0
 
 
@@ -39,119 +39,108 @@ def alive_interval(timeout_seconds: float) -> float:
 
 
 class Host:
-    """The main thread's work: receive, watch the lanes, give signs of life."""
+    """Takes calls, each in a task of its own, and watches how long they run.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._reader = FrameReader()
-        self._outgoing: list[bytes] = []
-        self._out_lock = threading.Lock()
-        self._send_lock = threading.Lock()
-        self._timeout = 0.0
-        self._last_sign = 0.0
-        self._stuck = False
+    timeout_seconds: deadline of a call, counted from its beginning. threads: most of them that run
+    synchronous calls.
+    """
 
-    def serve(self) -> None:
-        """Runs until the pool says stop or is gone."""
-        pending = self._receive_start()
-        if pending is None:
-            return
-        calls, lanes, messages = pending
-        while True:
-            if ["stop"] in messages:
-                self._close_all(calls, lanes)
-                return
-            if messages:
-                lanes.submit([Call(m[0], m[1], m[2], tuple(m[3:])) for m in messages])
-            why = lanes.watch()
-            if why is not None and not self._stuck:
-                self._stuck = True
-                self.send([encode(["stuck", why])])
-            self._give_sign()
-            wait = SLOW_CALL_SECONDS if lanes.restless() else alive_interval(self._timeout) / 2
-            received = self._receive(wait)
-            if received is None:
-                return
-            messages = received
-
-    def send(self, messages: list[bytes]) -> None:
-        """Sends encoded messages; from any thread. Only one thread sends at a time: one that finds
-        another sending leaves its messages to it."""
-        with self._out_lock:
-            self._outgoing += messages
-        while self._outgoing and self._send_lock.acquire(blocking=False):
-            try:
-                with self._out_lock:
-                    batch, self._outgoing = self._outgoing, []
-                if batch:
-                    self._send_all(frame(batch))
-            finally:
-                self._send_lock.release()
-
-    def _send_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            # A pool that does not read for long must not look like a stuck interpreter here.
-            self._arm()
-            _, writable, _ = select.select([], [self._connection], [], 1.0)
-            if writable:
-                view = view[self._connection.send(view) :]
-
-    def _receive_start(self) -> tuple[Calls, Lanes, list[list[Any]]] | None:
-        messages: list[list[Any]] = []
-        while not messages:
-            received = self._receive(None)
-            if received is None:
-                return None
-            messages = received
-        _, name, options, self._timeout = messages.pop(0)
-        try:
-            registry.check(name, options)
-        except EnvironmentConfigError as error:
-            self._send_all(frame([encode(["refused", str(error)])]))
-            return None
-        except BaseException as error:
-            text = redact(
-                f"The environment {name!r} cannot be made: {type(error).__name__}: {error}"
-            )
-            self._send_all(frame([encode(["refused", text])]))
-            return None
-        calls = Calls(partial(registry.create, name, options))
+    def __init__(
+        self, name: str, options: dict[str, Any], timeout_seconds: float, threads: int
+    ) -> None:
+        self._timeout = timeout_seconds
+        self._threads = ThreadPoolExecutor(threads, "environment")
+        self._calls = Calls(partial(registry.create, name, options), self._threads)
         concurrent = getattr(registry.environment_class(name), "concurrent", True)
-        self.send([encode(["ready"])])
-        return calls, Lanes(calls, self.send, self._timeout, concurrent), messages
+        self._turn: AbstractAsyncContextManager[Any] = nullcontext()
+        if not concurrent:
+            self._turn = asyncio.Lock()
+        self._open: dict[Call, asyncio.Task[None]] = {}
+        self._latest: dict[int, Call] = {}
 
-    def _receive(self, wait: float | None) -> list[list[Any]] | None:
-        """The messages that arrive within `wait` seconds; None when the pool is gone."""
-        readable, _, _ = select.select([self._connection], [], [], wait)
-        if not readable:
-            return []
+    async def serve(self, connection: socket.socket) -> None:
+        """Runs until the pool says stop or is gone."""
+        loop = asyncio.get_running_loop()
+        # What environments give to `asyncio.to_thread` is bounded too.
+        loop.set_default_executor(self._threads)
+        self._over = asyncio.Event()
+        self._connection = Connection(self._take, self._over.set)
+        await loop.create_unix_connection(lambda: self._connection, sock=connection)
+        watch = asyncio.create_task(self._watch())
+        await self._over.wait()
+        watch.cancel()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "stop":
+            self._stopping = asyncio.create_task(self._stop())
+        else:
+            self._begin(Call(**message))
+
+    def _begin(self, call: Call) -> None:
+        before = self._latest.get(call.episode)
+        # Only a close comes before the answer: the pool no longer wants it.
+        if before is not None and before.coroutine is not None:
+            self._open[before].cancel()
+        self._latest[call.episode] = call
+        self._open[call] = asyncio.create_task(self._run(call, before))
+
+    async def _run(self, call: Call, before: Call | None) -> None:
         try:
-            data = self._connection.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return []
-        except ConnectionError:
-            return None
-        return self._reader.feed(data) if data else None
+            if before in self._open:
+                await asyncio.wait({self._open[before]})
+            async with self._turn:
+                reply = await self._calls.run(call)
+            if reply is not None:
+                self._connection.send(reply)
+        finally:
+            del self._open[call]
+            if self._latest[call.episode] is call:
+                del self._latest[call.episode]
 
-    def _give_sign(self) -> None:
-        now = time.monotonic()
-        if now - self._last_sign >= alive_interval(self._timeout):
-            self._last_sign = now
-            self._arm()
-            self.send([encode(["alive"])])
+    async def _watch(self) -> None:
+        """Gives signs of life, and reports calls that are over their deadline."""
+        # It counts its own turns instead of looking at a clock, because where one call keeps the
+        # event loop the others must not age.
+        interval = alive_interval(self._timeout)
+        while True:
+            faulthandler.dump_traceback_later(self._timeout + 2 * interval, exit=True)
+            self._connection.send(encode({"kind": "alive"}))
+            await asyncio.sleep(interval)
+            for call in self._open:
+                if not call.running:
+                    continue
+                call.seconds += interval
+                if call.seconds >= self._timeout + interval:
+                    detail = f"{call.kind} took over {self._timeout:g} s, at:\n{call.stack()}"
+                    self._connection.send(failure(call, "timeout", detail))
 
-    def _arm(self) -> None:
-        if self._timeout:
-            seconds = self._timeout + 2 * alive_interval(self._timeout)
-            faulthandler.dump_traceback_later(seconds, exit=True)
+    async def _stop(self) -> None:
+        for episode in self._calls.episodes():
+            self._begin(Call("close", episode))
+        if self._open:
+            await asyncio.wait(self._open.values(), timeout=_STOP_SECONDS)
+        self._over.set()
 
-    def _close_all(self, calls: Calls, lanes: Lanes) -> None:
-        lanes.submit([Call("close", -1, episode, ()) for episode in calls.episodes()])
-        deadline = time.monotonic() + _STOP_SECONDS
-        while not lanes.idle() and time.monotonic() < deadline:
-            lanes.watch()
-            time.sleep(SLOW_CALL_SECONDS)
+
+def _serve(connection: socket.socket) -> None:
+    channel = Channel(connection)
+    # The pool says no more until it has an answer.
+    start = next(channel.messages(), None)
+    if start is None:
+        return
+    name, options = start["name"], start["options"]
+    try:
+        registry.check(name, options)
+    except BaseException as error:
+        why = str(error)
+        if not isinstance(error, EnvironmentConfigError):
+            why = f"The environment {name!r} cannot be made: {type(error).__name__}: {error}"
+        channel.send({"kind": "refused", "why": redact(why)})
+        return
+    channel.send({"kind": "ready"})
+    connection.setblocking(False)
+    host = Host(name, options, start["timeout_seconds"], start["threads"])
+    asyncio.new_event_loop().run_until_complete(host.serve(connection))
 
 
 def main(arguments: list[str]) -> None:
@@ -164,9 +153,8 @@ def main(arguments: list[str]) -> None:
     guard_output()
     connection = socket.socket(fileno=int(arguments[0]))
     connection.set_inheritable(False)
-    connection.setblocking(False)
     try:
-        Host(connection).serve()
+        _serve(connection)
     except ConnectionError:
         logging.getLogger(__name__).info("the pool is gone")
     except Exception:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from earl_core.environments.base import EnvironmentConfigError
+from earl_core.environments.connection import Connection
 from earl_core.environments.host import alive_interval
-from earl_core.environments.wire import FrameReader, WireError, encode, frame
 from earl_core.secrets import redact
 from earl_core.system.files import private
+from earl_core.system.frames import encode
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,12 @@ _STOP_SECONDS = 5.0
 _WAIT_SECONDS = 10.0
 _EXIT_POLLS = 100
 _EXIT_POLL_SECONDS = 0.01
-_TAIL_BYTES = 4000
+_DUMP_BYTES = 1 << 16
+_TAIL_CHARACTERS = 4000
+_IDLE_THREAD = re.compile(
+    r'Thread 0x[^\n]*\n  File "[^\n]*/concurrent/futures/thread\.py", line \d+ in _worker\n'
+    r"(?:  File [^\n]*\n)*\n?"
+)
 
 
 class HostStartError(RuntimeError):
@@ -39,67 +47,87 @@ class HostStartError(RuntimeError):
         self.killed = killed
 
 
-class HostProcess(asyncio.Protocol):
+@dataclass(frozen=True)
+class HostSettings:
+    """What the hosts of a pool have in common; see `EnvironmentPool`. threads: of each host."""
+
+    name: str
+    options: dict[str, Any]
+    timeout_seconds: float
+    start_timeout_seconds: float
+    threads: int
+    log_path: Path | None
+
+
+class HostProcess:
     """One live host. Make it with `HostProcess.start`.
 
-    on_message: called with every message but signs of life. on_lost: called once when the process
-    is gone or was killed for its silence, never after `stop` or `abandon`.
+    on_message: called with every answer and failure. on_lost: called once when the process is gone
+    or must be replaced, because it is silent or has a call over its deadline; never after `stop` or
+    `abandon`.
     """
 
     def __init__(
         self,
-        timeout_seconds: float,
-        on_message: Callable[[list[Any]], None],
+        settings: HostSettings,
+        on_message: Callable[[dict[str, Any]], None],
         on_lost: Callable[[], None],
     ) -> None:
+        self._settings = settings
         self._on_message = on_message
         self._on_lost = on_lost
-        self._interval = alive_interval(timeout_seconds)
+        self._interval = alive_interval(settings.timeout_seconds)
         # The host's own timer fires two intervals after the timeout; this is for when it cannot.
-        self._allowed_silence = timeout_seconds + 4 * self._interval + 1.0
+        self._allowed_silence = settings.timeout_seconds + 4 * self._interval + 1.0
         self._silence = 0.0
-        self._reader = FrameReader()
-        self._outgoing: list[bytes] = []
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.WriteTransport | None = None
+        self._connection = Connection(self._take, self._hang_up)
         self._timer: asyncio.TimerHandle | None = None
         self._opening: asyncio.Future[None] = self._loop.create_future()
         self._lost = asyncio.Event()
+        self._hung_up = False
         self._ended = False
+        self._ending: asyncio.Future[str] | None = None
         self._log: IO[bytes] | None = None
         self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.timed_out = False
         """Whether it was lost because it did not answer in time."""
+        self.call_timed_out = False
+        """Whether it was lost because it reported a call over its deadline."""
 
     @classmethod
     async def start(
         cls,
-        name: str,
-        options: Mapping[str, Any],
-        *,
-        timeout_seconds: float,
-        start_timeout_seconds: float,
-        log_path: Path | None,
-        on_message: Callable[[list[Any]], None],
+        settings: HostSettings,
+        on_message: Callable[[dict[str, Any]], None],
         on_lost: Callable[[], None],
     ) -> HostProcess:
         """Starts a host and waits until it has made one environment.
 
         Raises EnvironmentConfigError when the environment cannot be made, HostStartError when the
-        process dies or takes longer than `start_timeout_seconds`.
+        process dies or takes longer than `settings.start_timeout_seconds`.
         """
-        host = cls(timeout_seconds, on_message, on_lost)
+        host = cls(settings, on_message, on_lost)
+        limit = settings.start_timeout_seconds
         try:
-            ours = host._spawn(log_path)
-            await host._loop.create_unix_connection(lambda: host, sock=ours)
-            host.send(["start", name, dict(options), timeout_seconds])
-            await asyncio.wait_for(asyncio.shield(host._opening), start_timeout_seconds)
+            ours = host._spawn(settings.log_path)
+            await host._loop.create_unix_connection(lambda: host._connection, sock=ours)
+            host.send(
+                {
+                    "kind": "start",
+                    "name": settings.name,
+                    "options": settings.options,
+                    "timeout_seconds": settings.timeout_seconds,
+                    "threads": settings.threads,
+                }
+            )
+            await asyncio.wait_for(asyncio.shield(host._opening), limit)
         except TimeoutError:
             tail = await host.abandon()
             raise HostStartError(
-                f"The environment {name!r} was not ready after {start_timeout_seconds:g} s. Its "
-                f"host's log ends:\n{tail}"
+                f"The environment {settings.name!r} was not ready after {limit:g} s. Its host's "
+                f"log ends:\n{tail}"
             ) from None
         except HostStartError as error:
             lost = host.lost
@@ -120,41 +148,41 @@ class HostProcess(asyncio.Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether the process is gone or was found silent."""
+        """Whether the process is gone or must be replaced."""
         return self._lost.is_set()
 
-    def send(self, message: list[Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Sends a message, together with the others of this turn of the event loop."""
-        if self._ended or self._lost.is_set():
-            return
-        if not self._outgoing:
-            self._loop.call_soon(self._flush)
-        self._outgoing.append(encode(message))
+        if not self._ended and not self._lost.is_set():
+            self._connection.send(encode(message))
 
     async def stop(self) -> None:
         """Lets the host close its environments, then ends it."""
-        self.send(["stop"])
-        self._flush()
+        self.send({"kind": "stop"})
+        self._connection.flush()
         self._ended = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._lost.wait(), _STOP_SECONDS)
         await self.abandon()
 
     async def abandon(self) -> str:
-        """Kills the host and all of its process group; returns the end of its log."""
+        """Kills the host and all of its process group; returns the end of its log. Once more gives
+        the same."""
         self._ended = True
-        self._outgoing.clear()
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        return await asyncio.shield(self._ending)
+
+    async def _end(self) -> str:
         if self._timer is not None:
             self._timer.cancel()
-        if self._transport is not None:
-            self._transport.abort()
+        self._connection.abort()
         if not self._opening.done():
             self._opening.cancel()
         await self._reap()
         tail = self._log_tail()
         if self._log is not None:
             self._log.close()
-            self._log = None
         return tail
 
     @property
@@ -164,32 +192,23 @@ class HostProcess(asyncio.Protocol):
         code = None if self._process is None else self._process.returncode
         return code in (-signal.SIGKILL, -signal.SIGTERM) and not self.timed_out
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
+    def _take(self, message: dict[str, Any]) -> None:
         self._silence = 0.0
-        try:
-            messages = self._reader.feed(data)
-        except WireError as error:
-            logger.error("a host sent no frame: %s", error)
-            self._lose()
-            return
-        for message in messages:
-            kind = message[0]
-            if kind == "alive":
-                continue
-            if kind == "ready":
-                if not self._opening.done():
-                    self._opening.set_result(None)
-            elif kind == "refused":
-                if not self._opening.done():
-                    self._opening.set_exception(EnvironmentConfigError(message[1]))
-            else:
-                self._on_message(message)
+        kind = message["kind"]
+        if kind == "ready":
+            if not self._opening.done():
+                self._opening.set_result(None)
+        elif kind == "refused":
+            if not self._opening.done():
+                self._opening.set_exception(EnvironmentConfigError(message["why"]))
+        elif kind != "alive":
+            self._on_message(message)
+            if message.get("reason") == "timeout":
+                self.call_timed_out = True
+                self._lose()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def _hang_up(self) -> None:
+        self._hung_up = True
         self._lose()
 
     def _spawn(self, log_path: Path | None) -> socket.socket:
@@ -229,11 +248,6 @@ class HostProcess(asyncio.Protocol):
         ours.setblocking(False)
         return ours
 
-    def _flush(self) -> None:
-        if self._outgoing and self._transport is not None:
-            self._transport.write(frame(self._outgoing))
-            self._outgoing = []
-
     def _watch(self) -> None:
         # Counts its own turns instead of looking at a clock: when this process was busy, the host's
         # signs of life wait unread and it was not silent.
@@ -258,7 +272,7 @@ class HostProcess(asyncio.Protocol):
         if process is None or process.returncode is not None:
             return
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        for _ in range(_EXIT_POLLS if self._lost.is_set() and not self.timed_out else 0):
+        for _ in range(_EXIT_POLLS if self._hung_up else 0):
             # It is ending by itself and its status tells why. It is not reaped here, so that its
             # number, which is also its group's, stays taken.
             if os.waitid(os.P_PID, process.pid, flags) is not None:
@@ -275,12 +289,9 @@ class HostProcess(asyncio.Protocol):
         if self._log is None:
             return ""
         end = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(self._log_start, end - _TAIL_BYTES))
-        tail = self._log.read().decode(errors="replace")
-        # The header that faulthandler writes when its timer ends the process.
-        if "Timeout (" in tail and not self._ended_by_signal():
+        self._log.seek(max(self._log_start, end - _DUMP_BYTES))
+        said = self._log.read().decode(errors="replace")
+        # What faulthandler leaves when its timer ends the process.
+        if "Timeout (" in said and self._process is not None and self._process.returncode == 1:
             self.timed_out = True
-        return redact(tail)
-
-    def _ended_by_signal(self) -> bool:
-        return self._process is None or (self._process.returncode or 0) < 0
+        return redact(_IDLE_THREAD.sub("", said)[-_TAIL_CHARACTERS:])

@@ -7,23 +7,29 @@ costs its own episode only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from earl_core.environments.base import EnvironmentConfigError, Message, StepResult
 from earl_core.environments.host_keeper import HostKeeper
-from earl_core.environments.host_process import HostProcess, HostStartError
-from earl_core.environments.wire import encode
+from earl_core.environments.host_process import HostSettings, HostStartError
+
+_MAX_THREADS = 64
 
 
 class EnvironmentPool:
     """Plays episodes of one environment in `hosts` processes.
 
     name, options: as for `registry.create`; options must be what JSON can hold.
-    step_timeout_seconds: limit of one reset or step. A call that sleeps or loops is ended then; one
-        that holds the interpreter lock takes its host down, and is found when it does so again,
-        after two to three times as long.
+    concurrency: how many episodes are played at the same time. A host has a thread for each of its
+        share of them, but at most 64, in which synchronous calls wait side by side; what is over
+        that waits for a thread. Coroutine functions run in the host's event loop and need none.
+    step_timeout_seconds: limit of one reset, step or close, from its beginning. A call over it
+        costs its host: its episode fails, the others are replayed. One that keeps the event loop or
+        the interpreter lock is found when it does so again, after two to three times as long.
     start_timeout_seconds: limit for a host to import the environment and make one.
     log_path: file to which the hosts' output is appended; without one it is kept only for errors.
 
@@ -37,28 +43,29 @@ class EnvironmentPool:
         options: Mapping[str, Any] | None = None,
         *,
         hosts: int = 1,
+        concurrency: int = _MAX_THREADS,
         step_timeout_seconds: float = 30.0,
         start_timeout_seconds: float = 120.0,
         log_path: Path | None = None,
     ) -> None:
-        if hosts < 1 or not step_timeout_seconds > 0 or not start_timeout_seconds > 0:
+        if min(hosts, concurrency) < 1 or not min(step_timeout_seconds, start_timeout_seconds) > 0:
             raise EnvironmentConfigError(
-                f"A pool needs at least one host and timeouts above 0 s, not {hosts} hosts, "
-                f"{step_timeout_seconds} s for a step and {start_timeout_seconds} s for the start."
+                "A pool needs at least one host, one episode at a time and timeouts above 0 s, not "
+                f"{hosts} hosts, {concurrency} episodes, {step_timeout_seconds} s for a step and "
+                f"{start_timeout_seconds} s for the start."
             )
-        self._options = dict(options or {})
         try:
-            encode([name, self._options])
+            plain = json.loads(json.dumps(dict(options or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise EnvironmentConfigError(
                 f"The options of environment {name!r} must be numbers, texts, lists and maps: "
                 f"{error}."
             ) from error
-        self._name = name
-        self._step_timeout = step_timeout_seconds
-        self._start_timeout = start_timeout_seconds
-        self._log_path = log_path
-        self._keepers = [HostKeeper(self._start_process) for _ in range(hosts)]
+        threads = min(math.ceil(concurrency / hosts), _MAX_THREADS)
+        settings = HostSettings(
+            name, plain, step_timeout_seconds, start_timeout_seconds, threads, log_path
+        )
+        self._keepers = [HostKeeper(settings) for _ in range(hosts)]
         self._place: dict[int, HostKeeper] = {}
         self._started = False
 
@@ -88,8 +95,8 @@ class EnvironmentPool:
             raise ValueError(f"Episode {episode_id} is open; close it before a reset.")
         keeper = min(self._keepers, key=len)
         self._place[episode_id] = keeper
-        reply = await self._call(episode_id, keeper, "reset", [prompt, seed])
-        messages: list[Message] = reply[1]
+        value = await self._call(episode_id, keeper, "reset", [prompt, seed])
+        messages: list[Message] = value["messages"]
         return messages
 
     async def step(self, episode_id: int, text: str) -> StepResult:
@@ -101,8 +108,7 @@ class EnvironmentPool:
         keeper = self._place.get(episode_id)
         if keeper is None:
             raise ValueError(f"Episode {episode_id} is not open; begin it with a reset.")
-        _, messages, reward, done, info = await self._call(episode_id, keeper, "step", [text])
-        return StepResult(messages, reward, done, info)
+        return StepResult(**await self._call(episode_id, keeper, "step", [text]))
 
     async def close(self, episode_id: int) -> None:
         """Frees an episode; unknown ones are ignored. Does not wait for the environment's close."""
@@ -127,7 +133,7 @@ class EnvironmentPool:
 
     async def _call(
         self, episode_id: int, keeper: HostKeeper, kind: str, arguments: list[Any]
-    ) -> list[Any]:
+    ) -> dict[str, Any]:
         try:
             return await keeper.call(episode_id, kind, arguments)
         except Exception as error:
@@ -138,16 +144,3 @@ class EnvironmentPool:
     def _check_started(self) -> None:
         if not self._started:
             raise RuntimeError("The environment pool is not running; await start() first.")
-
-    def _start_process(
-        self, on_message: Callable[[list[Any]], None], on_lost: Callable[[], None]
-    ) -> Awaitable[HostProcess]:
-        return HostProcess.start(
-            self._name,
-            self._options,
-            timeout_seconds=self._step_timeout,
-            start_timeout_seconds=self._start_timeout,
-            log_path=self._log_path,
-            on_message=on_message,
-            on_lost=on_lost,
-        )

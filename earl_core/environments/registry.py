@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,4 +76,7 @@ def check(name: str, options: Mapping[str, Any] | None = None) -> None:
 
     Imports the user's code and opens its data. Raises EnvironmentConfigError.
     """
-    create(name, options).close()
+    environment: Any = create(name, options)
+    closing = environment.close()
+    if inspect.iscoroutine(closing):
+        asyncio.run(closing)

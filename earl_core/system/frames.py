@@ -1,8 +1,9 @@
-"""The wire between controller and rank: length-prefixed JSON over an inherited socket pair.
+"""The frames that a run's processes exchange: length-prefixed JSON over an inherited socket pair.
 
-A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON holding one object. Tensors
-never cross; manifests and metrics do. Python's JSON is spoken on both ends, so NaN and infinities
-survive, tuples become lists, and keys must be strings.
+Controller and ranks speak it, and so do environment pools and their hosts. A frame is a 4-byte
+big-endian length and that many bytes of UTF-8 JSON holding one object. Tensors never cross;
+manifests and metrics do. Python's JSON is spoken on both ends, so NaN and infinities survive,
+tuples become lists, and keys must be strings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 
 class WireError(ValueError):
-    """A message that cannot cross between controller and worker: too large, or not JSON."""
+    """A message that cannot cross between two processes: too large, or not JSON."""
 
 
 MESSAGE_LIMIT = 64 * 1024 * 1024
@@ -31,18 +32,20 @@ def encode(message: dict[str, Any]) -> bytes:
 
     Raises `WireError` if it holds something that JSON cannot express, or is over `MESSAGE_LIMIT`.
     """
-    _require_string_keys(message)
     try:
+        _require_string_keys(message)
         body = json.dumps(message, separators=(",", ":")).encode()
+    except WireError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise WireError(
-            f"A message between controller and worker must be JSON, but {error}. Pass numbers, "
+            f"A message between two processes must be JSON, but {error}. Pass numbers, "
             "strings, lists and dictionaries; put arrays into shards and pass their manifest."
         ) from error
     if len(body) > MESSAGE_LIMIT:
         raise WireError(
             f"A message of {len(body):,} bytes is over the limit of {MESSAGE_LIMIT:,} between "
-            "controller and worker. Put the data into shards and pass their manifest."
+            "two processes. Put the data into shards and pass their manifest."
         )
     return _LENGTH.pack(len(body)) + body
 
@@ -54,7 +57,7 @@ def _require_string_keys(value: Any) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise WireError(
-                    f"A dictionary passed between controller and worker has the key {key!r}, "
+                    f"A dictionary passed between two processes has the key {key!r}, "
                     "but JSON knows only string keys. Turn the keys into strings, or pass a list."
                 )
             _require_string_keys(item)

@@ -22,6 +22,8 @@ from tests.environments.user_environments import SPEECHLESS
 
 USER = "tests.environments.user_environments"
 COUNTING = f"{USER}:Counting"
+WAITING = f"{USER}:Waiting"
+BOTH = pytest.mark.parametrize("name", [COUNTING, WAITING])
 
 
 @asynccontextmanager
@@ -109,6 +111,7 @@ async def test_faults_cost_their_own_episode_only() -> None:
             {
                 3: ["a", "raise now"],
                 20: ["exit"],
+                21: ["stop"],
                 50: ["a", "sleep 1000"],
                 51: ["spin"],
                 80: ["a", "nan"],
@@ -117,11 +120,10 @@ async def test_faults_cost_their_own_episode_only() -> None:
                 90: ["sleep 0.3", "b"],
             },
         )
-        assert odd[3] == odd[20] == "exception"
+        assert odd[3] == odd[20] == odd[21] == "exception"
         assert odd[50] == odd[51] == "timeout"
         assert odd[80] == odd[81] == odd[82] == "invalid_result"
         assert odd[90] == expected(90, 7, ["sleep 0", "b"])[:1] + odd[90][1:]
-        assert pool.host_restarts == 0
 
 
 async def test_results_that_cannot_be_used_cost_their_episode_and_say_why() -> None:
@@ -135,6 +137,7 @@ async def test_results_that_cannot_be_used_cost_their_episode_and_say_why() -> N
         "metric_text": rf"info\[\"metrics\"\]\['a'\] must be {limits}, not 'x'",
         "metric_nan": r"\['a'\] must be .*not nan",
         "metric_list": "must be a dict of numbers by name",
+        "vast": r"over the limit of 67,108,864",
     }
     async with running(COUNTING) as pool:
         for episode, (command, reason) in enumerate(reasons.items()):
@@ -146,6 +149,8 @@ async def test_results_that_cannot_be_used_cost_their_episode_and_say_why() -> N
         await pool.reset(101, 1, 7)
         result = await pool.step(101, "numbers")
         assert (result.reward, result.info) == (0.25, {"metrics": {"a": 0.5, "b": 1.0, "c": 3.0}})
+        await pool.reset(103, 1, 7)
+        assert (await pool.step(103, "keys")).info == {"counts": {"1": [2, 3]}}
         await pool.reset(102, 1, 7)
         with pytest.raises(EnvironmentFailed, match=r"told to fail: \\ud800") as raised:
             await pool.step(102, "raise \ud800")
@@ -171,9 +176,9 @@ async def test_a_thread_that_cannot_be_ended_costs_its_host_only() -> None:
         await pool.reset(1, 1, 7)
         await pool.step(1, "a")
         await pool.reset(2, 2, 7)
+        (old,) = pool.host_pids
         with pytest.raises(EnvironmentFailed, match="timeout"):
             await pool.step(2, "stubborn")
-        (old,) = pool.host_pids
         for _ in range(200):
             if pool.host_restarts:
                 break
@@ -240,19 +245,136 @@ async def test_an_environment_that_cannot_be_rebuilt_says_so() -> None:
         with pytest.raises(EnvironmentFailed, match="randomness come from the prompt") as raised:
             await pool.step(1, "b")
         assert raised.value.reason == "not_deterministic"
+        assert raised.value.by_infrastructure
         assert isinstance(await pool.step(2, "a"), StepResult)
 
 
-async def test_slow_calls_run_side_by_side() -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (COUNTING, "sleep 1000"),
+        (COUNTING, "spin"),
+        (WAITING, "wait 1000"),
+        (WAITING, "sleep 1000"),
+        (WAITING, "spin"),
+    ],
+)
+async def test_a_call_over_its_deadline_costs_its_episode_and_its_host(
+    name: str, text: str
+) -> None:
+    """Asleep or busy, in a thread or in the event loop, which stands still in the last two."""
+    async with running(name, step_timeout_seconds=0.5) as pool:
+        (old,) = pool.host_pids
+        for episode in range(6):
+            await pool.reset(episode, episode, 7)
+            await pool.step(episode, "a")
+        under_way = asyncio.create_task(pool.step(1, "b"))
+        with pytest.raises(EnvironmentFailed) as raised:
+            await pool.step(0, text)
+        assert raised.value.reason == "timeout"
+        assert not raised.value.by_infrastructure
+        assert "user_environments.py" in raised.value.detail
+        assert await under_way == expected(1, 7, ["a", "b"])[-1]
+        for episode in range(2, 6):
+            assert await pool.step(episode, "b") == expected(episode, 7, ["a", "b"])[-1]
+        assert pool.host_restarts >= 1
+        assert not alive(old)
+
+
+async def test_what_cannot_be_replayed_is_lost() -> None:
+    """Others of a host that a call over its deadline has cost; one cannot be rebuilt in time."""
+    async with running(f"{USER}:Unseeded", step_timeout_seconds=0.4) as pool:
+        await pool.reset(1, 1, 7)
+        await pool.step(1, "a")
+        await pool.reset(2, 2, 7)
+        with pytest.raises(EnvironmentFailed, match="timeout"):
+            await pool.step(2, "sleep 1000")
+        with pytest.raises(EnvironmentFailed, match="not_deterministic") as raised:
+            await pool.step(1, "b")
+        assert raised.value.by_infrastructure
+        await pool.reset(1, 1, 7)
+        await pool.step(1, "a")
+
+
+async def test_a_replay_over_its_deadline_is_lost(tmp_path: Path) -> None:
+    async with running(COUNTING, step_timeout_seconds=0.4) as pool:
+        await pool.reset(1, 1, 7)
+        await pool.step(1, f"once {tmp_path / 'played'}")
+        await pool.reset(2, 2, 7)
+        await pool.step(2, "a")
+        os.kill(pool.host_pids[0], signal.SIGKILL)
+        with pytest.raises(EnvironmentFailed, match="replay failed") as raised:
+            await pool.step(1, "b")
+        assert raised.value.reason == "lost"
+        assert raised.value.by_infrastructure
+        assert await pool.step(2, "b") == expected(2, 7, ["a", "b"])[-1]
+
+
+async def test_a_host_that_dies_in_every_replay_gives_its_episodes_up(tmp_path: Path) -> None:
+    async with running(COUNTING) as pool:
+        await pool.reset(1, 1, 7)
+        await pool.step(1, f"die_again {tmp_path / 'played'}")
+        os.kill(pool.host_pids[0], signal.SIGKILL)
+        with pytest.raises(EnvironmentFailed, match="lost as it was replayed") as raised:
+            await pool.step(1, "b")
+        assert raised.value.by_infrastructure
+        await pool.reset(1, 1, 7)
+        assert await pool.step(1, "a") == expected(1, 7, ["a"])[-1]
+
+
+async def naps(pool: EnvironmentPool, episodes: int) -> tuple[float, int]:
+    """Seconds that so many steps took together, and how many slept at the same time."""
+    began = time.monotonic()
+    steps = await asyncio.gather(*(pool.step(episode, "nap 0.2") for episode in range(episodes)))
+    seconds = time.monotonic() - began
+    spans = [(step.info["began"], step.info["ended"]) for step in steps]
+    return seconds, max(sum(a <= moment < b for a, b in spans) for moment, _ in spans)
+
+
+@BOTH
+async def test_waiting_overlaps(name: str) -> None:
+    async with running(name) as pool:
+        await asyncio.gather(*(pool.reset(episode, episode, 7) for episode in range(32)))
+        await naps(pool, 32)  # begins the threads
+        seconds, together = await naps(pool, 32)
+        assert seconds < 1
+        assert together > 16
+
+
+async def test_threads_are_bounded_and_waiting_for_one_is_not_over_the_deadline() -> None:
+    async with running(COUNTING, hosts=2, concurrency=3, step_timeout_seconds=0.5) as pool:
+        await asyncio.gather(*(pool.reset(episode, episode, 7) for episode in range(16)))
+        seconds, together = await naps(pool, 16)
+        assert seconds > 0.75
+        assert together <= 4
+        assert pool.host_restarts == 0
+
+
+async def test_slow_calls_do_not_hold_up_others() -> None:
     async with running(COUNTING) as pool:
         await asyncio.gather(*(pool.reset(i, i, 7) for i in range(40)))
-        began = time.monotonic()
         steps = [asyncio.create_task(pool.step(i, "sleep 1")) for i in range(30)]
         fast = await asyncio.gather(*(pool.step(i, "x") for i in range(30, 40)))
         assert len(fast) == 10
         assert not any(step.done() for step in steps)
         await asyncio.gather(*steps)
-        assert time.monotonic() - began < 10
+
+
+async def test_a_closed_episodes_coroutine_is_cancelled(tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    async with running(WAITING, options, step_timeout_seconds=0.4) as pool:
+        await pool.reset(1, 1, 7)
+        step = asyncio.create_task(pool.step(1, "wait 1000"))
+        await asyncio.sleep(0.05)
+        await pool.close(1)
+        await asyncio.sleep(1)  # over its deadline, had it gone on
+        assert step.cancelled()
+        await pool.reset(1, 1, 7)
+        with pytest.raises(EnvironmentFailed, match=r"exception[\s\S]*CancelledError"):
+            await pool.step(1, "cancel")
+        assert pool.host_restarts == 0
+    # Those of the check at the start, the cancelled one and the one that failed.
+    assert (tmp_path / "close").read_text() == "xxx"
 
 
 async def test_environments_that_must_not_run_side_by_side() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import random
@@ -67,8 +68,18 @@ class Counting:
             raise RuntimeError(f"told to fail: {argument}")
         if command == "exit":
             raise SystemExit(3)
+        if command == "stop":
+            raise StopIteration
         if command == "sleep":
             time.sleep(float(argument))
+        if command == "nap":
+            began = time.monotonic()
+            time.sleep(float(argument))
+            return nap(began)
+        if command == "vast":
+            return StepResult([{"role": "user", "content": "x" * (65 << 20)}], 0.0, False)
+        if command == "keys":
+            return StepResult([], 0.0, True, {"counts": {1: (2, 3)}})
         if command == "spin":
             while True:
                 pass
@@ -84,6 +95,13 @@ class Counting:
             ctypes.PyDLL(None).sleep(10_000)
         if command == "die":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if command in ("once", "die_again"):
+            path = Path(argument)
+            if path.exists() and command == "die_again":
+                os._exit(7)
+            if path.exists():
+                time.sleep(1000)
+            path.touch()
         if command == "die_once":
             path = Path(argument)
             if not path.exists():
@@ -106,6 +124,38 @@ class Counting:
         if self.directory is not None:
             with (self.directory / what).open("a") as stream:
                 stream.write("x")
+
+
+def nap(began: float) -> StepResult:
+    """A step that says when it began and when it ended."""
+    message: Message = {"role": "user", "content": "slept"}
+    return StepResult([message], 0.0, False, {"began": began, "ended": time.monotonic()})
+
+
+class Waiting:
+    """`Counting` in coroutine functions: "wait" and "nap" wait in the event loop, "sleep" and
+    "spin" keep it."""
+
+    def __init__(self, turns: int = 5, directory: str = "") -> None:
+        self._counting = Counting(turns, directory)
+
+    async def reset(self, prompt: int, seed: int) -> list[Message]:
+        return self._counting.reset(prompt, seed)
+
+    async def step(self, text: str) -> StepResult:
+        command, _, argument = text.partition(" ")
+        if command == "wait":
+            await asyncio.sleep(float(argument))
+        if command == "nap":
+            began = time.monotonic()
+            await asyncio.sleep(float(argument))
+            return nap(began)
+        if command == "cancel":
+            raise asyncio.CancelledError
+        return self._counting.step(text)
+
+    async def close(self) -> None:
+        self._counting.close()
 
 
 class KilledOnce(Counting):
