@@ -23,15 +23,14 @@ import pyarrow as pa
 
 from benchmarks.dispatch_hosts_network import Network
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.dispatch.reads.fetch import fetch
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
-from earl_core.dispatch.remote import Proof, RemoteRead
+from earl_core.dispatch.remote import Proof, Range, RemoteRead
+from earl_core.dispatch.remote.fetch import fetch
+from earl_core.dispatch.remote.incoming import Traffic
 from earl_core.dispatch.remote.range_server import RangeServer
-from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from earl_core.dispatch.segments.pool import Segment
-from earl_core.dispatch.shards.ranges import Range
 from earl_core.dispatch.shards.shard import ShardWriter
 
 COLUMNS = {
@@ -114,7 +113,6 @@ class Worker:
         self.store = ShardStore(directory, _MAX_BYTES)
         addresses = {n: (network.address(h), PORT) for h, n in enumerate(self.names)}
         self.transport = TcpTransport(addresses, _TOKEN, LIMITS)
-        self.local = SharedMemoryTransport(directory, verify=False)
         self.tokens = 0
         self.plan: DispatchPlan | None = None
         self.made: list[ShardEntry] = []
@@ -141,8 +139,9 @@ class Worker:
         if owner is not None:
             plan = replace(plan, owner=np.asarray(owner, dtype=np.int64))
         self.plan = plan
-        busiest = max(one.moved_bytes for one in plan.incoming_by_host.values())
-        return plan.moved_bytes, plan.needed_bytes, busiest
+        traffic = Traffic(plan)
+        busiest = max(one.moved_bytes for one in traffic.by_host.values())
+        return traffic.moved_bytes, traffic.needed_bytes, busiest
 
     def greet(self) -> None:
         """Read a little from every other host, so that all connections are open, as in a run
@@ -191,8 +190,9 @@ class Worker:
         reads: dict[str, tuple[list[Range], list[memoryview]]] = {}
         proofs = {entry.file: Proof.of(entry) for entry in self.plan.entries}
         for rank, writer in enumerate(writers):
+            sources = self.plan.sources_of(rank)
             for name in COLUMNS:
-                place = self.plan.locate(rank, name)
+                place = sources.columns[name]
                 views = writer.rows(name)
                 spans = (place.shard.tolist(), place.start.tolist(), place.length.tolist())
                 for shard, begin, length, view in zip(*spans, views, strict=True):
@@ -201,14 +201,25 @@ class Worker:
                     ranges.append(Range(entry.file, entry.generation, begin, length))
                     into.append(memoryview(view).cast("B"))
         remote = {host: RemoteRead(*read) for host, read in reads.items() if host != self.name}
-        here = {host: RemoteRead(*read) for host, read in reads.items() if host == self.name}
-        copying = threading.Thread(target=self.local.read_all, args=(here, proofs))
+        here = RemoteRead(*reads.get(self.name, ([], [])))
+        copying = threading.Thread(target=self._copy, args=(here,))
         copying.start()
         self.transport.read_all(remote, proofs)
         copying.join()
         entries = [self.store.complete(writer.seal()) for writer in writers]
         self.made += entries
         return entries
+
+    def _copy(self, read: RemoteRead) -> None:
+        """Copy what lies here into place."""
+        assert self.plan is not None
+        entries = {entry.file: entry for entry in self.plan.entries}
+        files = {item.file for item in read.ranges}
+        mapped = {file: self.store.open(entries[file]) for file in files}
+        for item, into in zip(read.ranges, read.into, strict=True):
+            into[:] = mapped[item.file].memory[item.start : item.start + item.length]
+        for one in mapped.values():
+            one.close()
 
     def scatter(self, entry: ShardEntry) -> float:
         """Take this host's shard from the controller's host; when that was done."""

@@ -20,7 +20,8 @@ from benchmarks.dispatch_manifests import manifests
 from benchmarks.dispatch_model import predict
 from benchmarks.harness import Report, Row, interval, median, parser, publish
 from earl_core.dispatch.reads.layout import Layout
-from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch.reads.plan import make_plan
+from earl_core.dispatch.remote.incoming import Traffic
 from earl_core.dispatch.shards.manifest import Manifest, parse_manifest
 
 ROWS_PER_PRODUCER = 16
@@ -95,7 +96,7 @@ def _planning(report: Report, count: int, repetitions: int) -> None:
                 "json_mib": sum(map(len, texts)) / 2**20,
                 "peak_mib": peak / 2**20,
                 "gib": sum(stage.tensor_bytes for stage in stages) / 2**30,
-                "remote": 1 - plan.local_share,
+                "remote": 1 - Traffic(plan).local_share,
                 "uneven": plan.imbalance,
             }
         )
@@ -111,10 +112,10 @@ def _layout(hosts: Sequence[str]) -> Layout:
 def _timed(stages: Sequence[Manifest], layout: Layout) -> float:
     gc.collect()
     begin = time.perf_counter()
-    made = make_plan(stages, layout)
-    ranges = sum(len(incoming) for incoming in made.incoming_by_host.values())
+    traffic = Traffic(make_plan(stages, layout))
+    ranges = sum(len(incoming) for incoming in traffic.by_host.values())
     seconds = time.perf_counter() - begin
-    assert ranges or made.local_share == 1.0
+    assert ranges or traffic.local_share == 1.0
     return seconds
 
 
@@ -127,8 +128,8 @@ def _controller(texts: Sequence[str], layout: Layout) -> tuple[float, int]:
     gc.collect()
     tracemalloc.start()
     stages = [parse_manifest(json.loads(text)) for text in texts]
-    kept = make_plan(stages, layout)
-    kept.incoming_by_host  # noqa: B018  (a cached property: computing it is the point)
+    kept = Traffic(make_plan(stages, layout))
+    kept.by_host  # noqa: B018  (a cached property: computing it is the point)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return seconds, peak
@@ -140,9 +141,10 @@ def _iteration(context: int) -> list[Row]:
     names = [f"host{number:04d}" for number in range(hosts) for _ in range(GPUS_PER_HOST)]
     random = np.random.default_rng(context)
     tokens = _lengths(context, random)
-    layout = Layout(data_parallel=hosts, tensor_parallel=GPUS_PER_HOST, hosts=tuple(names))
+    layout = Layout(data_parallel=hosts, ranks_per_replica=GPUS_PER_HOST, hosts=tuple(names))
     plan = make_plan(manifests(tokens, names), layout)
-    host_first = plan.local_share, _busiest(plan)
+    traffic = Traffic(plan)
+    host_first = traffic.local_share, _busiest(traffic)
     reshuffled = _reshuffled(tokens, hosts, random)
     volume = BYTES_PER_TOKEN_AND_GPU * context * GPUS
     rows: list[Row] = []
@@ -179,15 +181,15 @@ def _lengths(context: int, random: np.random.Generator) -> np.ndarray:
     return np.maximum(each * context, 1).astype(np.int64)
 
 
-def _busiest(plan: DispatchPlan) -> float:
+def _busiest(traffic: Traffic) -> float:
     """How far the busiest host's link lies above the mean bytes received, as a share of it."""
-    received = {host: incoming.moved_bytes for host, incoming in plan.incoming_by_host.items()}
+    received = {host: incoming.moved_bytes for host, incoming in traffic.by_host.items()}
     sent = dict.fromkeys(received, 0)
-    for incoming in plan.incoming_by_host.values():
+    for incoming in traffic.by_host.values():
         per_shard = np.bincount(incoming.shard, weights=incoming.length)
         for shard in np.flatnonzero(per_shard).tolist():
-            sent[plan.entries[shard].host] += int(per_shard[shard])
-    mean = plan.moved_bytes / len(received)
+            sent[traffic.plan.entries[shard].host] += int(per_shard[shard])
+    mean = traffic.moved_bytes / len(received)
     return max([*received.values(), *sent.values()]) / mean - 1 if mean else 0.0
 
 

@@ -1,7 +1,7 @@
 """Data Dispatcher: Arrow shards in recycled shared memory, manifests that describe them, plans of
 who reads what, and transports that bring it there."""
 
-from earl_core.dispatch.reads.batch import Batch, Located
+from earl_core.dispatch.reads.batch import Batch
 from earl_core.dispatch.segments.pool import PoolFull
 from earl_core.dispatch.shards.manifest import (
     Manifest,
@@ -15,7 +15,6 @@ from earl_core.dispatch.shards.store import ShardStore
 
 __all__ = [
     "Batch",
-    "Located",
     "Manifest",
     "ManifestError",
     "PoolFull",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from earl_core.dispatch import Batch, Manifest, ShardStore
-from earl_core.dispatch.reads.batch import row_ids
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import make_plan
+from earl_core.dispatch.reads.sources import sample_ids
 from earl_core.trajectory.schema import SAMPLE_BITS
 
 
@@ -20,7 +20,7 @@ def rows_of_rank(
     moments need not leave the rank. Every stage that asks for the same gets the same rows, so
     that an advantage is computed where its reward was.
     """
-    ids = np.array(row_ids(rollout), dtype=np.int64)
+    ids = sample_ids(rollout)
     if ranks == 1:
         return ids
     units = _groups(store, rollout) if whole_groups else ids >> SAMPLE_BITS

@@ -26,7 +26,6 @@ from earl_core.cluster.context import WorkerContext
 from earl_core.config import RunConfig, parse_config
 from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry
-from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import (
     TRAINED,
@@ -308,7 +307,6 @@ def rank_reader(context: WorkerContext, config: RunConfig, run_directory: str) -
     store = run_store(run_directory, config)
     return RankReader(
         store,
-        SharedMemoryTransport(store.directory),
         context.hosts or (host_name(),) * context.world_size,
         _row_cost(Path(config.model.path)),
         verify=config.dispatch.verify == "always",

@@ -16,7 +16,7 @@ from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from earl_core.dispatch.remote import Proof, RemoteRead
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
-from earl_core.dispatch.shards.ranges import Range
+from earl_core.dispatch.remote.transport import Range
 from earl_core.trajectory.schema import per_token
 
 TOKEN = "a token of the tests"

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from earl_core.dispatch.reads.layout import Layout
-from earl_core.dispatch.reads.sources import batch_rows
+from earl_core.dispatch.reads.sources import sample_ids
 from earl_core.dispatch.shards.manifest import ColumnRange, Manifest, ShardEntry
 
 HOSTS = ("alder", "birch", "cedar", "douglas")
@@ -23,7 +23,6 @@ ROLLOUT = {
 }
 REWARD = {"sample_id": ("int64", None), "reward": ("float32", None)}
 ADVANTAGE = {"sample_id": ("int64", None), "advantages": ("float32", "advantages")}
-PER_TOKEN = {"tokens", "loss_mask", "advantages"}
 Lengths = dict[str, dict[int, int]]
 
 
@@ -139,19 +138,17 @@ def batches(draw: st.DrawFn) -> tuple[World, list[Manifest]]:
 @st.composite
 def layouts(draw: st.DrawFn, columns: set[str]) -> Layout:
     """Any arrangement of up to 24 ranks."""
-    data, context, tensor = (draw(st.integers(1, most)) for most in (4, 3, 2))
+    data, each = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     chosen = draw(st.none() | st.sets(st.sampled_from(sorted(columns)), min_size=1))
     return Layout(
         data_parallel=data,
-        context_parallel=context,
-        tensor_parallel=tensor,
-        hosts=tuple(draw(st.sampled_from((*HOSTS, "elm"))) for _ in range(data * context * tensor)),
+        ranks_per_replica=each,
+        hosts=tuple(draw(st.sampled_from((*HOSTS, "elm"))) for _ in range(data * each)),
         columns=None if chosen is None else tuple(sorted(chosen)),
         linear=draw(st.sampled_from((0.0, 1.0))),
         quadratic=draw(st.sampled_from((0.0, 0.01))),
         keep_groups=draw(st.booleans()),
         max_imbalance=draw(st.sampled_from((0.0, 0.06, 1.0))),
-        pad_to=draw(st.integers(1, 5)),
     )
 
 
@@ -160,4 +157,4 @@ def cases(draw: st.DrawFn) -> tuple[World, list[Manifest], Layout, np.ndarray]:
     world, stages = draw(batches())
     names = set().union(*(stage.column_names() for stage in stages))
     groups = draw(st.lists(st.integers(0, 4), min_size=14, max_size=14))
-    return world, stages, draw(layouts(names)), np.array(groups[: len(batch_rows(stages[-1]))])
+    return world, stages, draw(layouts(names)), np.array(groups[: len(sample_ids(stages[-1]))])

@@ -119,6 +119,24 @@ def test_manifest_is_checked_on_reading(tmp_path: Path, store: ShardStore) -> No
         read_manifest(tmp_path / "nothing.json")
 
 
+def test_a_manifest_of_another_version_is_called_that(tmp_path: Path, store: ShardStore) -> None:
+    path = tmp_path / "rollout.json"
+    write_manifest(path, write(store, [episode(0, [(2, 3)])]))
+    path.write_text(path.read_text().replace("earl.manifest/3", "earl.manifest/2"))
+    words = "it has format earl.manifest/2, this version reads earl.manifest/3"
+    with pytest.raises(ManifestError, match=words) as caught:
+        read_manifest(path)
+    assert "damaged" not in str(caught.value)
+
+
+def test_an_edited_copy_of_an_entry_has_another_layout(store: ShardStore) -> None:
+    (entry,) = write(store, [episode(n, [(2, 3)]) for n in range(2)]).shards
+    before = entry.layout
+    other = entry.model_copy(update={"row_ids": (0, 5)})
+    assert other.layout != before == entry.layout
+    assert other.ids.tolist() == [0, 5]
+
+
 @pytest.fixture(scope="module")
 def manifest_text(sample_store: ShardStore) -> bytes:
     manifest = write(sample_store, [episode(n, [(2, 3)]) for n in range(3)])

@@ -21,8 +21,8 @@ from earl_core.dispatch import Batch, Manifest, ManifestError, ShardCorrupt, Sha
 from earl_core.dispatch.remote import Proof, TransportError
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import TcpTransport
+from earl_core.dispatch.remote.transport import Range
 from earl_core.dispatch.shards.manifest import read_manifest, write_manifest
-from earl_core.dispatch.shards.ranges import Range
 from earl_core.dispatch.spill.storage import Spill, SpillError
 from earl_core.run import RunDirectory
 from earl_core.trajectory.schema import per_token

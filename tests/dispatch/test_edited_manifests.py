@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from earl_core.dispatch import Batch, Manifest, ManifestError, ShardStore
 from earl_core.dispatch.remote import Proof, TransportError
-from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
+from earl_core.dispatch.remote.leased_ranges import leased_views
+from earl_core.dispatch.remote.transport import Range
 from earl_core.dispatch.shards.manifest import parse_manifest
-from earl_core.dispatch.shards.ranges import Range
 from earl_core.dispatch.spill.storage import Spill
-from earl_core.system.host import host_name
 from tests.dispatch.episodes import episode, manifest_of, write
 from tests.dispatch.spilled import UID
 
@@ -147,9 +145,7 @@ def test_edits_are_found_by_the_spill_and_by_other_hosts(
     spill = Spill(f"file://{tmp_path}/spill", UID)
     entry = whole.shards[0]
     spill.put(store.path(entry), entry)
-    transport = SharedMemoryTransport(store.directory)
     start, length = entry.columns["tokens"].values
-    into = np.zeros(length, dtype=np.uint8)
     expected = b"".join(part.tobytes() for part in spill.column(entry, "tokens"))
     tried = refused = 0
     for name, edit in edits(whole):
@@ -167,8 +163,9 @@ def test_edits_are_found_by_the_spill_and_by_other_hosts(
             refused += 1
         item = Range(entry.file, edited.generation, start, length)
         try:
-            transport.read(host_name(), [item], [memoryview(into)], {entry.file: Proof.of(edited)})
-            assert into.tobytes() == expected, name
+            proofs = {entry.file: Proof.of(edited)}
+            with leased_views(store.directory, [item], proofs) as views:
+                assert bytes(views[0]) == expected, name
         except (TransportError, ManifestError):
             refused += 1
     assert refused >= 2 * tried - 3

@@ -17,8 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import Batch, Manifest, ShardStore
-from earl_core.dispatch.reads import parts as parts_module
-from earl_core.dispatch.reads.fetch import fetch
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
 from earl_core.dispatch.remote import (
@@ -29,6 +27,9 @@ from earl_core.dispatch.remote import (
     TimedOut,
     TransportError,
 )
+from earl_core.dispatch.remote.fetch import fetch
+from earl_core.dispatch.remote.incoming import Incoming, Traffic
+from earl_core.dispatch.remote.parts import cut_parts
 from tests.dispatch.hosts import Counting, Hosts, as_host, make_shard, manifest, several_hosts
 
 NAMES = ["a", "b", "c"]
@@ -66,7 +67,7 @@ def copied(batch: Batch) -> dict[int, dict[str, object]]:
     """Everything in a batch, by row."""
     found: dict[int, dict[str, object]] = {int(row): {} for row in batch.rows}
     for name in batch.names():
-        kind = batch.located(name).kind
+        kind = batch.kind(name)
         values: Sequence[object] = (
             batch.strings(name)
             if kind == "string"
@@ -88,13 +89,6 @@ def local(hosts: Hosts, made: Manifest) -> dict[int, dict[str, object]]:
     return found
 
 
-def cut(row: dict[str, object], bounds: tuple[int, int, int]) -> dict[str, object]:
-    """A row cut to a rank's tokens."""
-    start, stop, _ = bounds
-    per_token = ("tokens", "loss_mask")
-    return {n: v[start:stop] if n in per_token else v for n, v in row.items()}  # type: ignore[index]
-
-
 def files_left(hosts: Hosts) -> list[str]:
     """What fetching left behind, other than free segments and the two lock files."""
     return [
@@ -112,8 +106,7 @@ lengths = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 @given(
     shards=st.lists(st.tuples(st.sampled_from(NAMES), lengths), min_size=1, max_size=5),
     data_parallel=st.integers(1, 3),
-    context=st.integers(1, 2),
-    tensor=st.integers(1, 2),
+    each=st.integers(1, 4),
     columns=st.sampled_from([None, ("tokens",), ("reward", "finish_reason", "loss_mask")]),
     part_bytes=st.sampled_from([1, 200, 2**20]),
     data=st.data(),
@@ -122,16 +115,15 @@ def test_any_layout_over_hosts_equals_a_local_read(
     shared_hosts: Hosts,
     shards: list[tuple[str, list[int]]],
     data_parallel: int,
-    context: int,
-    tensor: int,
+    each: int,
     columns: tuple[str, ...] | None,
     part_bytes: int,
     data: st.DataObject,
 ) -> None:
     made = produce(shared_hosts, shards)
-    ranks = data_parallel * context * tensor
+    ranks = data_parallel * each
     places = tuple(data.draw(st.lists(st.sampled_from(NAMES), min_size=ranks, max_size=ranks)))
-    layout = Layout(data_parallel, context, tensor, places, columns)
+    layout = Layout(data_parallel, each, places, columns)
     plan = make_plan([made], layout)
     expected = local(shared_hosts, made)
     transport = shared_hosts.transport()
@@ -144,8 +136,8 @@ def test_any_layout_over_hosts_equals_a_local_read(
         assert batch.rows.tolist() == plan.rows(rank).tolist()
         for row, found in copied(batch).items():
             wanted = {n: v for n, v in expected[row].items() if columns is None or n in columns}
-            assert found == cut(wanted, plan.token_range(rank, row))
-    assert transport.received == plan.moved_bytes, "each byte once per host"
+            assert found == wanted
+    assert transport.received == Traffic(plan).moved_bytes, "each byte once per host"
     for _, batch in batches:
         batch.close()
     transport.close()
@@ -154,8 +146,8 @@ def test_any_layout_over_hosts_equals_a_local_read(
 
 
 def shared_plan(made: Manifest, ranks: int = 4) -> DispatchPlan:
-    """All rows of host a go to tensor-parallel ranks of host b."""
-    return make_plan([made], Layout(1, 1, ranks, ("b",) * ranks))
+    """All rows of host a go to the ranks of one replica on host b."""
+    return make_plan([made], Layout(1, ranks, ("b",) * ranks))
 
 
 def test_ranks_of_a_host_share_one_segment_whenever_they_come(hosts: Hosts) -> None:
@@ -173,13 +165,13 @@ def test_ranks_of_a_host_share_one_segment_whenever_they_come(hosts: Hosts) -> N
         third = fetch(plan, 2, store, transport)
         fourth = fetch(plan, 3, store, transport)
         third.close()
-        assert transport.received == plan.moved_bytes
+        assert transport.received == Traffic(plan).moved_bytes
         fourth.close()
         assert files_left(hosts) == []
         # Again, as a second epoch does.
         for rank in range(4):
             fetch(plan, rank, store, transport).close()
-    assert transport.received == 2 * plan.moved_bytes
+    assert transport.received == 2 * Traffic(plan).moved_bytes
     assert files_left(hosts) == []
     assert store.pool.free_bytes() == sum(
         path.stat().st_size for path in store.directory.glob(".free.*")
@@ -196,7 +188,7 @@ def test_concurrent_ranks_share_the_work(hosts: Hosts) -> None:
         batches = list(
             threads.map(lambda r: fetch(plan, r, store, transport, part_bytes=300_000), range(4))
         )
-    assert transport.received == plan.moved_bytes
+    assert transport.received == Traffic(plan).moved_bytes
     for batch in batches:
         assert copied(batch) == expected
         batch.close()
@@ -351,14 +343,12 @@ def test_local_rows_need_no_transport(hosts: Hosts) -> None:
 
 
 def test_parts_cover_everything_once() -> None:
-    from earl_core.dispatch.shards.ranges import Incoming
-
     draw = np.random.default_rng(3)
     length = draw.integers(1, 500, 200)
     start = np.cumsum(length + draw.integers(1, 9, 200))
     incoming = Incoming(np.zeros(200, np.int64), start, length)
     for most in (1, 64, 1000, 10**6):
-        found = parts_module.cut_parts(incoming, most)
+        found = cut_parts(incoming, most)
         assert [part.first for part in found[1:]] == [part.last for part in found[:-1]]
         assert (found[0].first, found[-1].last) == (0, 200)
         for part in found:

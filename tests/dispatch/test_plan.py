@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
-from earl_core.dispatch.reads.sources import batch_rows
+from earl_core.dispatch.reads.sources import sample_ids
+from earl_core.dispatch.remote.incoming import Traffic
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
-from tests.dispatch.plan_cases import HOSTS, PER_TOKEN, World, cases, even_world, manifest
+from tests.dispatch.plan_cases import HOSTS, World, cases, even_world, manifest
 
 
 def receive(world: World, plan: DispatchPlan, host: str) -> np.ndarray:
     """Run a host's reads into one buffer; every byte at most once, and none that lies here."""
-    incoming, seen = plan.incoming(host), set()
+    incoming, seen = Traffic(plan).incoming(host), set()
     buffer = np.zeros(incoming.size, dtype=np.uint8)
     for shard, start, length, place in zip(
         incoming.shard, incoming.start, incoming.length, incoming.place, strict=True
@@ -34,21 +35,19 @@ def receive(world: World, plan: DispatchPlan, host: str) -> np.ndarray:
         seen |= taken
         buffer[place : place + length] = world.files[entry.host, entry.file][start : start + length]
     needed = {
-        (read.file, byte)
+        (plan.entries[shard].file, byte)
         for rank, where in enumerate(plan.hosts)
         if where == host
-        for read in plan.reads(rank)
-        if read.host != host
-        for byte in range(read.start, read.start + read.length)
+        for column in plan.sources_of(rank).columns.values()
+        for shard, start, length in zip(column.shard, column.start, column.length, strict=True)
+        if plan.entries[shard].host != host
+        for byte in range(start, start + length)
     }
     assert seen == needed
-    spans = {
-        (source, one.file, one.generation, one.start, one.length)
-        for source, ranges in plan.host_reads(host).items()
-        for one in ranges
-    }
-    assert len(spans) == len(incoming)
-    assert {(name, byte) for _, name, _, a, n in spans for byte in range(a, a + n)} == seen
+    whole = Traffic(plan).by_host[host]
+    assert [part.tolist() for part in (whole.shard, whole.start, whole.length)] == [
+        part.tolist() for part in (incoming.shard, incoming.start, incoming.length)
+    ]
     return buffer
 
 
@@ -57,12 +56,13 @@ def delivered(
 ) -> dict[tuple[str, int], bytes]:
     """Every row that a rank gets, from local files and its host's receive buffer."""
     found, host = {}, plan.hosts[rank]
-    for column in plan.columns:
-        place = plan.locate(rank, column)
+    for column, place in plan.sources_of(rank).columns.items():
         away = np.array([plan.entries[shard].host != host for shard in place.shard], dtype=bool)
         landed = np.zeros(len(away), dtype=np.int64)
-        landed[away] = plan.incoming(host).find(
-            place.shard[away], place.start[away], place.length[away]
+        landed[away] = (
+            Traffic(plan)
+            .incoming(host)
+            .find(place.shard[away], place.start[away], place.length[away])
         )
         for index, row in enumerate(plan.rows(rank).tolist()):
             entry = plan.entries[place.shard[index]]
@@ -78,65 +78,39 @@ def test_any_partition_and_layout_reassembles_exactly(case: Any) -> None:
     world, stages, layout, groups = case
     plan = make_plan(stages, layout, groups=groups)
     wanted = set(layout.columns or set().union(*(stage.column_names() for stage in stages)))
-    assert set(plan.columns) == wanted
+    assert set(plan.sources.columns) == wanted
     buffers = {host: receive(world, plan, host) for host in set(plan.hosts)}
     got = [delivered(world, plan, rank, buffers[plan.hosts[rank]]) for rank in range(layout.ranks)]
     replicas: list[list[int]] = []
-    for first in range(0, layout.ranks, layout.context_parallel * layout.tensor_parallel):
+    for first in range(0, layout.ranks, layout.ranks_per_replica):
         rows = plan.rows(first).tolist()
         replicas.append(rows)
-        for (column, row), _ in got[first].items():
-            parts = []
-            for context in range(layout.context_parallel):
-                ranks = range(
-                    first + context * layout.tensor_parallel,
-                    first + (context + 1) * layout.tensor_parallel,
-                )
-                copies = {got[rank][column, row] for rank in ranks}
-                assert len(copies) == 1
-                parts.append(copies.pop())
-            if column in PER_TOKEN:
-                assert b"".join(parts) == world.truth[column, row]
-            else:
-                assert set(parts) == {world.truth[column, row]}
-    assert sorted(row for rows in replicas for row in rows) == batch_rows(stages[-1]).tolist()
+        for place in got[first]:
+            copies = {got[rank][place] for rank in range(first, first + layout.ranks_per_replica)}
+            assert copies == {world.truth[place]}
+    assert sorted(row for rows in replicas for row in rows) == sample_ids(stages[-1]).tolist()
     moved = sum(len(set(_bytes(plan, host))) for host in set(plan.hosts))
-    assert plan.moved_bytes == moved
-    assert plan.needed_bytes >= moved
-    assert 0.0 <= plan.local_share <= 1.0
+    traffic = Traffic(plan)
+    assert traffic.moved_bytes == moved
+    assert traffic.needed_bytes >= moved
+    assert 0.0 <= traffic.local_share <= 1.0
 
 
-def _bytes(plan: DispatchPlan, host: str) -> list[tuple[str, int]]:
+def _bytes(plan: DispatchPlan, host: str) -> list[tuple[str, str, int]]:
     return [
-        (one.file, byte)
-        for ranges in plan.host_reads(host).values()
-        for one in ranges
-        for byte in range(one.start, one.start + one.length)
+        (source, file, byte)
+        for source, file, start, length in crossing(plan, host)
+        for byte in range(start, start + length)
     ]
 
 
-@settings(deadline=None, max_examples=60)
-@given(cases())
-def test_token_ranges_are_equal_contiguous_parts_of_the_padded_row(case: Any) -> None:
-    _, stages, layout, groups = case
-    plan = make_plan(stages, layout, groups=groups)
-    counts = {
-        row: n for s in stages[0].shards for row, n in zip(s.row_ids, s.axes["tokens"], strict=True)
-    }
-    parallel = layout.context_parallel
-    for first in range(0, layout.ranks, parallel * layout.tensor_parallel):
-        for row in plan.rows(first).tolist():
-            ranges = [
-                plan.token_range(first + context * layout.tensor_parallel, row)
-                for context in range(parallel)
-            ]
-            sizes = {stop - start + padding for start, stop, padding in ranges}
-            padded = sizes.pop() * parallel
-            assert not sizes
-            assert padded % (layout.pad_to * parallel) == 0
-            assert 0 <= padded - counts[row] < layout.pad_to * parallel
-            read = [token for start, stop, _ in ranges for token in range(start, stop)]
-            assert read == list(range(counts[row]))
+def crossing(plan: DispatchPlan, host: str) -> list[tuple[str, str, int, int]]:
+    """(host, file, start, length) of all that a host reads from others."""
+    incoming = Traffic(plan).incoming(host)
+    spans = zip(
+        incoming.shard.tolist(), incoming.start.tolist(), incoming.length.tolist(), strict=True
+    )
+    return [(plan.entries[n].host, plan.entries[n].file, start, size) for n, start, size in spans]
 
 
 def dearest(cost: np.ndarray, replicas: int) -> float:
@@ -155,12 +129,12 @@ def test_balance_keeps_the_bound_and_groups_stay_whole(case: Any) -> None:
     counts = {
         row: n for s in stages[0].shards for row, n in zip(s.row_ids, s.axes["tokens"], strict=True)
     }
-    ids = batch_rows(stages[-1]).tolist()
+    ids = sample_ids(stages[-1]).tolist()
     group_of = dict(zip(ids, groups.tolist(), strict=True))
     cost = np.array([layout.linear * counts[r] + layout.quadratic * counts[r] ** 2 for r in ids])
     cost = cost if cost.any() else np.ones(len(ids))
     per_row = dict(zip(ids, cost.tolist(), strict=True))
-    step = layout.context_parallel * layout.tensor_parallel
+    step = layout.ranks_per_replica
     loads = [
         sum(per_row[row] for row in plan.rows(rank).tolist())
         for rank in range(0, layout.ranks, step)
@@ -208,9 +182,9 @@ def test_the_order_of_producers_changes_nothing(case: Any, random: Any) -> None:
     one, other = (make_plan(some, layout, groups=groups) for some in (stages, shuffled))
     assert one.digest == other.digest == make_plan(stages, layout, groups=groups).digest
     for host in set(one.hosts):
-        assert one.host_reads(host) == other.host_reads(host)
-    assert [one.reads(rank) for rank in range(layout.ranks)] == [
-        other.reads(rank) for rank in range(layout.ranks)
+        assert crossing(one, host) == crossing(other, host)
+    assert [one.rows(rank).tolist() for rank in range(layout.ranks)] == [
+        other.rows(rank).tolist() for rank in range(layout.ranks)
     ]
 
 
@@ -220,34 +194,34 @@ def test_rows_stay_where_they_were_made_within_the_bound() -> None:
     layout = Layout(data_parallel=8, hosts=tuple(host for host in HOSTS for _ in range(2)))
     plan = make_plan(stages, layout)
     assert plan.imbalance <= 0.06
-    assert plan.local_share > 0.95
+    assert Traffic(plan).local_share > 0.95
     strict = make_plan(stages, replace(layout, max_imbalance=0.001))
     assert strict.imbalance <= 0.001
-    assert 0.8 < strict.local_share <= plan.local_share
+    assert 0.8 < Traffic(strict).local_share <= Traffic(plan).local_share
 
 
 def test_even_producers_move_nothing() -> None:
     _, stages = even_world(HOSTS, 8, np.full((4, 8), 100))
     plan = make_plan(stages, Layout(data_parallel=4, hosts=HOSTS))
-    assert plan.moved_bytes == 0
-    assert plan.local_share == 1.0
+    assert Traffic(plan).moved_bytes == 0
+    assert Traffic(plan).local_share == 1.0
     assert plan.imbalance == 0.0
-    assert all(plan.host_reads(host) == {} for host in HOSTS)
+    assert all(crossing(plan, host) == [] for host in HOSTS)
 
 
 def test_neighbouring_rows_of_a_column_come_in_one_range() -> None:
     _, stages = even_world(HOSTS[:1], 8, np.full((1, 8), 100))
-    plan = make_plan(stages, Layout(tensor_parallel=2, hosts=("elm", "elm"), columns=("tokens",)))
-    ranges = plan.host_reads("elm")["alder"]
-    assert [one.length for one in ranges] == [8 * 100 * 4]
-    assert plan.moved_bytes == plan.needed_bytes == 8 * 100 * 4
+    layout = Layout(ranks_per_replica=2, hosts=("elm", "elm"), columns=("tokens",))
+    plan = make_plan(stages, layout)
+    assert [(one[0], one[3]) for one in crossing(plan, "elm")] == [("alder", 8 * 100 * 4)]
+    assert Traffic(plan).moved_bytes == Traffic(plan).needed_bytes == 8 * 100 * 4
 
 
 def test_an_empty_batch_has_a_plan() -> None:
     _, stages = even_world(HOSTS[:1], 0, np.zeros((1, 0)))
     plan = make_plan([manifest("rollout", []), *stages], Layout(data_parallel=2))
     assert [len(plan.rows(rank)) for rank in range(2)] == [0, 0]
-    assert plan.moved_bytes == 0
+    assert Traffic(plan).moved_bytes == 0
     assert plan.imbalance == 0.0
 
 
@@ -268,7 +242,12 @@ def test_layouts_that_cannot_be_met_say_why(change: dict[str, Any], words: str) 
 
 @pytest.mark.parametrize(
     "change",
-    [{"data_parallel": 0}, {"pad_to": 0}, {"max_imbalance": -1.0}, {"hosts": ("a", "b")}],
+    [
+        {"data_parallel": 0},
+        {"ranks_per_replica": 0},
+        {"max_imbalance": -1.0},
+        {"hosts": ("a", "b")},
+    ],
 )
 def test_numbers_that_make_no_layout_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="layout"):
@@ -298,7 +277,7 @@ def test_manifests_that_contradict_themselves_are_refused(words: str, damage: An
     shards[0] = shards[0].model_copy(update=damage(shards[0]))
     layout = Layout(data_parallel=2, hosts=("elm", "elm"))
     with pytest.raises(ManifestError, match=words):
-        make_plan([manifest("rollout", shards)], layout).incoming("elm")
+        Traffic(make_plan([manifest("rollout", shards)], layout)).incoming("elm")
 
 
 def test_a_stage_that_lacks_rows_of_a_later_one_is_refused() -> None:

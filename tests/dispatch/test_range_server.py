@@ -20,7 +20,7 @@ from earl_core.dispatch import ShardEntry, ShardStore
 from earl_core.dispatch.remote import Proof, Refused, TimedOut, protocol
 from earl_core.dispatch.remote.range_server import RangeServer, ServerLimits
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
-from earl_core.dispatch.shards.ranges import Range
+from earl_core.dispatch.remote.transport import Range
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, whole
 
 HASTY = ServerLimits(

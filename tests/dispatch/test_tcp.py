@@ -20,14 +20,13 @@ from earl_core.dispatch.remote import (
     Refused,
     RemoteRead,
     TimedOut,
-    Transport,
     TransportError,
     Unreachable,
     protocol,
 )
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
-from earl_core.dispatch.shards.ranges import Range
+from earl_core.dispatch.remote.transport import Range
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, soon, whole
 
 _ASKED = 2**18
@@ -46,7 +45,7 @@ def entry(store: ShardStore) -> ShardEntry:
     return make_shard(store, [70_000, 0, 3, 130_000, 1])
 
 
-def read(transport: Transport, entry: ShardEntry, *ranges: Range) -> list[bytes]:
+def read(transport: TcpTransport, entry: ShardEntry, *ranges: Range) -> list[bytes]:
     into = destination(*ranges)
     transport.read("a", ranges, into, {entry.file: Proof.of(entry)})
     return [bytes(view) for view in into]

@@ -1,4 +1,4 @@
-"""What both transports promise."""
+"""What is promised of ranges that come from another host."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from earl_core.dispatch.remote import (
     Proof,
     Refused,
     RemoteRead,
-    Transport,
     TransportError,
 )
 from earl_core.dispatch.remote.range_server import RangeServer
-from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
 from earl_core.dispatch.remote.tcp import TcpTransport
-from earl_core.dispatch.shards.ranges import Range
+from earl_core.dispatch.remote.transport import Range
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, soon, whole
 
 ROWS = [70_000, 0, 3, 130_000, 1]
@@ -44,25 +42,22 @@ def entry(store: ShardStore) -> ShardEntry:
     return make_shard(store, ROWS)
 
 
-@pytest.fixture(params=["shared_memory", "tcp"])
-def transport(request: pytest.FixtureRequest, store: ShardStore) -> Iterator[Transport]:
-    if request.param == "shared_memory":
-        yield SharedMemoryTransport(store.directory)
-        return
+@pytest.fixture
+def transport(store: ShardStore) -> Iterator[TcpTransport]:
     with RangeServer(store.directory, TOKEN) as server:
         made = TcpTransport({"a": server.address}, TOKEN)
         yield made
         made.close()
 
 
-def read(transport: Transport, entry: ShardEntry, *ranges: Range) -> list[bytes]:
+def read(transport: TcpTransport, entry: ShardEntry, *ranges: Range) -> list[bytes]:
     into = destination(*ranges)
     transport.read("a", ranges, into, {entry.file: Proof.of(entry)})
     return [bytes(view) for view in into]
 
 
 def test_whole_columns_and_pieces_arrive_exactly(
-    transport: Transport, store: ShardStore, entry: ShardEntry
+    transport: TcpTransport, store: ShardStore, entry: ShardEntry
 ) -> None:
     start, length = entry.columns["tokens"].values
     pieces = [
@@ -80,7 +75,7 @@ def test_whole_columns_and_pieces_arrive_exactly(
 )
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 3 * 10**5)), max_size=12))
 def test_any_ranges(
-    transport: Transport, store: ShardStore, entry: ShardEntry, spans: list[tuple[int, int]]
+    transport: TcpTransport, store: ShardStore, entry: ShardEntry, spans: list[tuple[int, int]]
 ) -> None:
     begin, size = entry.body
     ranges = [
@@ -90,7 +85,7 @@ def test_any_ranges(
     assert read(transport, entry, *ranges) == [file_bytes(store, item) for item in ranges]
 
 
-def test_many_small_ranges_and_several_files(transport: Transport, store: ShardStore) -> None:
+def test_many_small_ranges_and_several_files(transport: TcpTransport, store: ShardStore) -> None:
     entries = [make_shard(store, [50, 9], first=2 * n) for n in range(270)]
     ranges = [
         Range(e.file, e.generation, e.columns["tokens"].values[0] + 16 * n, 4)
@@ -104,7 +99,7 @@ def test_many_small_ranges_and_several_files(transport: Transport, store: ShardS
 
 
 def test_reads_into_typed_memory(
-    transport: Transport, store: ShardStore, entry: ShardEntry
+    transport: TcpTransport, store: ShardStore, entry: ShardEntry
 ) -> None:
     item = whole(entry)
     values = np.zeros(item.length // 4, np.int32)
@@ -124,7 +119,7 @@ def test_reads_into_typed_memory(
     ],
 )
 def test_ranges_outside_of_the_data_are_refused(
-    transport: Transport, entry: ShardEntry, where: Callable[[ShardEntry], tuple[int, int]]
+    transport: TcpTransport, entry: ShardEntry, where: Callable[[ShardEntry], tuple[int, int]]
 ) -> None:
     with pytest.raises(Refused, match="outside"):
         read(transport, entry, Range(entry.file, entry.generation, *where(entry)))
@@ -145,7 +140,7 @@ def test_ranges_outside_of_the_data_are_refused(
         "{}\0",
     ],
 )
-def test_other_names_are_refused(transport: Transport, entry: ShardEntry, name: str) -> None:
+def test_other_names_are_refused(transport: TcpTransport, entry: ShardEntry, name: str) -> None:
     file = name.format(entry.file)
     item = whole(entry)._replace(file=file)
     proofs = {file: replace(Proof.of(entry), file=file)}
@@ -154,7 +149,7 @@ def test_other_names_are_refused(transport: Transport, entry: ShardEntry, name: 
 
 
 def test_a_link_out_of_the_run_is_not_followed(
-    transport: Transport, store: ShardStore, entry: ShardEntry, tmp_path: Path
+    transport: TcpTransport, store: ShardStore, entry: ShardEntry, tmp_path: Path
 ) -> None:
     outside = tmp_path / entry.file
     (store.directory / entry.file).rename(outside)
@@ -164,7 +159,7 @@ def test_a_link_out_of_the_run_is_not_followed(
 
 
 def test_a_released_shard_is_gone(
-    transport: Transport, store: ShardStore, entry: ShardEntry
+    transport: TcpTransport, store: ShardStore, entry: ShardEntry
 ) -> None:
     read(transport, entry, whole(entry))
     assert soon(lambda: store.release(entry))
@@ -172,7 +167,7 @@ def test_a_released_shard_is_gone(
         read(transport, entry, whole(entry))
 
 
-def test_an_old_generation_is_gone(transport: Transport, entry: ShardEntry) -> None:
+def test_an_old_generation_is_gone(transport: TcpTransport, entry: ShardEntry) -> None:
     proof = replace(Proof.of(entry), generation=entry.generation - 1)
     item = whole(entry)._replace(generation=entry.generation - 1)
     with pytest.raises(Gone):
@@ -182,7 +177,7 @@ def test_an_old_generation_is_gone(transport: Transport, entry: ShardEntry) -> N
 
 
 def test_no_lease_stays_after_reading(
-    transport: Transport, store: ShardStore, entry: ShardEntry
+    transport: TcpTransport, store: ShardStore, entry: ShardEntry
 ) -> None:
     read(transport, entry, whole(entry))
     with pytest.raises(Refused):
@@ -192,7 +187,7 @@ def test_no_lease_stays_after_reading(
 
 @pytest.mark.parametrize("part", ["body", "checksums"])
 def test_damaged_memory_of_the_producer_is_found(
-    transport: Transport, store: ShardStore, entry: ShardEntry, part: str
+    transport: TcpTransport, store: ShardStore, entry: ShardEntry, part: str
 ) -> None:
     item = whole(entry)
     place = item.start + 300_000 if part == "body" else entry.checksums[0] + 3
@@ -214,7 +209,7 @@ def test_a_pending_checksum_is_refused(entry: ShardEntry) -> None:
 
 
 def test_descriptions_that_contradict_themselves_are_refused(
-    transport: Transport, entry: ShardEntry
+    transport: TcpTransport, entry: ShardEntry
 ) -> None:
     proof = Proof.of(entry)
     item = whole(entry)
@@ -229,13 +224,13 @@ def test_descriptions_that_contradict_themselves_are_refused(
 
 
 def test_a_destination_of_another_length_is_a_mistake(
-    transport: Transport, entry: ShardEntry
+    transport: TcpTransport, entry: ShardEntry
 ) -> None:
     with pytest.raises(ValueError, match="exactly its length"):
         transport.read("a", [whole(entry)], [memoryview(bytearray(3))], {})
 
 
-def test_several_threads(transport: Transport, store: ShardStore, entry: ShardEntry) -> None:
+def test_several_threads(transport: TcpTransport, store: ShardStore, entry: ShardEntry) -> None:
     wanted = [whole(entry, name) for name in entry.columns]
     expected = [file_bytes(store, item) for item in wanted]
     with ThreadPoolExecutor(6) as threads:
@@ -243,12 +238,12 @@ def test_several_threads(transport: Transport, store: ShardStore, entry: ShardEn
     assert all(result == expected for result in results)
 
 
-def _read_in_child(transport: Transport, entry: ShardEntry, queue: object) -> None:
+def _read_in_child(transport: TcpTransport, entry: ShardEntry, queue: object) -> None:
     queue.put(read(transport, entry, whole(entry)))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_children(transport: Transport, store: ShardStore, entry: ShardEntry, method: str) -> None:
+def test_children(transport: TcpTransport, entry: ShardEntry, method: str) -> None:
     before = read(transport, entry, whole(entry))
     context = multiprocessing.get_context(method)
     queue = context.Queue()

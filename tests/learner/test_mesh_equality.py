@@ -48,11 +48,11 @@ def test_every_mesh_equals_one_process(ranks: int, meshes: int, computed: Path) 
 
 def test_ranks_are_numbered_as_the_dispatcher_numbers_them() -> None:
     shape = MeshShape(replicate=2, shard=3, context=2, tensor=2)
-    layout = Layout(data_parallel=6, context_parallel=2, tensor_parallel=2)
+    layout = Layout(data_parallel=6, ranks_per_replica=4)
     assert shape.size == layout.ranks == 24
     for rank in range(shape.size):
-        replicate, shard, context, tensor = shape.coordinates(rank)
-        assert (replicate * 3 + shard, context, tensor) == layout.coordinates(rank)
+        replicate, shard, _, _ = shape.coordinates(rank)
+        assert replicate * 3 + shard == layout.replica(rank)
     with pytest.raises(IndexError):
         shape.coordinates(24)
     deployment = StageDeployment(

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from earl_core.dispatch import Manifest
-from earl_core.dispatch.remote.shared_memory import SharedMemoryTransport
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import (
     SCORED,
@@ -36,9 +35,7 @@ def recorded(tmp_path: Path) -> Iterator[Recorded]:
 
 
 def reader(recorded: Recorded, ranks: int) -> RankReader:
-    store = recorded.store
-    hosts = (host_name(),) * ranks
-    return RankReader(store, SharedMemoryTransport(store.directory), hosts, RowCost(1.0, 0.01))
+    return RankReader(recorded.store, (host_name(),) * ranks, RowCost(1.0, 0.01))
 
 
 def mesh(shape: MeshShape, rank: int) -> UpdateMesh:

@@ -1,4 +1,4 @@
-"""Where every row's bytes lie: the joined columns of several manifests, as arrays.
+"""The join of manifests by row: where the bytes of every row of every column lie, as arrays.
 
 Works from manifests alone. A list column's rows are found by summing the row lengths of its
 axis, so no reader ever needs the offsets that the shard itself holds. That an entry's ranges fit
@@ -8,27 +8,27 @@ its rows and its file is checked where entries are made (`ShardEntry`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from earl_core.dispatch.shards.manifest import TOKEN_AXIS, Manifest, ManifestError, ShardEntry
+
+Kind = Literal["scalar", "list", "string"]
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnSource:
     """One column of the rows, in their order.
 
-    dtype: the manifest's name of it; itemsize: bytes of an element (1 for strings); per_token:
-    each row has one element per token, so that context-parallel ranks share it out; manifest:
-    which manifest holds it. shard, start, length: int64 per row, the shard's index in
-    `Sources.entries` and the bytes of the row's values within its file.
+    dtype: of its elements; strings are bytes of UTF-8. manifest: which manifest holds it. shard,
+    start, length: int64 per row, the shard's index in `Sources.entries` and the bytes of the row's
+    values within its file.
     """
 
-    dtype: str
-    itemsize: int
-    per_token: bool
+    kind: Kind
+    dtype: np.dtype
     manifest: int
     shard: np.ndarray
     start: np.ndarray
@@ -40,7 +40,7 @@ class Sources:
     """The rows of a batch and where their columns lie.
 
     entries: all shards, manifest after manifest, by (host, file) within one. rows: int64
-    sample_ids, ascending. tokens: int64, tokens per row; zeros where no column is a list.
+    sample_ids. tokens: int64, tokens per row; zeros where no manifest counts them.
     """
 
     entries: tuple[ShardEntry, ...]
@@ -48,68 +48,90 @@ class Sources:
     tokens: np.ndarray
     columns: dict[str, ColumnSource]
 
+    def take(self, members: np.ndarray) -> Sources:
+        """Some of the rows. members: int64 row numbers."""
+        if np.array_equal(members, np.arange(len(self.rows))):
+            return self
+        # Columns of one manifest share the array, before and after.
+        shards = {number: shard[members] for number, shard in self._shard_arrays().items()}
+        columns = {
+            name: replace(
+                column,
+                shard=shards[id(column.shard)],
+                start=column.start[members],
+                length=column.length[members],
+            )
+            for name, column in self.columns.items()
+        }
+        return Sources(self.entries, self.rows[members], self.tokens[members], columns)
 
-def batch_rows(manifest: Manifest) -> np.ndarray:
+    def shards(self) -> list[int]:
+        """Numbers of the shards that hold a column of a row, ascending."""
+        arrays = self._shard_arrays().values()
+        return sorted({number for shard in arrays for number in np.unique(shard).tolist()})
+
+    def _shard_arrays(self) -> dict[int, np.ndarray]:
+        return {id(column.shard): column.shard for column in self.columns.values()}
+
+
+def sample_ids(manifest: Manifest) -> np.ndarray:
     """int64 sample_ids of a manifest's rows, ascending. Raises `ManifestError` on duplicates."""
-    rows = np.sort(integers(chain.from_iterable(entry.row_ids for entry in manifest.shards)))
-    refuse_duplicates(rows, f"the {manifest.stage} manifest of iteration {manifest.iteration}")
+    rows = np.sort(_joined(entry.ids for entry in manifest.shards))
+    _refuse_duplicates(rows, _named(manifest))
     return rows
 
 
-def join(manifests: Sequence[Manifest], columns: Sequence[str] | None = None) -> Sources:
+def join(
+    manifests: Sequence[Manifest],
+    columns: Sequence[str] | None = None,
+    rows: Iterable[int] | None = None,
+) -> Sources:
     """Join manifests by sample_id; a column of several comes from the first that has it.
 
-    The rows of the last manifest decide. Raises `ManifestError` when a manifest contradicts
-    itself or lacks rows of the last, `ValueError` when a wanted column is nowhere.
+    rows: the sample_ids wanted, in any order; None for those of the last manifest, ascending, so
+    that a later stage that kept fewer decides. Raises `ManifestError` when a manifest contradicts
+    itself, lacks a row or has one twice, `ValueError` when a wanted column is nowhere.
     """
     if not manifests:
         raise ValueError("a batch needs at least one manifest")
-    rows = batch_rows(manifests[-1])
-    tables: list[_Table] = []
-    for manifest in manifests:
-        tables.append(_Table(manifest, rows, sum(len(table.entries) for table in tables)))
-    tokens = _tokens(tables, len(rows))
+    wanted = sample_ids(manifests[-1]) if rows is None else np.fromiter(rows, dtype=np.int64)
+    if rows is not None:
+        _refuse_duplicates(np.sort(wanted), "the rows of a batch")
+    entries: list[ShardEntry] = []
     found: dict[str, ColumnSource] = {}
-    for number, table in enumerate(tables):
-        token_axis = table.token_axis()
-        if token_axis is not None and not np.array_equal(table.lengths(token_axis), tokens):
-            token_axis = None
-        for name in sorted(table.names):
-            if name not in found and (columns is None or name in columns):
-                found[name] = table.column(name, number, token_axis)
+    tokens: np.ndarray | None = None
+    for number, manifest in enumerate(manifests):
+        table = _Table(manifest, number, wanted, len(entries))
+        entries += table.entries
+        if tokens is None and all(TOKEN_AXIS in entry.axes for entry in table.entries):
+            tokens = table.axis(TOKEN_AXIS)[0]
+        for name in sorted(manifest.column_names() - set(found)):
+            if columns is None or name in columns:
+                found[name] = table.column(name)
     missing = sorted(set(columns or ()) - set(found))
     if missing:
         raise ValueError(
             f"no manifest has the columns {missing}: the stages "
             f"{[manifest.stage for manifest in manifests]} wrote others"
         )
-    entries = tuple(entry for table in tables for entry in table.entries)
-    return Sources(entries, rows, tokens, found)
-
-
-def _tokens(tables: Sequence[_Table], rows: int) -> np.ndarray:
-    with_lists = [table for table in tables if table.token_axis() is not None]
-    named = [table for table in with_lists if table.token_axis() == TOKEN_AXIS]
-    for table in named or with_lists:
-        axis = table.token_axis()
-        assert axis is not None
-        return table.lengths(axis)
-    return np.zeros(rows, dtype=np.int64)
+    if tokens is None:
+        tokens = np.zeros(len(wanted), dtype=np.int64)
+    return Sources(tuple(entries), wanted, tokens, found)
 
 
 class _Table:
-    """One manifest's shards, and where the wanted rows stand in them."""
+    """One manifest's shards, and where the wanted rows stand in them. before: shards of others."""
 
-    def __init__(self, manifest: Manifest, rows: np.ndarray, base: int) -> None:
+    def __init__(self, manifest: Manifest, number: int, rows: np.ndarray, before: int) -> None:
         self.entries = sorted(manifest.shards, key=lambda entry: (entry.host, entry.file))
-        self.names = manifest.column_names()
-        self._what = f"the {manifest.stage} manifest of iteration {manifest.iteration}"
-        counts = integers(entry.rows for entry in self.entries)
-        ids = integers(chain.from_iterable(entry.row_ids for entry in self.entries))
+        self._number = number
+        self._what = _named(manifest)
+        counts = np.array([entry.rows for entry in self.entries], dtype=np.int64)
+        ids = _joined(entry.ids for entry in self.entries)
         self._first = np.cumsum(counts) - counts
         order = np.argsort(ids, kind="stable")
         ordered = ids[order]
-        refuse_duplicates(ordered, self._what)
+        _refuse_duplicates(ordered, self._what)
         places = np.searchsorted(ordered, rows)
         if len(rows) and (
             len(ids) == 0 or (ordered[np.minimum(places, len(ids) - 1)] != rows).any()
@@ -119,69 +141,52 @@ class _Table:
         """Number of each wanted row among all rows of all shards."""
         self._local = np.repeat(np.arange(len(self.entries)), counts)[self._flat]
         """Shard of each wanted row, counted within this manifest."""
-        self._shard = self._local + base
+        self._shard = self._local + before
         self._axes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
-    def token_axis(self) -> str | None:
-        """The axis that counts tokens: the one of that name, else the first that is no string's."""
-        if not self.entries:
-            return None
-        entry = self.entries[0]
-        if TOKEN_AXIS in entry.axes:
-            return TOKEN_AXIS
-        strings = {c.axis for c in entry.columns.values() if c.dtype == "string"}
-        return next((axis for axis in entry.axes if axis not in strings), None)
-
-    def lengths(self, axis: str) -> np.ndarray:
-        """int64: elements of each wanted row along an axis."""
-        return self._axis(axis)[0]
-
-    def column(self, name: str, manifest: int, token_axis: str | None) -> ColumnSource:
+    def column(self, name: str) -> ColumnSource:
         """The bytes of one column for the wanted rows."""
         ranges = [entry.columns[name] for entry in self.entries]
         kinds = {(column.dtype, column.axis) for column in ranges}
         if len(kinds) != 1:
             raise ManifestError(f"{self._what} has column {name!r} in different types: {kinds}")
-        dtype, axis = kinds.pop()
-        itemsize = ranges[0].itemsize
-        begins = integers(column.values[0] for column in ranges)
+        text, axis = kinds.pop()
+        dtype = np.dtype("uint8" if text == "string" else text)
+        begins = np.array([column.values[0] for column in ranges], dtype=np.int64)
+        kind: Kind = "string" if text == "string" else "list"
         if axis is None:
+            kind = "scalar"
             elements = np.ones(len(self._flat), dtype=np.int64)
             before = self._flat - self._first[self._local]
         else:
-            elements, before = self._axis(axis)
+            elements, before = self.axis(axis)
         return ColumnSource(
+            kind=kind,
             dtype=dtype,
-            itemsize=itemsize,
-            per_token=axis is not None and axis == token_axis,
-            manifest=manifest,
+            manifest=self._number,
             shard=self._shard,
-            start=begins[self._local] + before * itemsize,
-            length=elements * itemsize,
+            start=begins[self._local] + before * dtype.itemsize,
+            length=elements * dtype.itemsize,
         )
 
-    def _axis(self, axis: str) -> tuple[np.ndarray, np.ndarray]:
+    def axis(self, axis: str) -> tuple[np.ndarray, np.ndarray]:
         """Elements of each wanted row, and elements before it in its shard; int64."""
         if axis not in self._axes:
-            try:
-                every = integers(chain.from_iterable(e.axes[axis] for e in self.entries))
-            except KeyError as error:
-                raise ManifestError(f"{self._what} lacks the row lengths of {axis!r}") from error
+            every = _joined(entry.lengths[axis] for entry in self.entries)
             sums = np.concatenate([[0], np.cumsum(every)])
             before = sums[self._flat] - sums[self._first][self._local]
             self._axes[axis] = (every[self._flat], before)
         return self._axes[axis]
 
 
-def refuse_duplicates(ordered: np.ndarray, what: str) -> None:
-    """Raise `ManifestError` when sorted sample_ids hold one twice."""
+def _named(manifest: Manifest) -> str:
+    return f"the {manifest.stage} manifest of iteration {manifest.iteration}"
+
+
+def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+
+def _refuse_duplicates(ordered: np.ndarray, what: str) -> None:
     if (ordered[1:] == ordered[:-1]).any():
         raise ManifestError(f"{what} has a sample_id twice")
-
-
-def integers(values: Iterable[int]) -> np.ndarray:
-    """int64 array of numbers that a manifest holds. Raises `ManifestError` beyond 64 bits."""
-    try:
-        return np.fromiter(values, dtype=np.int64)
-    except OverflowError as error:
-        raise ManifestError("a manifest holds a number beyond 64 bits") from error

@@ -4,10 +4,10 @@ from earl_core.dispatch.remote.transport import (
     Corrupt,
     Gone,
     Proof,
+    Range,
     Refused,
     RemoteRead,
     TimedOut,
-    Transport,
     TransportError,
     Unreachable,
 )
@@ -16,10 +16,10 @@ __all__ = [
     "Corrupt",
     "Gone",
     "Proof",
+    "Range",
     "Refused",
     "RemoteRead",
     "TimedOut",
-    "Transport",
     "TransportError",
     "Unreachable",
 ]

@@ -13,8 +13,7 @@ import xxhash
 
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.sockets import remaining
-from earl_core.dispatch.remote.transport import Corrupt, Proof, RemoteRead, proof_for
-from earl_core.dispatch.shards.ranges import Range
+from earl_core.dispatch.remote.transport import Corrupt, Proof, Range, RemoteRead, proof_for
 
 _VECTOR = 64
 

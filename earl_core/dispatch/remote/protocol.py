@@ -27,11 +27,11 @@ from earl_core.dispatch.remote.transport import (
     Corrupt,
     Gone,
     Proof,
+    Range,
     Refused,
     TimedOut,
     TransportError,
 )
-from earl_core.dispatch.shards.ranges import Range
 
 MAGIC = b"EARLRNG2"
 NONCE_BYTES = 32

@@ -21,7 +21,7 @@ from types import TracebackType
 import xxhash
 
 from earl_core.dispatch.remote import protocol
-from earl_core.dispatch.remote.shared_memory import leased_views
+from earl_core.dispatch.remote.leased_ranges import leased_views
 from earl_core.dispatch.remote.sockets import drain, receive, send_all, tune
 from earl_core.dispatch.remote.transport import Refused, TimedOut, TransportError
 
@@ -201,7 +201,7 @@ class RangeServer:
                     f"a request for {request.total_bytes:,} bytes is too large: at most "
                     f"{self.limits.max_request_bytes:,} are answered at a time"
                 )
-            with leased_views(self.directory, request.ranges, request.proofs, True) as views:
+            with leased_views(self.directory, request.ranges, request.proofs) as views:
                 digest = xxhash.xxh3_64()
                 for view in views:
                     digest.update(view)

@@ -24,13 +24,13 @@ from earl_core.dispatch.remote.peer import Peer, cut
 from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
 from earl_core.dispatch.remote.transport import (
     Proof,
+    Range,
     Refused,
     RemoteRead,
     TimedOut,
     TransportError,
     Unreachable,
 )
-from earl_core.dispatch.shards.ranges import Range
 from earl_core.system.host import host_name
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
@@ -99,11 +99,14 @@ class TcpTransport:
         into: Sequence[memoryview],
         proofs: Mapping[str, Proof],
     ) -> None:
-        """Fill `into` from one host."""
+        """Fill `into` from one host; `proofs` by file name. Errors as in `read_all`."""
         self.read_all({host: RemoteRead(ranges, into)}, proofs)
 
     def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
-        """Fill from several hosts at the same time."""
+        """Fill from several hosts at the same time.
+
+        Raises `TransportError`; the destinations' contents are then undefined.
+        """
         peers = []
         for host in rotated(reads):
             queue = cut(reads[host], proofs, self.limits.request_bytes)

@@ -1,6 +1,6 @@
-"""What every transport does: bring byte ranges of sealed shards into given memory, or say why not.
+"""What is asked of another host: byte ranges of sealed shards, or why they cannot be had.
 
-A transport gives verified bytes or raises; it never gives wrong ones. Blocks are checked against
+The transport gives verified bytes or raises; it never gives wrong ones. Blocks are checked against
 the shard's block table at the side that holds the shard, and the table against the checksum of the
 manifest, so that memory which went bad on the producer is found before it is trained on.
 """
@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from earl_core.dispatch.shards.manifest import ShardEntry
-from earl_core.dispatch.shards.ranges import Range
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}-(\d{1,20})\.arrow")
 """Names that may be asked for: a sealed shard, with its generation, in the run's own directory."""
@@ -41,6 +40,15 @@ class Corrupt(TransportError):
 
 class Gone(TransportError):
     """The shard was released, or is of another generation than its manifest."""
+
+
+class Range(NamedTuple):
+    """`length` bytes from byte `start` of a shard's file, which must be of this generation."""
+
+    file: str
+    generation: int
+    start: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +99,6 @@ class RemoteRead:
         wanted = [item.length for item in self.ranges]
         if wanted != [view.nbytes for view in self.into]:
             raise ValueError("every range needs a destination of exactly its length")
-
-
-class Transport(Protocol):
-    """Reads ranges of sealed shards. Safe to use from several threads, and after a fork."""
-
-    def read(
-        self,
-        host: str,
-        ranges: Sequence[Range],
-        into: Sequence[memoryview],
-        proofs: Mapping[str, Proof],
-    ) -> None:
-        """Fill `into` from one host; `proofs` by file name.
-
-        Raises `TransportError`; the destinations' contents are then undefined.
-        """
-        ...
-
-    def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
-        """Fill from several hosts at the same time."""
-        ...
-
-    def close(self) -> None:
-        """Close connections. Reading again opens new ones."""
-        ...
 
 
 def proof_for(item: Range, proofs: Mapping[str, Proof]) -> Proof:

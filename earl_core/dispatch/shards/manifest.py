@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import xxhash
@@ -93,7 +95,17 @@ class ShardEntry(_Record):
                 return self.axes[column.axis]
         return ()
 
-    @property
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """`row_ids` as int64. Raises `ManifestError` for a number beyond 64 bits."""
+        return _integers(self.row_ids)
+
+    @cached_property
+    def lengths(self) -> dict[str, np.ndarray]:
+        """`axes` as int64. Raises `ManifestError` for a number beyond 64 bits."""
+        return {axis: _integers(lengths) for axis, lengths in self.axes.items()}
+
+    @cached_property
     def layout(self) -> int:
         """xxh3_64 over what says where everything lies: rows, lengths, columns, body, blocks.
 
@@ -101,16 +113,20 @@ class ShardEntry(_Record):
         Raises `ManifestError` for a number beyond 64 bits.
         """
         digest = xxhash.xxh3_64(repr((self.rows, self.body, self.block_bytes)).encode())
-        try:
-            for name, numbers in (("", self.row_ids), *sorted(self.axes.items())):
-                digest.update(f"{name}:{len(numbers)}:".encode())
-                digest.update(np.array(numbers, dtype=np.int64).tobytes())
-        except OverflowError as error:
-            raise ManifestError("a manifest holds a number beyond 64 bits") from error
+        for name, numbers in (("", self.ids), *sorted(self.lengths.items())):
+            digest.update(f"{name}:{len(numbers)}:".encode())
+            digest.update(numbers.tobytes())
         for name, column in sorted(self.columns.items()):
             place = (name, column.dtype, column.values, column.offsets, column.axis)
             digest.update(repr(place).encode())
         return digest.intdigest()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's; nothing computed of the old numbers vouches for new ones."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in ("ids", "lengths", "layout"):
+            copied.__dict__.pop(name, None)
+        return copied
 
     @model_validator(mode="after")
     def _ranges_fit(self) -> ShardEntry:
@@ -144,10 +160,14 @@ class ShardEntry(_Record):
         return self
 
 
+_Format = Literal["earl.manifest/3"]
+(FORMAT,) = get_args(_Format)
+
+
 class Manifest(_Record):
     """What one stage or step of one iteration produced."""
 
-    format: Literal["earl.manifest/3"] = "earl.manifest/3"
+    format: _Format = FORMAT
     run: str
     iteration: int = Field(ge=0)
     stage: str
@@ -208,16 +228,22 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise ManifestError(f"the manifest {path} cannot be read: {error.strerror}") from error
     try:
-        return parse_manifest(json.loads(raw))
+        content = json.loads(raw)
+        return parse_manifest(content)
     except (ValueError, RecursionError, ManifestError) as error:
+        other = isinstance(error, ManifestError) and _other_format(content) is not None
+        trouble = "is of another version" if other else "is damaged"
         raise ManifestError(
-            f"the manifest {path} is damaged ({str(error).splitlines()[0]}); delete it and its "
+            f"the manifest {path} {trouble} ({str(error).splitlines()[0]}); delete it and its "
             "stage is repeated on resume"
         ) from error
 
 
 def parse_manifest(raw: Any) -> Manifest:
     """A manifest from plain JSON, checked against its digest. Raises `ManifestError`."""
+    other = _other_format(raw)
+    if other is not None:
+        raise ManifestError(f"it has format {other}, this version reads {FORMAT}")
     try:
         manifest = Manifest.model_validate(raw)
         digest = manifest.content_digest()
@@ -226,3 +252,18 @@ def parse_manifest(raw: Any) -> Manifest:
     if manifest.digest != digest:
         raise ManifestError("its digest does not match its content")
     return manifest
+
+
+def _other_format(raw: Any) -> str | None:
+    """The format of a manifest that another version of EARL wrote."""
+    found = raw.get("format") if isinstance(raw, dict) else None
+    kind = FORMAT.rpartition("/")[0] + "/"
+    named = isinstance(found, str) and found.startswith(kind) and found != FORMAT
+    return str(found) if named else None
+
+
+def _integers(values: tuple[int, ...]) -> np.ndarray:
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        raise ManifestError("a manifest holds a number beyond 64 bits") from error

@@ -1,7 +1,7 @@
 """Between shards and training samples: each rank's rows, as views into shared memory.
 
 Every rank makes the same plan from the manifests and reads its own rows from it, and only the
-columns it needs. Ranks of one replica (context x tensor) read the same rows whole: tensor ranks
+columns it needs. Ranks of one replica (context x tensor) read the same rows, whole: tensor ranks
 compute on equal data, and context ranks need all tokens to know which beginnings samples share.
 On one host they share the mapping, so that nothing is read twice.
 """
@@ -15,10 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.dispatch.reads.fetch import fetch
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
-from earl_core.dispatch.remote import Transport
 from earl_core.learner.data.minibatches import SampleTable, split_table
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh
@@ -32,6 +30,9 @@ _VERSIONS = ("turn_starts", "policy_version_first", "policy_version_last")
 
 TRAINED = (*SCORED, *_VERSIONS, "advantages", "reference_logprobs")
 """Columns of a sample that is trained on; the reference's only where there is one."""
+
+Read = Callable[[DispatchPlan, int, ShardStore, bool], Batch]
+"""(plan, rank, store, verify) → the rank's rows."""
 
 Split = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(sample_id, group_id) of all rows → the number of the part of each; all int64."""
@@ -55,19 +56,25 @@ class RowCost:
         return cls(float(matrices), float(model.layers * model.query_size))
 
 
+def read_here(plan: DispatchPlan, rank: int, store: ShardStore, verify: bool) -> Batch:
+    """The rank's rows of a plan whose shards all lie on this host; errors as `Batch` raises."""
+    return Batch.of(plan.sources_of(rank), store, verify)
+
+
 @dataclass(frozen=True)
 class RankReader:
     """Reads what one rank of a stage works on.
 
-    hosts: of every rank, as manifests name them. transport: brings what lies on other hosts.
-    verify: check the shards' bytes on every read.
+    hosts: of every rank, as manifests name them. verify: check the shards' bytes on every read.
+    read: how a rank gets its rows; where shards lie on several hosts,
+    `earl_core.dispatch.remote.fetch`.
     """
 
     store: ShardStore
-    transport: Transport
     hosts: tuple[str, ...]
     cost: RowCost = RowCost()
     verify: bool = False
+    read: Read = read_here
 
     def open(
         self,
@@ -78,10 +85,10 @@ class RankReader:
     ) -> Batch:
         """The rank's rows of the last manifest, with those of `columns` that any manifest has.
 
-        The batch may be empty. Raises what `make_plan` and `fetch` raise.
+        The batch may be empty. Raises what `make_plan` and `read` raise.
         """
         plan = self.plan(manifests, mesh, columns, split)
-        return fetch(plan, mesh.rank, self.store, self.transport, verify=self.verify)
+        return self.read(plan, mesh.rank, self.store, self.verify)
 
     def plan(
         self,
@@ -113,7 +120,7 @@ class RankReader:
     def _layout(self, shape: MeshShape, columns: Sequence[str]) -> Layout:
         return Layout(
             data_parallel=shape.data,
-            tensor_parallel=shape.context * shape.tensor,
+            ranks_per_replica=shape.context * shape.tensor,
             hosts=self.hosts,
             columns=tuple(columns),
             linear=self.cost.linear,
@@ -125,9 +132,9 @@ class RankReader:
         self, manifests: Sequence[Manifest], mesh: UpdateMesh
     ) -> tuple[np.ndarray, np.ndarray]:
         """sample_id and group_id of all rows, int64: a few bytes a row, which every rank reads."""
-        layout = Layout(tensor_parallel=mesh.shape.size, hosts=self.hosts, columns=("group_id",))
+        layout = Layout(ranks_per_replica=mesh.shape.size, hosts=self.hosts, columns=("group_id",))
         plan = make_plan(manifests, layout)
-        with fetch(plan, mesh.rank, self.store, self.transport, verify=self.verify) as batch:
+        with self.read(plan, mesh.rank, self.store, self.verify) as batch:
             return batch.rows, batch.scalars("group_id")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from earl_core.dispatch.remote.incoming import ALIGNMENT, Incoming
 from earl_core.dispatch.remote.transport import TimedOut
 from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.segments.names import FETCH_LOCK, unlink_own
 from earl_core.dispatch.segments.pool import Segment, SegmentPool
-from earl_core.dispatch.shards.ranges import ALIGNMENT, Incoming
 from earl_core.system.locks import lock_bytes, unlock_bytes
 
 _PAUSES = (0.0005, 0.02)  # seconds between looks at a part that another rank receives
@@ -159,17 +159,22 @@ class PartStore:
 class PartLease:
     """The leases of one rank on its parts. `close` raises `BufferError` while views are alive."""
 
-    def __init__(self, store: PartStore, rank: int, mapped: Sequence[Mapped]) -> None:
+    def __init__(self, store: PartStore, rank: int, mapped: Mapping[int, Mapped]) -> None:
         self._store = store
         self._rank = rank
-        self._mapped = list(mapped)
+        self._mapped = dict(mapped)
         self._open = True
+
+    def memories(self) -> dict[int, memoryview]:
+        """The parts by number, read-only."""
+        return {number: mapped.memory for number, mapped in self._mapped.items()}
 
     def close(self) -> None:
         """Give the leases back; the last rank of the host releases the parts."""
         while self._mapped:
-            self._mapped[-1].close()
-            self._mapped.pop()
+            number = next(reversed(self._mapped))
+            self._mapped[number].close()
+            del self._mapped[number]
         if self._open:
             self._open = False
             self._store.done(self._rank)

@@ -1,8 +1,4 @@
-"""Ranges of shards that lie on this host: checked, then copied or lent.
-
-The transport of one host, and what the range server does for other hosts: both read through
-`leased_views`, so both refuse the same things.
-"""
+"""Ranges of shards that lie on this host: checked, then lent to whoever sends them to another."""
 
 from __future__ import annotations
 
@@ -16,50 +12,21 @@ from earl_core.dispatch.remote.transport import (
     Corrupt,
     Gone,
     Proof,
+    Range,
     Refused,
-    RemoteRead,
     proof_for,
 )
 from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
 from earl_core.dispatch.shards.checksums import verify_blocks
 from earl_core.dispatch.shards.manifest import ManifestError
-from earl_core.dispatch.shards.ranges import Range
 from earl_core.system.host import host_name
 
 _MIN_BLOCK = 4096
 
 
-class SharedMemoryTransport:
-    """Reads shards of the run's directory on this host. verify: check every block that is read."""
-
-    def __init__(self, directory: Path, verify: bool = True) -> None:
-        self.directory = Path(directory)
-        self.verify = verify
-
-    def read(
-        self,
-        host: str,
-        ranges: Sequence[Range],
-        into: Sequence[memoryview],
-        proofs: Mapping[str, Proof],
-    ) -> None:
-        """Copy ranges into place; `host` does not matter, for all lies here."""
-        self.read_all({host: RemoteRead(ranges, into)}, proofs)
-
-    def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
-        """Copy what is wanted of every host."""
-        for read in reads.values():
-            with leased_views(self.directory, read.ranges, proofs, self.verify) as views:
-                for view, place in zip(views, read.into, strict=True):
-                    place.cast("B")[:] = view
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
 @contextmanager
 def leased_views(
-    directory: Path, ranges: Sequence[Range], proofs: Mapping[str, Proof], verify: bool
+    directory: Path, ranges: Sequence[Range], proofs: Mapping[str, Proof]
 ) -> Iterator[list[memoryview]]:
     """The bytes of each range as a read-only view, under leases, checked.
 
@@ -75,9 +42,8 @@ def leased_views(
                 _check_proof(proof)
                 leases[item.file] = _lease(directory, proof)
             _check_range(item, proof)
-        if verify:
-            for file, mapped in leases.items():
-                _verify(mapped, proofs[file], [item for item in ranges if item.file == file])
+        for file, mapped in leases.items():
+            _verify(mapped, proofs[file], [item for item in ranges if item.file == file])
         for item in ranges:
             views.append(leases[item.file].memory[item.start : item.start + item.length])
         yield views

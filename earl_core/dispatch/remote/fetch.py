@@ -1,0 +1,146 @@
+"""Bring one rank its share of a plan: views of what lies here, received parts of what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from earl_core.dispatch.reads.batch import Batch, Lease, abandon, open_shards
+from earl_core.dispatch.reads.plan import DispatchPlan
+from earl_core.dispatch.reads.sources import Sources
+from earl_core.dispatch.remote.incoming import Incoming, Traffic
+from earl_core.dispatch.remote.parts import Part, PartLease, PartStore, cut_parts
+from earl_core.dispatch.remote.tcp import TcpTransport
+from earl_core.dispatch.remote.transport import Proof, Range, RemoteRead
+from earl_core.dispatch.segments.pool import Segment
+from earl_core.dispatch.shards.store import ShardStore
+from earl_core.system.host import host_name
+
+PART_BYTES = 256 * 2**20
+"""About so much is received into one segment, so that the ranks of a host can share the work."""
+
+_NOWHERE = -1
+"""The memory of rows of no bytes on other hosts."""
+
+
+def fetch(
+    plan: DispatchPlan,
+    rank: int,
+    store: ShardStore,
+    transport: TcpTransport,
+    *,
+    verify: bool = False,
+    wait_seconds: float = 600.0,
+    part_bytes: int = PART_BYTES,
+) -> Batch:
+    """The rows and columns that `plan` gives to `rank`.
+
+    What lies on this host is not copied. What lies on others is received once for all ranks of
+    this host that call this with an equal plan, in any order and at any time; it is released when
+    the last of them closes its batch. verify: check the shards of this host too; what comes from
+    others always is. wait_seconds: how long another rank may take to receive what both need.
+
+    Raises `ManifestError` (`ShardCorrupt`) for a missing or damaged shard of this host,
+    `TransportError` for one of another, `PoolFull` when there is no room to receive,
+    `ValueError` when the rank does not belong to this host.
+    """
+    host = plan.hosts[rank]
+    if host != host_name():
+        raise ValueError(
+            f"the plan places rank {rank} on host {host!r}, and this is {host_name()!r}: name the "
+            "hosts in the layout as they name themselves, or set EARL_HOST"
+        )
+    share = _Share(plan, host, part_bytes)
+    sources = share.sources_of(plan.layout.replica(rank))
+    numbers = sources.shards()
+    mapped = open_shards(store, sources, [n for n in numbers if 0 <= n < len(plan.entries)], verify)
+    memories = {number: one.memory for number, one in mapped.items()}
+    memories[_NOWHERE] = memoryview(b"")
+    leases: list[Lease] = list(mapped.values())
+    try:
+        if numbers and numbers[-1] >= len(plan.entries):
+            lease = share.receive(rank, store, transport, wait_seconds)
+            leases.append(lease)
+            memories |= {len(plan.entries) + n: memory for n, memory in lease.memories().items()}
+        return Batch.over(sources, memories, leases)
+    except BaseException:
+        abandon(leases)
+        raise
+
+
+class _Share:
+    """What one host receives for a plan, in parts, and which of its ranks need which part."""
+
+    def __init__(self, plan: DispatchPlan, host: str, part_bytes: int) -> None:
+        self._plan = plan
+        self._host = host
+        self._incoming: Incoming = Traffic(plan).incoming(host)
+        self._parts = cut_parts(self._incoming, part_bytes)
+        self._bases = np.array([part.base for part in self._parts], dtype=np.int64)
+        self._away = np.array([entry.host != host for entry in plan.entries], dtype=bool)
+
+    def sources_of(self, replica: int) -> Sources:
+        """A replica's rows; what comes in lies in parts, numbered after the shards."""
+        sources = self._plan.sources.take(self._plan.members(replica))
+        columns = {}
+        for name, column in sources.columns.items():
+            away = self._away[column.shard]
+            some = away & (column.length > 0)
+            place = self._incoming.find(column.shard[some], column.start[some], column.length[some])
+            number = np.searchsorted(self._bases, place, "right") - 1
+            shard, start = column.shard.copy(), column.start.copy()
+            shard[away], start[away] = _NOWHERE, 0
+            shard[some] = len(self._plan.entries) + number
+            start[some] = place - self._bases[number]
+            columns[name] = replace(column, shard=shard, start=start)
+        return replace(sources, columns=columns)
+
+    def receive(
+        self, rank: int, store: ShardStore, transport: TcpTransport, wait_seconds: float
+    ) -> PartLease:
+        """Leases on the parts that hold rows of this rank."""
+        plan = self._plan
+        ranks = [other for other, name in enumerate(plan.hosts) if name == self._host]
+        needs: dict[int, list[int]] = {}
+        users: list[set[int]] = [set() for _ in self._parts]
+        for other in ranks:
+            replica = plan.layout.replica(other)
+            if replica not in needs:
+                numbers = [n - len(plan.entries) for n in self.sources_of(replica).shards()]
+                needs[replica] = [number for number in numbers if number >= 0]
+            for number in needs[replica]:
+                users[number].add(other)
+
+        def receive(part: Part, segment: Segment) -> None:
+            self._read_part(part, segment, transport)
+
+        mine = needs[plan.layout.replica(rank)]
+        # Ranks that need the same parts begin with different ones.
+        turn = ranks.index(rank) * len(mine) // len(ranks)
+        order = [self._parts[number] for number in mine[turn:] + mine[:turn]]
+        kept = PartStore(store.pool, plan.digest, self._parts, users)
+        try:
+            return PartLease(kept, rank, kept.obtain(order, rank, receive, wait_seconds))
+        except BaseException:
+            # What other ranks received must not wait for this one.
+            kept.done(rank)
+            raise
+
+    def _read_part(self, part: Part, segment: Segment, transport: TcpTransport) -> None:
+        ranges: dict[str, list[Range]] = {}
+        into: dict[str, list[memoryview]] = {}
+        proofs: dict[str, Proof] = {}
+        incoming, chosen = self._incoming, slice(part.first, part.last)
+        columns = (incoming.shard, incoming.start, incoming.length, incoming.place - part.base)
+        for shard, start, length, place in zip(
+            *(one[chosen].tolist() for one in columns), strict=True
+        ):
+            entry = self._plan.entries[shard]
+            if entry.file not in proofs:
+                proofs[entry.file] = Proof.of(entry)
+            item = Range(entry.file, entry.generation, start, length)
+            ranges.setdefault(entry.host, []).append(item)
+            into.setdefault(entry.host, []).append(segment.memory[place : place + length])
+        reads = {host: RemoteRead(ranges[host], into[host]) for host in ranges}
+        transport.read_all(reads, proofs)
