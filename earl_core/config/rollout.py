@@ -23,7 +23,10 @@ class EnvironmentConfig(Settings):
         default=1, ge=1, description="Processes that run environment code, for each engine."
     )
     step_timeout_seconds: float = Field(
-        default=30.0, gt=0, description="A reset or step that takes longer fails its episode."
+        default=30.0,
+        gt=0,
+        description="A reset or step that takes longer fails its episode and ends its host, whose "
+        "other episodes are replayed.",
     )
     max_failed_share: float = Field(
         default=0.1,

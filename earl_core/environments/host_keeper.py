@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,20 +237,18 @@ class HostKeeper:
                 e for e in self._episodes.values() if e.past and not e.done and not e.failure
             ]
             culprit = None
-            try:
+            with suppress(_Lost):
                 await asyncio.gather(*map(self._replay, lasting))
                 culprit = await self._repeat(doubted, process)
-            except _Lost:
-                failed_replays += not process.call_timed_out
             if not process.lost:
                 break
             tail = await process.abandon()
             if culprit is not None:
                 self._fail(culprit.episode, "timeout" if process.timed_out else "host_died", tail)
-            if failed_replays == _MAX_FAILED_REPLAYS:
-                failed_replays = 0
-                for episode in lasting:
-                    self._fail(episode, "lost", f"Its host was lost as it was replayed.\n{tail}")
+            elif not process.call_timed_out:
+                failed_replays += 1
+                if failed_replays == _MAX_FAILED_REPLAYS:
+                    raise HostStartError(f"Its host was lost as it was replayed.\n{tail}")
         self._ready = True
         for episode in self._episodes.values():
             if episode.call is not None:

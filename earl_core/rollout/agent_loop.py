@@ -26,12 +26,13 @@ from earl_core.trajectory.samples import Episode
 logger = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3
+_PLAYED_ANEW = 2
 
 
 class Environments(Protocol):
     """What the loop needs of `earl_core.environments.pool.EnvironmentPool`.
 
-    Each method raises `EnvironmentFailed` for an episode whose environment is lost.
+    Each method raises `EnvironmentFailed` for an episode whose environment failed.
     """
 
     async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]: ...
@@ -53,7 +54,8 @@ async def play(
 
     `Episode.finish_reason` is one of done, max_turns, max_tokens, model_context, or one of
     `FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may hold `outcome`,
-    `metrics` and, for the first `settings.transcripts` episodes, `transcript` and `closing`.
+    `metrics` and, for the first `settings.transcripts` episodes, `transcript` and `closing`. An
+    episode that was lost by infrastructure is played anew, twice at most; the meter counts it.
 
     Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed,
     `ContextOutgrown` when one needs a longer context than the engine's and the model has it, and
@@ -88,6 +90,7 @@ class _Loop:
         self._meter = meter or LoadMeter(len(specs))
         self._on_progress = on_progress or (lambda _: None)
         self._open: dict[int, EpisodePlayer] = {}
+        self._lost: Counter[int] = Counter()
         self._episodes = settings.episodes or len(specs)
         self.players = [
             EpisodePlayer(
@@ -171,22 +174,38 @@ class _Loop:
     async def _reset(self, player: EpisodePlayer) -> None:
         spec = player.spec
         self._open[spec.episode_id] = player
-        try:
-            messages = await self._pool.reset(
-                spec.episode_id, spec.prompt_id, spec.environment_seed
-            )
-        except EnvironmentFailed as failure:
-            _fail(player, failure)
-        else:
-            player.begin(messages)
+        while not player.finished:
+            try:
+                messages = await self._pool.reset(
+                    spec.episode_id, spec.prompt_id, spec.environment_seed
+                )
+            except EnvironmentFailed as failure:
+                self._fail(player, failure)
+            else:
+                player.begin(messages)
+                return
 
     async def _step(self, player: EpisodePlayer, text: str) -> None:
         try:
             result = await self._pool.step(player.spec.episode_id, text)
         except EnvironmentFailed as failure:
-            _fail(player, failure)
+            self._fail(player, failure)
+            await self._reset(player)
         else:
             player.observe(result)
+
+    def _fail(self, player: EpisodePlayer, failure: EnvironmentFailed) -> None:
+        """End an episode, or have it played anew."""
+        episode_id = player.spec.episode_id
+        if failure.by_infrastructure and self._lost[episode_id] < _PLAYED_ANEW:
+            self._lost[episode_id] += 1
+            self._meter.episodes_played_anew += 1
+            logger.warning("episode %d is played anew: %s", episode_id, failure)
+            self._engine.finish([episode_id])
+            player.begin_anew()
+            return
+        timeout = failure.reason == "timeout"
+        player.fail("environment_timeout" if timeout else "environment_error", str(failure))
 
     async def _environment(self, call: Coroutine[Any, Any, None]) -> None:
         started = time.perf_counter()
@@ -243,9 +262,3 @@ class _Loop:
                 await self._engine.cancel(left)
             self._engine.finish(left)
             await asyncio.gather(*(self._close(episode_id) for episode_id in left))
-
-
-def _fail(player: EpisodePlayer, failure: EnvironmentFailed) -> None:
-    timeout = failure.reason == "timeout"
-    reason = "environment_timeout" if timeout else "environment_error"
-    player.fail(reason, str(failure))

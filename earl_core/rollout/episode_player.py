@@ -78,24 +78,30 @@ class EpisodePlayer:
         with_transcript: bool = False,
     ) -> None:
         self.spec = spec
-        self.episode = Episode(spec.episode_id, spec.group_id, spec.prompt_id)
-        self.finished = False
         self._chat = chat
         self._settings = settings
         self._meter = meter
         self._max_model_len = max_model_len
-        self._conversation = Conversation(chat)
+        self._with_transcript = with_transcript
+        self._live = 0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was played; `begin` comes next."""
+        self._count_live(-self._live)
+        self.episode = Episode(self.spec.episode_id, self.spec.group_id, self.spec.prompt_id)
+        self.finished = False
+        self._conversation = Conversation(self._chat)
         self._pending: list[int] = []
         self._new_sample = True
         self._sample = Sample()
         self._answer = Completion([], [], "stop", -1)
         self._turn = 0
         self._sampled = 0
-        self._live = 0
         self._asked = 0.0
         self._observation = ""
         self._transcript: list[dict[str, object]] | None = None
-        if with_transcript:
+        if self._with_transcript:
             self._transcript = []
             self.episode.info["transcript"] = self._transcript
 
@@ -221,9 +227,8 @@ class EpisodePlayer:
         self.finished = True
         self.episode.finish_reason = reason
         self._pending = []
+        self._count_live(-self._live)
         meter = self._meter
-        meter.tokens_live(-self._live)
-        self._live = 0
         meter.episodes_done += 1
         if self.failed:
             meter.episodes_failed += 1

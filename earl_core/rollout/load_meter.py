@@ -16,6 +16,7 @@ class LoadMeter:
         self.episodes = episodes
         self.episodes_done = 0
         self.episodes_failed = 0
+        self.episodes_played_anew = 0
         self.reward_total = 0.0
         self.generated_tokens = 0
         self.prompt_tokens = 0

@@ -69,6 +69,7 @@ def _load_metrics(tally: Tally) -> dict[str, float]:
     share = load.environment_wait / waits if waits > 0 else 0.0
     return {
         "episodes_failed": float(tally.failed),
+        "episodes_played_anew": float(load.episodes_played_anew),
         "generated_tokens": float(load.generated_tokens),
         "prompt_tokens": float(load.prompt_tokens),
         "tokens_per_second": load.generated_tokens / max(load.seconds, 1e-9),

@@ -25,7 +25,7 @@ _REASON_CHARACTERS = 400
 
 @dataclass
 class Load:
-    """What the episodes kept busy, as a `LoadMeter` counts it. Seconds, tokens, bytes."""
+    """What the episodes kept busy and cost, as a `LoadMeter` counts it. Seconds, tokens, bytes."""
 
     seconds: float = 0.0
     generated_tokens: int = 0
@@ -33,6 +33,7 @@ class Load:
     generation_wait: float = 0.0
     environment_wait: float = 0.0
     environment_steps: int = 0
+    episodes_played_anew: int = 0
     request_seconds: float = 0.0
     busy_seconds: float = 0.0
     running_max: int = 0

@@ -300,7 +300,7 @@ class RolloutWorker:
         self, specs: Sequence[EpisodeSpec], settings: PlaySettings, options: dict[str, Any]
     ) -> tuple[list[Episode], Tally]:
         engine, chat = self._ready()
-        pool = await self._pool(options)
+        pool = await self._pool(options, settings.max_live_episodes or len(specs))
         meter, report = LoadMeter(len(specs)), ProgressReport(self._context)
         for pid in self._processes():
             reset_peak(pid)
@@ -357,7 +357,7 @@ class RolloutWorker:
             raise RuntimeError("the rollout worker has no weights yet: call `ensure` first")
         return self._engine, self._chat
 
-    async def _pool(self, options: dict[str, Any]) -> EnvironmentPool:
+    async def _pool(self, options: dict[str, Any], concurrency: int) -> EnvironmentPool:
         environment = self._config.environment
         merged = {**environment.options, **options}
         key = json.dumps(merged, sort_keys=True)
@@ -367,6 +367,7 @@ class RolloutWorker:
                 environment.name,
                 merged,
                 hosts=environment.hosts,
+                concurrency=concurrency,
                 step_timeout_seconds=environment.step_timeout_seconds,
                 log_path=log.with_name(f"{log.stem}-environments-{len(self._pools)}.log"),
             )

@@ -37,6 +37,30 @@ class Unreliable:
         pass
 
 
+class Fleeting:
+    """Three turns that no other process repeats. Whose prompt is `hanging` hangs in the second,
+    the first time."""
+
+    def __init__(self, hanging: int, mark: str) -> None:
+        self._hanging, self._mark = hanging, Path(mark)
+        self._prompt = self._turn = 0
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._prompt = prompt
+        return [{"role": "user", "content": "begin"}]
+
+    def step(self, text: str) -> StepResult:
+        self._turn += 1
+        if self._turn == 2 and self._prompt == self._hanging and not self._mark.exists():
+            self._mark.touch()
+            time.sleep(3600)
+        message: Message = {"role": "user", "content": f"{os.getpid() % 10}"}
+        return StepResult([message], 1.0, self._turn == 3, {"process": os.getpid()})
+
+    def close(self) -> None:
+        pass
+
+
 class HeldGame:
     """Tic-tac-toe. While there is a file `<folder>/hold`, the games of the prompts in `held` say
     `<folder>/held-<process id>` and wait."""

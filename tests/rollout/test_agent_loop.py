@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
@@ -130,6 +131,39 @@ def test_failed_episodes_are_kept_apart(lockstep: bool) -> None:
     assert set(reasons.values()) <= FAILED_REASONS
     assert "no board" in str(episodes[1].info["failure"])
     assert sorted(pool.closed) == sorted(engine.finished) == list(range(10))
+
+
+@BOTH
+def test_what_infrastructure_lost_is_played_anew_twice_at_most(lockstep: bool) -> None:
+    class Losing(ScriptedEnvironments):
+        async def step(self, episode_id: int, text: str) -> StepResult:
+            if self._played[episode_id] == 1 and left.get(episode_id, 0):
+                left[episode_id] -= 1
+                raise EnvironmentFailed(episode_id, "lost", "its host burnt")
+            return await super().step(episode_id, text)
+
+    left = {1: 1, 4: 2, 6: 3}
+    engine, meter = ScriptedEngine(lambda i, _: 1, STOP, lockstep=lockstep), LoadMeter(8)
+    limits = PlaySettings(max_turns=10, max_failed_share=0.2, transcripts=2)
+    pool = Losing(lambda i: 3)
+    episodes = asyncio.run(play(engine, pool, CHAT, specs_of(8), limits, meter=meter))
+    undisturbed = played(
+        ScriptedEngine(lambda i, _: 1, STOP, lockstep=lockstep),
+        ScriptedEnvironments(lambda i: 3),
+        8,
+        transcripts=2,
+    )
+    for episode, plain in zip(episodes, undisturbed, strict=True):
+        if episode.episode_id != 6:
+            assert (episode.finish_reason, episode.samples) == ("done", plain.samples)
+    transcript: Any = episodes[1].info["transcript"]
+    assert [turn["observation"] for turn in transcript] == ["start", "next", "next"]
+    assert episodes[6].finish_reason == "environment_error"
+    assert "its host burnt" in str(episodes[6].info["failure"])
+    assert (meter.episodes_done, meter.episodes_failed) == (8, 1)
+    kept = [e for e in episodes if e.finish_reason not in FAILED_REASONS]
+    assert rollout_metrics(Tally.of(kept, meter, 7))["episodes_played_anew"] == 1 + 2 + 2
+    assert sorted(pool.closed) == list(range(8))
 
 
 @BOTH

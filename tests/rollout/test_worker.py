@@ -223,6 +223,24 @@ def test_episodes_whose_environment_fails_leave_the_shard(setting: Setting) -> N
         setting.run(lambda worker: worker.rollout(0, 6))
 
 
+def test_episodes_that_lost_their_host_and_cannot_be_replayed_are_played_anew(
+    setting: Setting,
+) -> None:
+    setting.config["environment"] |= {
+        "name": "tests.rollout.environments:Fleeting",
+        "options": {"hanging": 3, "mark": str(setting.root / "hung")},
+        "max_failed_share": 0.1,
+    }
+    result = setting.run(lambda worker: worker.rollout(0, 6))
+    # The call over its deadline failed its own episode, and cost the host of all others.
+    assert result["metrics"]["episodes_failed"] == 1
+    assert result["metrics"]["episodes"] == 11
+    assert result["metrics"]["episodes_played_anew"] >= 1
+    assert result["metrics"]["return/mean"] == 3.0
+    assert result["metrics"]["turns/mean"] == 3.0
+    assert setting.table(result)["group_id"].to_pylist().count(3) == 1
+
+
 def test_failures_of_a_share_are_judged_against_the_whole(setting: Setting) -> None:
     """A share may fail altogether where the rollout as a whole may bear it."""
     setting.config["environment"] |= {
