@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -58,10 +59,14 @@ MakeTracker = Callable[[RunDirectory, Hardware], Tracker]
 class RunController:
     """Opened by `open_controller`; close it to stop the workers and unlock the run."""
 
+    model: ModelShape
+    tracker: Tracker
+
     def __init__(
-        self, run: RunDirectory, track: MakeTracker, listener: Progress | None = None
+        self, run: RunDirectory, hardware: Hardware, listener: Progress | None = None
     ) -> None:
         self.run = run
+        self.hardware = hardware
         self.config: RunConfig = run.config
         self.listener: Progress = listener or (lambda stage, iteration, progress: None)
         self._finished_here = -1
@@ -70,18 +75,23 @@ class RunController:
         self.observed = Observed(run)
         self.profile: LearntProfile | None = None
         self._learner: tuple[LocalWorkerGroup | None, int] = None, 0
-        self.hardware: Hardware = read_hardware()
         self.groups = WorkerGroups(run, self.hardware, self.listener, self.next_iteration)
         self.stop_requested = self.groups.stop_requested
-        # Whoever handles a signal finds it while its first workers start, too.
-        _controllers[_name(run.path)] = self
+        self._end_tracker: Callable[[Status], None] = lambda status: None
+
+    def prepare(self, track: MakeTracker) -> None:
+        """Make the model, check that it fits, start the workers of the last plan and the tracker.
+
+        Raises `ConfigError`, and the error of a worker that makes the model.
+        """
         self._prepare_model()
-        self.model: ModelShape = read_model_shape(Path(self.config.model.path))
+        self.model = read_model_shape(Path(self.config.model.path))
         check_layout(self.config, self.model, self.hardware)
         self._check_shared_memory()
-        start_as_before(self.groups, run, self.next_iteration())
-        run.store_config()
-        self.tracker = track(run, self.hardware)
+        start_as_before(self.groups, self.run, self.next_iteration())
+        self.run.store_config()
+        self.tracker = track(self.run, self.hardware)
+        self._end_tracker = self.tracker.close
 
     def _prepare_model(self) -> None:
         path = Path(self.config.model.path)
@@ -133,15 +143,10 @@ class RunController:
 
     def close(self, status: Status = "FINISHED") -> None:
         """Stop the workers, flush the tracker, unlock the run. Never raises for a tracker."""
-        try:
-            groups = getattr(self, "groups", None)
-            if groups is not None:
-                groups.close()
-        finally:
-            tracker = getattr(self, "tracker", None)
-            if tracker is not None:
-                tracker.close(status)
-            self.run.close()
+        with ExitStack() as closing:
+            closing.callback(self.run.close)
+            closing.callback(self._end_tracker, status)
+            self.groups.close()
 
 
 _controllers: dict[str, RunController] = {}
@@ -156,11 +161,14 @@ def open_controller(
     """
     check_start(config)
     take_newest_whole(Path(config.runs_directory) / config.name)
+    hardware = read_hardware()
     run = RunDirectory.open(config)
     sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
-    controller = RunController.__new__(RunController)
+    controller = RunController(run, hardware, listener)
+    # Whoever handles a signal finds it while its first workers start, too.
+    _controllers[_name(run.path)] = controller
     try:
-        controller.__init__(run, track, listener)  # type: ignore[misc]
+        controller.prepare(track)
     except BaseException:
         close_controller(controller, failed=True)
         raise
@@ -170,9 +178,7 @@ def open_controller(
 def close_controller(controller: RunController, failed: bool = False) -> None:
     """Close and forget a controller; the tracker is told how it ended."""
     _controllers.pop(_name(controller.run.path), None)
-    # One that could not be opened may not have come that far.
-    stop_requested = getattr(controller, "stop_requested", None)
-    interrupted = stop_requested is not None and stop_requested.is_set()
+    interrupted = controller.stop_requested.is_set()
     event = "interrupted" if interrupted else "failed" if failed else "ended"
     controller.run.note(controller.next_iteration(), "run", event)
     controller.close("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
