@@ -25,7 +25,7 @@ from benchmarks.mesh_ranks import QUICK, SMOLLM2, ModelSize, connected, even_lla
 from earl_core.config.rollout import VllmConfig
 from earl_core.learner.parallel.mesh import MeshShape, leave_world
 from earl_core.learner.parallel_model import parallelize
-from earl_core.rollout.engines.base import Engine
+from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.weights.publish import publish
 

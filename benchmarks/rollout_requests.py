@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from earl_core.rollout.engines.base import Completion, Engine, GenerationRequest
+from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 
 
 @dataclass

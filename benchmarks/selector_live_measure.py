@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, together
 from earl_core.cluster import LocalWorkerGroup
-from earl_core.cluster.placement import PLACEMENTS, Site, Wish
+from earl_core.cluster.placement import PLACEMENTS, HostResources, ResourceRequest
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.worker_groups import TARGETS
@@ -192,8 +192,10 @@ class Engines:
 
     def _start(self, member: int) -> LocalWorkerGroup:
         layout, bench = self.layout, self._bench
-        wish = Wish("rollout", layout.tensor, layout.threads, member, layout.replicas)
-        place = PLACEMENTS["colocated"].place(wish, Site(tuple(sorted(os.sched_getaffinity(0)))))
+        wish = ResourceRequest("rollout", layout.tensor, layout.threads, member, layout.replicas)
+        place = PLACEMENTS["colocated"].place(
+            wish, HostResources(tuple(sorted(os.sched_getaffinity(0))))
+        )
         deployment = layout._replace(replicas=1, running=max(bench.sizes.requests))
         name = f"rollout-{self._engine}-{layout.replicas}x{layout.tensor}-{member}"
         group = bench.start(

@@ -17,9 +17,9 @@ from earl_core.selector.profile.profile_table import table_path
 from earl_core.selector.profile_planner import Point
 from flows.overrides import Overrides
 from flows.running import HOOKS, recorded
-from tasks.profile import Profiler, describe, measure, open_profiler
-from tasks.reports.plan import markdown_table
-from tasks.reports.profile import report
+from tasks.measure import Profiler, describe, measure, open_profiler
+from tasks.reports.plan_report import markdown_table
+from tasks.reports.profile_report import report
 from tasks.tracking.profile_run import track
 
 _on_progress: Callable[[str], None] | None = None

@@ -82,7 +82,7 @@ def _make_writable(directory: Path, name: str) -> None:
     except OSError as error:
         why = error.strerror or str(error)
     # The temporary server runs this module, too, and has no use for the configuration.
-    from earl_core.config.base import ConfigError
+    from earl_core.config.settings import ConfigError
 
     raise ConfigError(
         f"{name} cannot be written into ({why}): choose a folder that you can make and write"

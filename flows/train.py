@@ -11,9 +11,9 @@ from pydantic import Field
 
 from earl_core.config import RunConfig, load_config
 from earl_core.control.run_controller import RunController, StateLost
-from flows.evaluation import evaluate_if_due
 from flows.iteration import iteration
 from flows.overrides import Overrides
+from flows.periodic_evaluation import evaluate_if_due
 from flows.running import HOOKS, opened, recorded
 from tasks.select import select_inputs
 from tasks.trust import forget_results

@@ -16,7 +16,7 @@ from earl_core.secrets import redact
 from earl_core.selector import DeploymentPlan
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
-from tasks.reports.plan import plan_page
+from tasks.reports.plan_report import plan_page
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
 
 

@@ -35,7 +35,7 @@ from earl_core.selector.profile.observations import (
 )
 from earl_core.selector.profile.profile_table import ProfileError
 from earl_core.system.files import canonical_json, read_file, write_atomic
-from tasks.profile import fingerprint_of, profile_of
+from tasks.measure import fingerprint_of, profile_of
 from tasks.stage import StageRef, resolve, run_stage
 
 logger = logging.getLogger(__name__)

@@ -61,7 +61,7 @@ def owner(listener: Listener) -> str:
     """Whose socket it is: torch, for the ranks of a mesh; vllm, for an engine; other."""
     if "VLLM" in listener.command or "vllm" in listener.command:
         return "vllm"
-    return "torch" if "earl_core.cluster.worker" in listener.command else "other"
+    return "torch" if "earl_core.cluster.rank_process" in listener.command else "other"
 
 
 def ask_http(listener: Listener) -> str:

@@ -35,7 +35,7 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.relayout import relayout
-from earl_core.rollout.engines.base import GenerationRequest
+from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.selector import Hardware, ModelShape
 from earl_core.selector.model.candidates import Candidate, logits_chunk, rungs

@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from earl_core.cluster.base import MemoryUse, WorkerGroup
     from earl_core.cluster.context import WorkerContext
     from earl_core.cluster.errors import (
         DeadlineExceeded,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         WorkerStalled,
     )
     from earl_core.cluster.local import LocalWorkerGroup
+    from earl_core.cluster.worker_group import MemoryUse, WorkerGroup
 
 _HOMES = {
     "DeadlineExceeded": "errors",

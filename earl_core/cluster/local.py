@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.base import Json, MemoryUse, Progress
 from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, WorkerLost
-from earl_core.cluster.exchange import Aborted, Exchange, Request, loss_error
 from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
-from earl_core.cluster.rank import RankHandle
+from earl_core.cluster.rank_handle import RankHandle
 from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
+from earl_core.cluster.rpc import Aborted, Exchange, Request, loss_error
 from earl_core.cluster.threads import in_thread
+from earl_core.cluster.worker_group import Json, MemoryUse, Progress
 from earl_core.system.frames import encode
 from earl_core.system.process_tree import ENDING_GRACE_SECONDS
 

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from earl_core.cluster.base import MemoryUse
 from earl_core.cluster.errors import describe_exit
-from earl_core.cluster.rank import RankHandle
+from earl_core.cluster.rank_handle import RankHandle
+from earl_core.cluster.worker_group import MemoryUse
 from earl_core.system.frames import WireError
 from earl_core.system.process_tree import ENDING_GRACE_SECONDS, end_processes, marked
 

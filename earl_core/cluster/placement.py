@@ -19,7 +19,7 @@ _TRAINING = ("reference", "update")
 
 
 @dataclass(frozen=True)
-class Site:
+class HostResources:
     """The host's units. cores: their numbers. gpus: how many; a rank then has one of its own."""
 
     cores: tuple[int, ...]
@@ -27,7 +27,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ResourceRequest:
     """A group to place: member `member` of the `members` groups of a role, `ranks` devices wide,
     with `threads` CPU threads for each of them."""
 
@@ -39,7 +39,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Place:
+class Assignment:
     """Where a group runs. cores: those it may use, all when empty. gpus: their indices."""
 
     cores: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class Placement(Protocol):
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         """CPU threads for each rank of the role, at least 1."""
 
-    def place(self, wish: Wish, site: Site) -> Place:
+    def place(self, wish: ResourceRequest, site: HostResources) -> Assignment:
         """Where the group runs. Groups that work at the same time share nothing if they can."""
 
     def gives_way(self, role: str) -> tuple[str, ...]:
@@ -74,12 +74,12 @@ class Colocated:
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         return max(1, cores // (rollout if role == "rollout" else update))
 
-    def place(self, wish: Wish, site: Site) -> Place:
+    def place(self, wish: ResourceRequest, site: HostResources) -> Assignment:
         gpus = tuple(range(site.gpus))[_slot(wish, wish.ranks)]
         if wish.members == 1:
             # Nobody else works at that time: threads may move to whatever core is free.
-            return Place(gpus=gpus)
-        return Place(_cores(site.cores, wish), gpus)
+            return Assignment(gpus=gpus)
+        return Assignment(_cores(site.cores, wish), gpus)
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         others = {"rollout": _TRAINING, "update": ("rollout", "reference")}
@@ -95,23 +95,23 @@ class Separate:
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         return max(1, cores // (rollout + update))
 
-    def place(self, wish: Wish, site: Site) -> Place:
+    def place(self, wish: ResourceRequest, site: HostResources) -> Assignment:
         if wish.role in _TRAINING:
             wanted = wish.ranks * wish.threads
             gpus = tuple(range(site.gpus))[-wish.ranks :]
-            return Place(site.cores[-wanted:] if wanted < len(site.cores) else (), gpus)
+            return Assignment(site.cores[-wanted:] if wanted < len(site.cores) else (), gpus)
         gpus = tuple(range(site.gpus))[_slot(wish, wish.ranks)]
-        return Place(_cores(site.cores, wish), gpus)
+        return Assignment(_cores(site.cores, wish), gpus)
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         return ()
 
 
-def _slot(wish: Wish, width: int) -> slice:
+def _slot(wish: ResourceRequest, width: int) -> slice:
     return slice(wish.member * width, (wish.member + 1) * width)
 
 
-def _cores(cores: Sequence[int], wish: Wish) -> tuple[int, ...]:
+def _cores(cores: Sequence[int], wish: ResourceRequest) -> tuple[int, ...]:
     """The member's own cores; none in particular where there are too few for all members."""
     width = wish.ranks * wish.threads
     enough = wish.members * width <= len(cores)
@@ -139,7 +139,7 @@ def build(
     Threads and processes that the target starts inherit the cores. Devices are counted among those
     that CUDA_VISIBLE_DEVICES already left visible.
     """
-    from earl_core.cluster.worker import load_target
+    from earl_core.cluster.rank_process import load_target
 
     if cores:
         os.sched_setaffinity(0, cores)

@@ -54,7 +54,7 @@ class Supervisor:
         lifeline_read, self._lifeline = os.pipe()
         inherited = [int(os.environ[LISTENER])] if LISTENER in os.environ else []
         # The rank gets a session of its own: what it sends to its process group stays there.
-        command = [sys.executable, "-P", "-m", "earl_core.cluster.worker"]
+        command = [sys.executable, "-P", "-m", "earl_core.cluster.rank_process"]
         self._rank = subprocess.Popen(
             [*command, str(channel_fd), str(lifeline_read), mark],
             pass_fds=(channel_fd, lifeline_read, *inherited),

@@ -7,8 +7,8 @@ import itertools
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.cluster.placement import PLACEMENTS, Placement
-from earl_core.config.base import Settings
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.settings import Settings
 from earl_core.config.update import UpdateConfig
 
 

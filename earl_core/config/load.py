@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from earl_core.config.base import ConfigError
 from earl_core.config.refusal import refuse_override
 from earl_core.config.run import RunConfig
+from earl_core.config.settings import ConfigError
 from earl_core.secrets import redact
 from earl_core.system.files import read_file
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from earl_core.config.base import ConfigError
 from earl_core.config.run import RunConfig
+from earl_core.config.settings import ConfigError
 from earl_core.secrets import SecretUnavailable, resolve
 
 

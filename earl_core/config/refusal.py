@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from earl_core.config.base import ConfigError
+from earl_core.config.settings import ConfigError
 from earl_core.secrets import find_secrets, is_reference
 
 REFERRING = (

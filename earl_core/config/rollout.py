@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.config.base import Options, Settings
+from earl_core.config.settings import Options, Settings
 
 
 class EnvironmentConfig(Settings):

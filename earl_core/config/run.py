@@ -12,7 +12,6 @@ from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
-from earl_core.config.base import Settings
 from earl_core.config.experience import ExperienceConfig
 from earl_core.config.layout import LayoutConfig
 from earl_core.config.model import ModelConfig
@@ -26,6 +25,7 @@ from earl_core.config.services import (
     EvaluationConfig,
     TrackingConfig,
 )
+from earl_core.config.settings import Settings
 from earl_core.config.update import UpdateConfig
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.config.base import Settings
 from earl_core.config.layout import LayoutConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.settings import Settings
 
 VARIABLE_FIELDS = (
     "rollout.replicas",

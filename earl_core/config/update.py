@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from earl_core.config.base import Settings
+from earl_core.config.settings import Settings
 
 
 class UpdateConfig(Settings):

@@ -116,7 +116,7 @@ class PolicyPlayer:
         self._directory = Path(tempfile.mkdtemp(prefix="earl-policy-"))
         self._group = LocalWorkerGroup(
             "rollout",
-            "earl_core.rollout.worker:RolloutWorker",
+            "earl_core.rollout.rollout_worker:RolloutWorker",
             log_directory=self._directory,
             environment=worker_environment(self._deployment.threads),
             start_timeout_seconds=config.deadlines.start,

@@ -15,7 +15,7 @@ from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.local import LocalWorkerGroup
-from earl_core.cluster.placement import PLACEMENTS, Place, Site, Wish
+from earl_core.cluster.placement import PLACEMENTS, Assignment, HostResources, ResourceRequest
 from earl_core.config import RunConfig
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.worker_environment import worker_environment
@@ -33,9 +33,9 @@ from earl_core.selector.profile_planner import (
 _IN_ITS_PLACE = "earl_core.cluster.placement:build"
 _TARGETS = {
     "model": "earl_core.models.builder:ModelBuilder",
-    "rollout": "earl_core.rollout.worker:RolloutWorker",
-    "reference": "earl_core.learner.worker:LearnerWorker",
-    "update": "earl_core.learner.worker:LearnerWorker",
+    "rollout": "earl_core.rollout.rollout_worker:RolloutWorker",
+    "reference": "earl_core.learner.update_worker:LearnerWorker",
+    "update": "earl_core.learner.update_worker:LearnerWorker",
 }
 _GRACE_SECONDS = 30.0
 _LEAST_DEADLINE_SECONDS = 60.0
@@ -93,7 +93,7 @@ class ProfileWorkers:
     def build_model(self) -> None:
         """Make the initial model with `model.builder`. Raises what worker groups raise."""
         deployment = StageDeployment(stage="model", threads=self._hardware.cpu_cores)
-        self._start("model", deployment, [Place()])
+        self._start("model", deployment, [Assignment()])
         self._call("build", "model", self._config.deadlines.stage)
         self.end()
 
@@ -166,13 +166,15 @@ class ProfileWorkers:
         replicas = 1 if hardware.gpus else layout.replicas
         return layout._replace(running=limit, replicas=replicas).deployment(self._length)
 
-    def _places(self, layout: Candidate, wanted: StageDeployment) -> list[Place]:
+    def _places(self, layout: Candidate, wanted: StageDeployment) -> list[Assignment]:
         """Where each group of the layout runs: one for each engine, or one for all ranks."""
-        site = Site(tuple(sorted(os.sched_getaffinity(0))), self._hardware.gpus)
+        site = HostResources(tuple(sorted(os.sched_getaffinity(0))), self._hardware.gpus)
         rollout = layout.stage == "rollout"
         ranks = layout.tensor if rollout else wanted.world_size
         members = wanted.replicas if rollout else 1
-        wishes = [Wish(layout.stage, ranks, wanted.threads, m, members) for m in range(members)]
+        wishes = [
+            ResourceRequest(layout.stage, ranks, wanted.threads, m, members) for m in range(members)
+        ]
         return [PLACEMENTS["colocated"].place(wish, site) for wish in wishes]
 
     def _start_engines(self, layout: Candidate, wanted: StageDeployment) -> None:
@@ -184,7 +186,7 @@ class ProfileWorkers:
             path=path, policy_version=0,
         )  # fmt: skip
 
-    def _start(self, stage: str, deployment: StageDeployment, places: list[Place]) -> None:
+    def _start(self, stage: str, deployment: StageDeployment, places: list[Assignment]) -> None:
         """Start a group in each of the places."""
         groups = [self._group(f"{stage}-{number}", deployment) for number in range(len(places))]
         with self._lock:

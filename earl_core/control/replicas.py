@@ -22,7 +22,7 @@ from earl_core.control.observation import observe_lost_engine, observe_switch
 from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
 from earl_core.rollout import metrics
-from earl_core.rollout.tally import Tally, merge
+from earl_core.rollout.rollout_stats import RolloutStats, merge
 from earl_core.selector import StageDeployment
 
 logger = logging.getLogger(__name__)
@@ -134,11 +134,11 @@ def run(
     return sorted(engines.done, key=lambda played: played.share.items.start), engines
 
 
-def merged(done: list[Played]) -> Tally:
+def merged(done: list[Played]) -> RolloutStats:
     """One tally of what all engines played."""
-    calls: dict[int, list[Tally]] = {}
+    calls: dict[int, list[RolloutStats]] = {}
     for played in done:
-        calls.setdefault(played.member, []).append(Tally.from_json(played.result["tally"]))
+        calls.setdefault(played.member, []).append(RolloutStats.from_json(played.result["tally"]))
     return merge(calls[member] for member in sorted(calls))
 
 
@@ -237,7 +237,7 @@ class Engines:
             self._playing.pop(played.member)
             self._progress.pop(played.member, None)
             self.done.append(played)
-            tally = Tally.from_json(played.result["tally"])
+            tally = RolloutStats.from_json(played.result["tally"])
             self._finished.append((tally.episodes + tally.failed, tally.returns.mean))
             self._changed.notify_all()
 

@@ -16,7 +16,7 @@ from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.preparing import check_start, surely
-from earl_core.control.run_history import LearntProfile, Observed
+from earl_core.control.run_history import LearntProfile, RunHistory
 from earl_core.control.start_ahead import start_as_before
 from earl_core.control.worker_groups import Progress, WorkerGroups
 from earl_core.deployment.feasibility import check_layout
@@ -72,7 +72,7 @@ class RunController:
         self._finished_here = -1
         self.losses: Counter[int] = Counter()
         self.single_iteration = False
-        self.observed = Observed(run)
+        self.observed = RunHistory(run)
         self.profile: LearntProfile | None = None
         self._learner: tuple[LocalWorkerGroup | None, int] = None, 0
         self.groups = WorkerGroups(run, self.hardware, self.listener, self.next_iteration)

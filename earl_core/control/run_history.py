@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 CandidateOf = Callable[[StageDeployment], Candidate]
 
 
-class Observed:
+class RunHistory:
     """The run's observations: those of its file, and what is added. Any thread may add."""
 
     def __init__(self, run: RunDirectory) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.local import LocalWorkerGroup
-from earl_core.cluster.placement import PLACED, Place, Site, Wish
+from earl_core.cluster.placement import PLACED, Assignment, HostResources, ResourceRequest
 from earl_core.control.worker_environment import worker_environment
 from earl_core.run import RunDirectory
 from earl_core.selector import Hardware, StageDeployment
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, dict[str, Any]], None]
 
 TARGETS = {
-    "rollout": "earl_core.rollout.worker:RolloutWorker",
-    "experience": "earl_core.experience.worker:ExperienceWorker",
+    "rollout": "earl_core.rollout.rollout_worker:RolloutWorker",
+    "experience": "earl_core.experience.experience_worker:ExperienceWorker",
     "reference": "earl_core.learner.reference:ReferenceWorker",
-    "update": "earl_core.learner.worker:LearnerWorker",
+    "update": "earl_core.learner.update_worker:LearnerWorker",
     "model": "earl_core.models.builder:ModelBuilder",
 }
 """What runs in the ranks of each worker group."""
@@ -91,7 +91,7 @@ class WorkerGroups:
         self._next_iteration = next_iteration
         self._closing = False
         self._groups: dict[Member, LocalWorkerGroup] = {}
-        self._places: dict[Member, Place] = {}
+        self._places: dict[Member, Assignment] = {}
         self._released: set[Member] = set()
         self._lock = threading.RLock()
         self._starting: defaultdict[Member, threading.RLock] = defaultdict(threading.RLock)
@@ -121,7 +121,9 @@ class WorkerGroups:
                 self._released.discard(key)
             return group
 
-    def _rebuild(self, key: Member, deployment: StageDeployment, place: Place) -> LocalWorkerGroup:
+    def _rebuild(
+        self, key: Member, deployment: StageDeployment, place: Assignment
+    ) -> LocalWorkerGroup:
         role, member = key
         name = f"{role}-{member}" if role == "rollout" else role
         self._listener(role, 0, {"starting": name if member else role})
@@ -152,11 +154,11 @@ class WorkerGroups:
         if self._closing or self.stop_requested.is_set():
             raise RunInterrupted("the run was asked to stop")
 
-    def _place(self, role: str, deployment: StageDeployment, member: int) -> Place:
+    def _place(self, role: str, deployment: StageDeployment, member: int) -> Assignment:
         if role not in PLACED:
-            return Place()
+            return Assignment()
         rollout = role == "rollout"
-        wish = Wish(
+        wish = ResourceRequest(
             role=role,
             ranks=deployment.tensor_parallel if rollout else deployment.world_size,
             threads=deployment.threads,
@@ -164,7 +166,7 @@ class WorkerGroups:
             members=deployment.replicas if rollout else 1,
         )
         cores = tuple(sorted(os.sched_getaffinity(0)))
-        return self._config.layout.placed.place(wish, Site(cores, self.hardware.gpus))
+        return self._config.layout.placed.place(wish, HostResources(cores, self.hardware.gpus))
 
     def _make_room(self, role: str, deployment: StageDeployment) -> None:
         """Have other roles give back the devices' memory that this one is about to use."""

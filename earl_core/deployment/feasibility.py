@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from earl_core.config.base import ConfigError
 from earl_core.config.run import RunConfig
+from earl_core.config.settings import ConfigError
 from earl_core.deployment.shapes import Hardware, ModelShape
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from earl_core.config.base import Settings
+from earl_core.config.settings import Settings
 
 
 class ModelShape(Settings):

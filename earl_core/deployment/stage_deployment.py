@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from earl_core.config.base import Settings
+from earl_core.config.settings import Settings
 
 
 class StageDeployment(Settings):

@@ -12,8 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from earl_core.config.base import ConfigError
 from earl_core.config.model import ModelConfig
+from earl_core.config.settings import ConfigError
 from earl_core.learner.attention.varlen import (
     ATTENTION_NAME,
     SampleBoundaries,

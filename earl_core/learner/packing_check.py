@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from earl_core.config.base import ConfigError
+from earl_core.config.settings import ConfigError
 from earl_core.learner.attention.varlen import SampleBoundaries, UnsupportedAttention, windows_seen
 from earl_core.pretrained.huggingface import PreTrainedModel
 

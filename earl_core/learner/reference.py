@@ -11,7 +11,7 @@ from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import SCORED, training_samples, write_scores
 from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
 from earl_core.learner.parallel.mesh import MeshShape, create_mesh, leave_world
-from earl_core.learner.worker import build_learner, rank_reader, state_tensors
+from earl_core.learner.update_worker import build_learner, rank_reader, state_tensors
 from earl_core.selector import StageDeployment
 from earl_core.system import fault_points
 from earl_core.tensors.collectives import Ranks

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from earl_core.config.base import ConfigError
+from earl_core.config.settings import ConfigError
 from earl_core.environments.games.board_game import BoardGame, random_legal_game
 from earl_core.environments.registry import create
 from earl_core.learner.data.packing import TrainingSample, pack

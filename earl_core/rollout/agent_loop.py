@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.rollout.chat import ChatTokenizer
-from earl_core.rollout.engines.base import Completion, Engine, GenerationRequest
+from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodePlayer, EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.load_meter import LoadMeter

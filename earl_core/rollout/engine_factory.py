@@ -9,7 +9,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.rollout.chat import ChatTokenizer
-from earl_core.rollout.engines.base import Engine
+from earl_core.rollout.engines.engine import Engine
 
 
 def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from earl_core.environments.base import Message, StepResult
 from earl_core.rollout.chat import ChatTokenizer, Conversation
-from earl_core.rollout.engines.base import Completion, GenerationRequest
+from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.errors import ContextOutgrown
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.system.seeds import derive_seed

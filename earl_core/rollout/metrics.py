@@ -10,7 +10,7 @@ import numpy as np
 
 from earl_core.rollout.engines.processes import peak_bytes
 from earl_core.rollout.errors import RolloutFailed
-from earl_core.rollout.tally import Tally
+from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.trajectory.samples import Episode
 
 GAME_OUTCOMES = ("win", "draw", "loss", "illegal")
@@ -31,7 +31,7 @@ def wilson_interval(count: int, total: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def outcome_counts(tally: Tally) -> dict[str, int]:
+def outcome_counts(tally: RolloutStats) -> dict[str, int]:
     """How often each `info["outcome"]` occurred; game outcomes in their usual order."""
     counts = tally.outcomes
     ordered = GAME_OUTCOMES if any(name in counts for name in GAME_OUTCOMES) else ()
@@ -39,7 +39,7 @@ def outcome_counts(tally: Tally) -> dict[str, int]:
     return {name: counts.get(name, 0) for name in names}
 
 
-def rollout_metrics(tally: Tally) -> dict[str, float]:
+def rollout_metrics(tally: RolloutStats) -> dict[str, float]:
     """Returns, outcomes, turns, contexts (tokens) and finish reasons of the unfailed episodes, and
     what the rollout took: seconds, tokens, tokens/s, memory (bytes)."""
     total = max(tally.episodes, 1)
@@ -63,7 +63,7 @@ def rollout_metrics(tally: Tally) -> dict[str, float]:
     return metrics | _load_metrics(tally)
 
 
-def _load_metrics(tally: Tally) -> dict[str, float]:
+def _load_metrics(tally: RolloutStats) -> dict[str, float]:
     load = tally.load
     waits = load.environment_wait + load.generation_wait
     share = load.environment_wait / waits if waits > 0 else 0.0
@@ -80,7 +80,7 @@ def _load_metrics(tally: Tally) -> dict[str, float]:
     }
 
 
-def selector_statistics(tally: Tally) -> dict[str, float]:
+def selector_statistics(tally: RolloutStats) -> dict[str, float]:
     """What the selector wants to know: contexts and live tokens in tokens, waits in seconds.
 
     Running requests and live tokens are those of one engine: the mean over all, and the most.
@@ -101,7 +101,7 @@ def selector_statistics(tally: Tally) -> dict[str, float]:
     }
 
 
-def evaluation_results(tally: Tally) -> dict[str, dict[str, float]]:
+def evaluation_results(tally: RolloutStats) -> dict[str, dict[str, float]]:
     """For each outcome its count, share and 95 % Wilson interval (`low`, `high`)."""
     results = {}
     for name, count in outcome_counts(tally).items():
@@ -111,7 +111,7 @@ def evaluation_results(tally: Tally) -> dict[str, dict[str, float]]:
     return results
 
 
-def check_failures(tally: Tally, max_failed_share: float) -> None:
+def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
     """Raise `RolloutFailed` when no episode was played to its end, or too many failed."""
     failed, total = tally.failed, tally.failed + tally.episodes
     details = {"failed": failed, "episodes": total, "reasons": tally.failures}
@@ -130,7 +130,7 @@ def check_failures(tally: Tally, max_failed_share: float) -> None:
         )
 
 
-def _most_frequent(tally: Tally) -> str:
+def _most_frequent(tally: RolloutStats) -> str:
     if not tally.failures:
         return ""
     reason, count = max(tally.failures.items(), key=lambda item: item[1])
@@ -155,7 +155,7 @@ def peak_memory_bytes(pids: Sequence[int]) -> int:
     return sum(peak_bytes(pid) for pid in pids)
 
 
-def _context_metrics(tally: Tally) -> dict[str, float]:
+def _context_metrics(tally: RolloutStats) -> dict[str, float]:
     values = _expanded(tally.contexts)
     metrics = {
         "context/mean": float(values.mean()),

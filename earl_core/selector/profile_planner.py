@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from earl_core.config.base import Settings
+from earl_core.config.settings import Settings
 from earl_core.selector.choice.predict import STAGES, Predictor
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput

@@ -52,7 +52,7 @@ def profile(
 def _stop() -> None:
     stop_flows()
     # Before the flow is imported there is nothing to stop.
-    module = sys.modules.get("tasks.profile")
+    module = sys.modules.get("tasks.measure")
     if module is not None:
         module.stop_profilers()
 

@@ -21,7 +21,7 @@ def test_wrong_input_is_told_from_failure() -> None:
 
 
 def test_an_error_in_a_worker_counts_like_one_here() -> None:
-    error = WorkerCallFailed(WHERE, "ConfigError", "earl_core.config.base", "correct the path")
+    error = WorkerCallFailed(WHERE, "ConfigError", "earl_core.config.settings", "correct the path")
     assert describe(error) == "error: correct the path"
     assert exit_code(error) == 2
 

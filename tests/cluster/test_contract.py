@@ -313,7 +313,7 @@ def test_a_cancelled_acall_leaves_the_group_idle(make_group: MakeGroup, site: Si
 def test_a_cancelled_acall_that_does_not_return_costs_the_group(
     make_group: MakeGroup, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("earl_core.cluster.exchange.CANCEL_SECONDS", 0.3)
+    monkeypatch.setattr("earl_core.cluster.rpc.CANCEL_SECONDS", 0.3)
     group = make_group()
     group.start({}, {})
     pids = group.pids

@@ -210,7 +210,7 @@ def test_a_busy_rank_is_not_stalled(make_local: MakeGroup, site: Site) -> None:
 def test_one_rank_fails_while_the_other_hangs(
     make_local: MakeGroup, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("earl_core.cluster.exchange.STRAGGLER_SECONDS", 0.5)
+    monkeypatch.setattr("earl_core.cluster.rpc.STRAGGLER_SECONDS", 0.5)
     group = make_local()
     group.start({}, {}, world_size=2)
     pids = group.pids

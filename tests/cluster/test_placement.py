@@ -10,21 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from earl_core.cluster.local import LocalWorkerGroup
-from earl_core.cluster.placement import PLACED, PLACEMENTS, Place, Site, Wish
+from earl_core.cluster.placement import (
+    PLACED,
+    PLACEMENTS,
+    Assignment,
+    HostResources,
+    ResourceRequest,
+)
 
 COLOCATED, SEPARATE = PLACEMENTS["colocated"], PLACEMENTS["separate"]
-EIGHT = Site(cores=tuple(range(8)), gpus=8)
+EIGHT = HostResources(cores=tuple(range(8)), gpus=8)
 
 
 def test_colocated_stages_use_all_devices_in_turn() -> None:
     assert COLOCATED.devices(2, 4) == 4
     assert COLOCATED.threads(8, "rollout", 2, 4) == 4
     assert COLOCATED.threads(8, "update", 2, 4) == 2
-    assert COLOCATED.place(Wish("rollout", 2, 1, member=1, members=2), EIGHT) == Place(
-        (2, 3), (2, 3)
-    )
-    assert COLOCATED.place(Wish("update", 4, 2), EIGHT) == Place((), (0, 1, 2, 3))
-    assert COLOCATED.place(Wish("rollout", 1, 3), EIGHT) == Place((), (0,))
+    assert COLOCATED.place(
+        ResourceRequest("rollout", 2, 1, member=1, members=2), EIGHT
+    ) == Assignment((2, 3), (2, 3))
+    assert COLOCATED.place(ResourceRequest("update", 4, 2), EIGHT) == Assignment((), (0, 1, 2, 3))
+    assert COLOCATED.place(ResourceRequest("rollout", 1, 3), EIGHT) == Assignment((), (0,))
     assert COLOCATED.gives_way("rollout") == ("reference", "update")
     assert COLOCATED.gives_way("update") == ("rollout", "reference")
     assert COLOCATED.gives_way("experience") == ()
@@ -33,8 +39,12 @@ def test_colocated_stages_use_all_devices_in_turn() -> None:
 def test_separate_stages_have_their_own() -> None:
     assert SEPARATE.devices(2, 4) == 6
     assert SEPARATE.threads(8, "rollout", 2, 4) == SEPARATE.threads(8, "update", 2, 4) == 1
-    assert SEPARATE.place(Wish("rollout", 2, 2), EIGHT) == Place((0, 1, 2, 3), (0, 1))
-    assert SEPARATE.place(Wish("update", 2, 2), EIGHT) == Place((4, 5, 6, 7), (6, 7))
+    assert SEPARATE.place(ResourceRequest("rollout", 2, 2), EIGHT) == Assignment(
+        (0, 1, 2, 3), (0, 1)
+    )
+    assert SEPARATE.place(ResourceRequest("update", 2, 2), EIGHT) == Assignment(
+        (4, 5, 6, 7), (6, 7)
+    )
     assert not any(SEPARATE.gives_way(role) for role in PLACED)
 
 
@@ -51,14 +61,14 @@ def test_what_works_at_the_same_time_shares_nothing(
     placement = PLACEMENTS[name]
     devices = engines * width
     needed = placement.devices(devices, ranks)
-    site = Site(tuple(range(cores)), needed)
+    site = HostResources(tuple(range(cores)), needed)
     threads = [placement.threads(cores, role, devices, ranks) for role in ("rollout", "update")]
     places = [
-        placement.place(Wish("rollout", width, threads[0], member, engines), site)
+        placement.place(ResourceRequest("rollout", width, threads[0], member, engines), site)
         for member in range(engines)
     ]
     if name == "separate":
-        places.append(placement.place(Wish("update", ranks, threads[1]), site))
+        places.append(placement.place(ResourceRequest("update", ranks, threads[1]), site))
     gpus = [gpu for place in places for gpu in place.gpus]
     assert len(gpus) == len(set(gpus)) == devices + (ranks if name == "separate" else 0)
     used = [core for place in places for core in place.cores]

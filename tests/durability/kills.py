@@ -188,7 +188,7 @@ class Trial:
             command = " ".join(process.cmdline())
             if process.pid == controller:
                 return "controller"
-            if "earl_core.cluster.worker" in command:
+            if "earl_core.cluster.rank_process" in command:
                 log = Path(os.readlink(f"/proc/{process.pid}/fd/1")).name
                 return f"rank: {log.partition('-')[0]}"
         except (psutil.Error, OSError):

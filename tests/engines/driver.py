@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from earl_core.rollout.engines.base import Completion, Engine, GenerationRequest
+from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 
 _T = TypeVar("_T")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
 from earl_core.rollout.engines import torch_engine
-from earl_core.rollout.engines.base import Completion, EngineError, EngineLost
 from earl_core.rollout.engines.counter_random import sample, uniform
+from earl_core.rollout.engines.engine import Completion, EngineError, EngineLost
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of, reference_logprobs

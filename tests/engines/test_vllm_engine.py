@@ -18,7 +18,7 @@ import torch
 
 from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines import vllm_environment
-from earl_core.rollout.engines.base import Completion, EngineLost, ModelRefused
+from earl_core.rollout.engines.engine import Completion, EngineLost, ModelRefused
 from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
 from tests.engines.models import make, prompt_of

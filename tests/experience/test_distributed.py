@@ -269,7 +269,7 @@ class Ranks:
         self.store = run_store(self.run.path, config)
         self.group = LocalWorkerGroup(
             "experience",
-            "earl_core.experience.worker:ExperienceWorker",
+            "earl_core.experience.experience_worker:ExperienceWorker",
             log_directory=tmp_path / "logs",
         )
         arguments = {

@@ -23,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.base import Json, MemoryUse, Progress
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import Where, WorkerCallFailed
-from earl_core.cluster.worker import load_target
+from earl_core.cluster.rank_process import load_target
+from earl_core.cluster.worker_group import Json, MemoryUse, Progress
 from earl_core.config import load_config
 from earl_core.run.recovery import go_back
 from flows.train import train

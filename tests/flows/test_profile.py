@@ -19,7 +19,7 @@ from earl_core.config import parse_config
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.selector import Hardware, ModelShape, ProfileTable
 from earl_core.selector.profile.profile_table import ProfilePoint, read_table, write_table
-from tasks.profile import fingerprint_of, profile_of
+from tasks.measure import fingerprint_of, profile_of
 from tests.flows.runs import REPOSITORY, Runs
 
 

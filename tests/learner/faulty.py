@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from earl_core.learner.worker import LearnerWorker
+from earl_core.learner.update_worker import LearnerWorker
 
 
 class FaultyLearner(LearnerWorker):

@@ -11,7 +11,7 @@ import numpy as np
 from earl_core.cluster import LocalWorkerGroup, WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore
-from earl_core.learner.worker import LearnerWorker
+from earl_core.learner.update_worker import LearnerWorker
 from earl_core.run.record import write_record
 from earl_core.run.shards import run_store
 from earl_core.trajectory.samples import Episode, RolloutRows, Sample

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from earl_core.config import ConfigError
 from earl_core.learner.attention.varlen_dense import attend_bucket
-from earl_core.rollout.engines.base import ModelRefused
+from earl_core.rollout.engines.engine import ModelRefused
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.test_policy_learner import TEMPERATURE, make_learner

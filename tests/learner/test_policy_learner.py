@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from earl_core.config.algorithm import AlgorithmConfig
-from earl_core.config.base import ConfigError
 from earl_core.config.model import ModelConfig
+from earl_core.config.settings import ConfigError
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh

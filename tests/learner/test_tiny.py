@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from earl_core.config.base import ConfigError
+from earl_core.config.settings import ConfigError
 from earl_core.environments.games.tic_tac_toe import COMPACT_ALPHABET
 from earl_core.environments.registry import create
 from earl_core.models.tiny import build, character_tokenizer

@@ -16,7 +16,7 @@ from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
 from tests.learner.recorded import Recorded
 from tests.learnt import assert_learnt
 
-LEARNER = "earl_core.learner.worker:LearnerWorker"
+LEARNER = "earl_core.learner.update_worker:LearnerWorker"
 REFERENCE = "earl_core.learner.reference:ReferenceWorker"
 AGREED = ("policy_version", "digest", "steps_applied")
 MESHES = [{"shard": 2}, {"tensor_parallel": 2}, {"context_parallel": 2}, {"replicas": 2}]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
-from earl_core.rollout.engines.base import (
+from earl_core.rollout.engines.engine import (
     Completion,
     GenerationRequest,
     answer_budget,

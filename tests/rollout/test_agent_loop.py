@@ -15,7 +15,7 @@ from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySe
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.metrics import rollout_metrics, selector_statistics
-from earl_core.rollout.tally import Tally
+from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.trajectory.samples import Episode, RolloutRows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
@@ -259,7 +259,7 @@ def test_transcripts_and_numbers() -> None:
     assert all("transcript" not in episode.info for episode in episodes[1:])
     assert seen == [1]
     kept = [e for e in episodes if e.finish_reason not in FAILED_REASONS]
-    tally = Tally.of(kept, meter, 7)
+    tally = RolloutStats.of(kept, meter, 7)
     numbers = rollout_metrics(tally)
     assert numbers["episodes"] == 3
     assert numbers["episodes_failed"] == 1

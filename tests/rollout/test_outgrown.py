@@ -17,7 +17,7 @@ from earl_core.rollout.agent_loop import play
 from earl_core.rollout.engines.slot_cache import SlotCache
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOutgrown, RolloutFailed
-from earl_core.rollout.worker import RolloutWorker
+from earl_core.rollout.rollout_worker import RolloutWorker
 from earl_core.system.out_of_memory import OutOfMemory
 from earl_core.trajectory.samples import Episode
 from tests.rollout.chat_models import tiny_model
@@ -188,7 +188,9 @@ def test_both_cross_the_wire_with_their_numbers(
 ) -> None:
     monkeypatch.setenv("EARL_FAULT", "rollout.played7@0=memory")
     group = LocalWorkerGroup(
-        "rollout", "earl_core.rollout.worker:RolloutWorker", log_directory=setting.root / "logs"
+        "rollout",
+        "earl_core.rollout.rollout_worker:RolloutWorker",
+        log_directory=setting.root / "logs",
     )
     arguments = {"config": setting.config, "run_directory": str(setting.root / "run")}
     where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 60}

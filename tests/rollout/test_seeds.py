@@ -27,7 +27,7 @@ def test_seeds_have_63_bits(parts: list[int | str]) -> None:
 
 def test_the_agent_loop_imports_no_torch() -> None:
     code = (
-        "import sys, earl_core.rollout.agent_loop, earl_core.rollout.worker; "
+        "import sys, earl_core.rollout.agent_loop, earl_core.rollout.rollout_worker; "
         "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

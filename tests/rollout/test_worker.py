@@ -19,8 +19,8 @@ from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError
 from earl_core.rollout.errors import RolloutCancelled, RolloutFailed
 from earl_core.rollout.metrics import check_failures, rollout_metrics
-from earl_core.rollout.tally import Tally, merge
-from earl_core.rollout.worker import HELD_OUT_PROMPTS, RolloutWorker
+from earl_core.rollout.rollout_stats import RolloutStats, merge
+from earl_core.rollout.rollout_worker import HELD_OUT_PROMPTS, RolloutWorker
 from earl_core.run.record import write_record
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.load import manifest_from_directory
@@ -150,9 +150,9 @@ def test_shares_of_one_rollout_are_what_one_call_plays(setting: Setting) -> None
     for name in ("episode_id", "group_id", "tokens", "loss_mask", "turn_rewards"):
         assert together[name].to_pylist() == alone[name].to_pylist()
     assert [len(share["examples"]) for share in shares] == [2, 0]
-    tally = merge([[Tally.from_json(share["tally"])] for share in shares])
+    tally = merge([[RolloutStats.from_json(share["tally"])] for share in shares])
     numbers = rollout_metrics(tally)
-    for name, value in rollout_metrics(Tally.from_json(whole["tally"])).items():
+    for name, value in rollout_metrics(RolloutStats.from_json(whole["tally"])).items():
         if not any(word in name for word in ("second", "share", "memory")):
             assert numbers[name] == pytest.approx(value), name
 
@@ -254,7 +254,7 @@ def test_failures_of_a_share_are_judged_against_the_whole(setting: Setting) -> N
 
     shares = setting.run(play_shares)
     assert [setting.table(share).num_rows for share in shares] == [0, 4, 4]
-    tally = merge([[Tally.from_json(share["tally"])] for share in shares])
+    tally = merge([[RolloutStats.from_json(share["tally"])] for share in shares])
     check_failures(tally, 0.4)
     words = r"4 of 12 episodes failed, more than.*\(4 of 4\) is .*this prompt has no answer"
     with pytest.raises(RolloutFailed, match=words):
@@ -277,7 +277,9 @@ def test_a_rollout_that_failed_altogether_says_why(setting: Setting) -> None:
 
 def test_in_a_worker_group(setting: Setting) -> None:
     group = LocalWorkerGroup(
-        "rollout", "earl_core.rollout.worker:RolloutWorker", log_directory=setting.root / "logs"
+        "rollout",
+        "earl_core.rollout.rollout_worker:RolloutWorker",
+        log_directory=setting.root / "logs",
     )
     arguments = {"config": setting.config, "run_directory": str(setting.root / "run")}
     where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 60}

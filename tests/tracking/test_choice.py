@@ -14,7 +14,7 @@ from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
 from earl_core.selector.profile.observations import Observation
-from tasks.reports.plan import plan_page
+from tasks.reports.plan_report import plan_page
 from tasks.reports.selector_chart import selector_chart
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
 from tasks.tracking.mlflow_client import Numbers

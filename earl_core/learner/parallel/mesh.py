@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from earl_core.config.base import ConfigError
+from earl_core.config.settings import ConfigError
 from earl_core.deployment.stage_deployment import StageDeployment
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from earl_core.config.base import ConfigError
+from earl_core.config.settings import ConfigError
 from earl_core.deployment.feasibility import tensor_degrees
 from earl_core.learner.head import decoder_of, head_of
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard

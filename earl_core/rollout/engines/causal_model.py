@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from earl_core.pretrained.architecture import model_config
-from earl_core.rollout.engines.base import ModelRefused
+from earl_core.rollout.engines.engine import ModelRefused
 from earl_core.rollout.engines.slot_cache import ATTENTION
 
 

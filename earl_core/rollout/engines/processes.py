@@ -12,7 +12,7 @@ import psutil
 _SHARED_MEMORY = "/dev/shm/"
 
 
-class Remains:
+class LeftoverProcesses:
     """What has to be gone after an engine stopped, however its processes ended.
 
     A process that is killed cannot remove its shared memory; its names are known from before.

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from earl_core.rollout.engines.base import (
+from earl_core.rollout.engines.causal_model import OutputLayer, load_causal_model
+from earl_core.rollout.engines.counter_random import sample, uniform
+from earl_core.rollout.engines.engine import (
     OUT_OF_MEMORY_ADVICE,
     Completion,
     EngineError,
@@ -26,8 +28,6 @@ from earl_core.rollout.engines.base import (
     answer_budget,
     check_requests,
 )
-from earl_core.rollout.engines.causal_model import OutputLayer, load_causal_model
-from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.system.out_of_memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.tensors.errors import WeightsError

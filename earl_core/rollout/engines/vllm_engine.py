@@ -18,7 +18,7 @@ import torch
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines import vllm_environment
-from earl_core.rollout.engines.base import (
+from earl_core.rollout.engines.engine import (
     Completion,
     EngineError,
     EngineLost,
@@ -28,7 +28,7 @@ from earl_core.rollout.engines.base import (
     check_requests,
 )
 from earl_core.rollout.engines.memory_watch import MemoryWatch
-from earl_core.rollout.engines.processes import Remains, descendants, peak_bytes
+from earl_core.rollout.engines.processes import LeftoverProcesses, descendants, peak_bytes
 from earl_core.system.out_of_memory import OutOfMemory
 from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights, parameters_of
@@ -87,7 +87,7 @@ class VllmEngine:
         self._config_digest = ""
         self._vocabulary = 0
         self._lost: str | None = None
-        self._remains = Remains()
+        self._remains = LeftoverProcesses()
         self._memory: MemoryWatch | None = None
         self._names = itertools.count()
         self._running: dict[int, str] = {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import pin_positions
-from earl_core.rollout.engines.base import EngineError, EngineUnavailable, ModelRefused
+from earl_core.rollout.engines.engine import EngineError, EngineUnavailable, ModelRefused
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from earl_core.deployment.stage_deployment import Basis, DeploymentPlan
-from earl_core.selector.choice.planned import predictions_of
 from earl_core.selector.choice.predict import STAGES, NothingFits, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, tokens
 from earl_core.selector.choice.search_space import offers
@@ -25,6 +24,7 @@ from earl_core.selector.choice.selection import (
     fixed_plan,
     model_length,
 )
+from earl_core.selector.choice.stage_prediction import predictions_of
 from earl_core.selector.choice.switch_cost import Move, move_between, switch_seconds
 from earl_core.selector.model.candidates import Candidate, RuledOut
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from earl_core.config.base import Settings
 from earl_core.config.experience import ExperienceConfig
 from earl_core.config.layout import LayoutConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.selector import SelectorConfig
+from earl_core.config.settings import Settings
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import DeploymentPlan, Forbidden, StageDeployment

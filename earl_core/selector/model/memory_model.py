@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from earl_core.config.base import Settings
+from earl_core.config.settings import Settings
 from earl_core.deployment.shapes import DeviceFigures, ModelShape, Sizes
 from earl_core.selector.model.candidates import Candidate
 

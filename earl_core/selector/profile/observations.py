@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from earl_core.config.base import Settings
+from earl_core.config.settings import Settings
 from earl_core.deployment.stage_deployment import Forbidden, StageDeployment
 from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.memory_model import Calibration, Peak

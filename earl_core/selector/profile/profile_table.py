@@ -18,7 +18,7 @@ from statistics import fmean
 import xxhash
 from pydantic import Field, ValidationError
 
-from earl_core.config.base import Settings
+from earl_core.config.settings import Settings
 from earl_core.system.files import canonical_json
 
 FORMAT = "earl.profile/1"

@@ -35,7 +35,7 @@ from earl_core.learner.data.samples import (
     training_samples,
     write_scores,
 )
-from earl_core.learner.measure import measure_training
+from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import Parking, guarded
 from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner

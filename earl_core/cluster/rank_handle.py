@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from earl_core.cluster.base import MemoryUse
 from earl_core.cluster.logs import LogFile
+from earl_core.cluster.worker_group import MemoryUse
 from earl_core.system.files import private
 from earl_core.system.frames import FrameBuffer
 from earl_core.system.import_path import child_path

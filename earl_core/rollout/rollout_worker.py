@@ -29,14 +29,14 @@ from earl_core.rollout.engine_factory import (
     load_chat_tokenizer,
     model_positions,
 )
-from earl_core.rollout.engines.base import Engine, EngineLost, GenerationRequest, WeightSyncError
+from earl_core.rollout.engines.engine import Engine, EngineLost, GenerationRequest, WeightSyncError
 from earl_core.rollout.engines.processes import reset_peak
 from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import ContextOutgrown, RolloutCancelled
 from earl_core.rollout.load_meter import LoadMeter
-from earl_core.rollout.measure import SyntheticLoad, measure_decoding
+from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
 from earl_core.rollout.progress import ProgressReport
-from earl_core.rollout.tally import Tally
+from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.shards import run_store
 from earl_core.system import fault_points
 from earl_core.system.memory_release import give_back_free_memory
@@ -298,7 +298,7 @@ class RolloutWorker:
 
     async def _play(
         self, specs: Sequence[EpisodeSpec], settings: PlaySettings, options: dict[str, Any]
-    ) -> tuple[list[Episode], Tally]:
+    ) -> tuple[list[Episode], RolloutStats]:
         engine, chat = self._ready()
         pool = await self._pool(options, settings.max_live_episodes or len(specs))
         meter, report = LoadMeter(len(specs)), ProgressReport(self._context)
@@ -324,7 +324,7 @@ class RolloutWorker:
         peak = metrics.peak_memory_bytes(self._processes())
         give_back_free_memory()
         failed = [episode for episode in episodes if episode.finish_reason in FAILED_REASONS]
-        return episodes, Tally.of(_kept(episodes), meter, peak, failed)
+        return episodes, RolloutStats.of(_kept(episodes), meter, peak, failed)
 
     def _settings(
         self,

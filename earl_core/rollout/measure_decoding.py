@@ -15,7 +15,7 @@ import numpy as np
 from earl_core.config import RunConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.rollout.engine_factory import model_directory
-from earl_core.rollout.engines.base import Engine, GenerationRequest
+from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.rollout.engines.processes import reset_peak
 from earl_core.rollout.errors import RolloutCancelled
 from earl_core.system.memory_release import give_back_free_memory

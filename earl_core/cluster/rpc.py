@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from earl_core.cluster import errors
-from earl_core.cluster.base import Progress
 from earl_core.cluster.monitor import Loss, Monitor
-from earl_core.cluster.rank import RankHandle
+from earl_core.cluster.rank_handle import RankHandle
+from earl_core.cluster.worker_group import Progress
 from earl_core.secrets import redact, redact_tree
 
 STRAGGLER_SECONDS = 5.0

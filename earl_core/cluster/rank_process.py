@@ -4,7 +4,7 @@ The main thread runs one call at a time, and one asyncio loop that lives as long
 turns while the rank waits and while an `async def` method runs, so an engine's background tasks go
 on between calls; plain methods run outside it. A reader thread receives, a heartbeat thread says
 that the process lives, a lifeline thread ends everything when the supervisor is gone.
-Started by the supervisor as `python -m earl_core.cluster.worker CHANNEL_FD LIFELINE_FD MARK`.
+Started by the supervisor as `python -m earl_core.cluster.rank_process CHANNEL_FD LIFELINE_FD MARK`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Counts and sums of played episodes: what several engines' results are made one of.
 
 Means, percentiles and shares cannot be added up, what they are made of can. Every number about a
-rollout follows from a `Tally`, so that none depends on how many engines played, or on what had to
-be played again.
+rollout follows from a `RolloutStats`, so that none depends on how many engines played, or on
+episodes that had to be played again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Load:
 
 
 @dataclass
-class Tally:
+class RolloutStats:
     """Of unfailed episodes, except `failed` and `failures`, which maps why episodes failed to how
     often; a rank tells the most frequent only. Histograms map a value to how often it occurred.
 
@@ -95,7 +95,7 @@ class Tally:
         meter: LoadMeter,
         peak_memory_bytes: int,
         failed: Iterable[Episode] = (),
-    ) -> Tally:
+    ) -> RolloutStats:
         """Of one rollout's unfailed episodes, and why others failed; the meter counts both."""
         samples = [sample for episode in episodes for sample in episode.samples]
         return cls(
@@ -122,7 +122,7 @@ class Tally:
         return {**dumped, "returns": self.returns.to_json(), "load": asdict(self.load)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Tally:
+    def from_json(cls, data: Mapping[str, Any]) -> RolloutStats:
         """Inverse of `to_json`."""
         given = dict(data)
         for name in ("contexts", "turns"):
@@ -131,10 +131,10 @@ class Tally:
         return cls(**{**given, "load": Load(**given["load"])})
 
 
-def merge(engines: Iterable[Sequence[Tally]]) -> Tally:
+def merge(engines: Iterable[Sequence[RolloutStats]]) -> RolloutStats:
     """One tally of what several engines played. engines: for each the tallies of its calls, in
     their order."""
-    total, loads = Tally(), []
+    total, loads = RolloutStats(), []
     for calls in engines:
         load = Load()
         for tally in calls:
@@ -147,8 +147,8 @@ def merge(engines: Iterable[Sequence[Tally]]) -> Tally:
     return total
 
 
-def _added(first: Tally, second: Tally) -> Tally:
-    return Tally(
+def _added(first: RolloutStats, second: RolloutStats) -> RolloutStats:
+    return RolloutStats(
         episodes=first.episodes + second.episodes,
         failed=first.failed + second.failed,
         failures=_counted(first.failures, second.failures),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from earl_core.algorithms.moments import Moments
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.metrics import evaluation_results, rollout_metrics, wilson_interval
-from earl_core.rollout.tally import Load, Tally, merge
+from earl_core.rollout.rollout_stats import Load, RolloutStats, merge
 from earl_core.trajectory.samples import Episode, Sample
 
 GAME = st.tuples(
@@ -32,11 +32,11 @@ def episode(number: int, turns: list[tuple[int, float]], outcome: str) -> Episod
     return played
 
 
-def tally_of(episodes: list[Episode]) -> Tally:
+def tally_of(episodes: list[Episode]) -> RolloutStats:
     meter = LoadMeter(len(episodes))
     meter.end()
-    tally = Tally.of(episodes, meter, 5)
-    return Tally.from_json(json.loads(json.dumps(tally.to_json())))
+    tally = RolloutStats.of(episodes, meter, 5)
+    return RolloutStats.from_json(json.loads(json.dumps(tally.to_json())))
 
 
 @given(games=st.lists(GAME, max_size=12), cuts=st.lists(st.integers(0, 12), max_size=3))
@@ -64,6 +64,8 @@ def test_parts_add_up(games: list[tuple[list[tuple[int, float]], str]], cuts: li
 def test_engines_work_side_by_side_and_their_calls_one_after_the_other() -> None:
     slow = Load(seconds=4.0, generated_tokens=40, running_max=8, peak_memory_bytes=100)
     fast = Load(seconds=1.0, generated_tokens=10, running_max=2, peak_memory_bytes=30)
-    load = merge([[Tally(load=slow)], [Tally(load=fast), Tally(load=fast)]]).load
+    load = merge(
+        [[RolloutStats(load=slow)], [RolloutStats(load=fast), RolloutStats(load=fast)]]
+    ).load
     assert (load.seconds, load.generated_tokens) == (4.0, 60)
     assert (load.running_max, load.peak_memory_bytes) == (8, 130)
