@@ -122,8 +122,11 @@ class Calls:
             call.thread = threading.get_ident()
             try:
                 outcome = future.set_result, function(*arguments)
-            except StopIteration as error:  # no future can hold it
-                outcome = future.set_exception, RuntimeError(f"it raised {error!r}")
+            except StopIteration as error:
+                # No future can hold it.
+                held = RuntimeError(f"it raised {error!r}")
+                held.__cause__ = error
+                outcome = future.set_exception, held
             except BaseException as error:
                 outcome = future.set_exception, error
             call.thread = None

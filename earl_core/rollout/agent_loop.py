@@ -200,7 +200,7 @@ class _Loop:
         if failure.by_infrastructure and self._lost[episode_id] < _PLAYED_ANEW:
             self._lost[episode_id] += 1
             self._meter.episodes_played_anew += 1
-            logger.warning("episode %d is played anew: %s", episode_id, failure)
+            logger.warning("episode %d is played anew: %s", episode_id, failure.reason)
             self._engine.finish([episode_id])
             player.begin_anew()
             return

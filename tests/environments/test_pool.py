@@ -268,14 +268,16 @@ async def test_a_call_over_its_deadline_costs_its_episode_and_its_host(
         for episode in range(6):
             await pool.reset(episode, episode, 7)
             await pool.step(episode, "a")
-        under_way = asyncio.create_task(pool.step(1, "b"))
+        waits = "wait 0.2" if name == WAITING else "sleep 0.2"
+        under_way = [asyncio.create_task(pool.step(episode, waits)) for episode in (1, 2)]
         with pytest.raises(EnvironmentFailed) as raised:
             await pool.step(0, text)
         assert raised.value.reason == "timeout"
         assert not raised.value.by_infrastructure
         assert "user_environments.py" in raised.value.detail
-        assert await under_way == expected(1, 7, ["a", "b"])[-1]
-        for episode in range(2, 6):
+        for episode, step in zip((1, 2), under_way, strict=True):
+            assert await step == expected(episode, 7, ["a", waits])[-1]
+        for episode in range(3, 6):
             assert await pool.step(episode, "b") == expected(episode, 7, ["a", "b"])[-1]
         assert pool.host_restarts >= 1
         assert not alive(old)
@@ -350,14 +352,16 @@ async def test_threads_are_bounded_and_waiting_for_one_is_not_over_the_deadline(
         assert pool.host_restarts == 0
 
 
-async def test_slow_calls_do_not_hold_up_others() -> None:
+async def test_slow_calls_run_side_by_side() -> None:
     async with running(COUNTING) as pool:
         await asyncio.gather(*(pool.reset(i, i, 7) for i in range(40)))
+        began = time.monotonic()
         steps = [asyncio.create_task(pool.step(i, "sleep 1")) for i in range(30)]
         fast = await asyncio.gather(*(pool.step(i, "x") for i in range(30, 40)))
         assert len(fast) == 10
         assert not any(step.done() for step in steps)
         await asyncio.gather(*steps)
+        assert time.monotonic() - began < 10
 
 
 async def test_a_closed_episodes_coroutine_is_cancelled(tmp_path: Path) -> None:
@@ -424,6 +428,8 @@ async def test_mistakes_show_at_the_start(tmp_path: Path) -> None:
         EnvironmentPool("prompt", {"path": Path("x")})
     with pytest.raises(EnvironmentConfigError, match="at least one host"):
         EnvironmentPool("tic_tac_toe", hosts=0)
+    with pytest.raises(EnvironmentConfigError, match="one episode at a time"):
+        EnvironmentPool("tic_tac_toe", concurrency=0)
     with pytest.raises(RuntimeError, match="await start"):
         await EnvironmentPool("tic_tac_toe").reset(0, 0, 0)
 
