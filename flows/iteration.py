@@ -22,6 +22,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from earl_core.config import ConfigError
 from earl_core.control.failure_diagnosis import RanksLost, StageDoesNotFit, require_another
+from earl_core.control.finished_stages import judge
 from earl_core.control.run_controller import RunController
 from earl_core.control.start_ahead import start_ahead
 from earl_core.dispatch import Manifest
@@ -205,9 +206,10 @@ class Stages:
         digests: Sequence[str],
         *futures: PrefectFuture[StageRef] | None,
     ) -> PrefectFuture[StageRef]:
-        options = await asyncio.to_thread(
-            caching, self.controller, self.iteration, task.name, digests
+        verdict = await asyncio.to_thread(
+            judge, self.controller, self.iteration, task.name, digests
         )
+        options = caching(self.controller, self.iteration, task.name, verdict)
         future = task.with_options(**options).submit(
             str(self.controller.run.path), self.iteration, *futures
         )

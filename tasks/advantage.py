@@ -51,8 +51,7 @@ def advantage(
         metrics = with_failures(result["metrics"], inputs[0], controller.config)
         return {**result, "metrics": metrics}
 
-    digests = [manifest.data_digest() for manifest in inputs]
-    return run_stage(controller, iteration, "advantage", digests, body)
+    return run_stage(controller, iteration, "advantage", body)
 
 
 def with_failures(

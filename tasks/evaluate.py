@@ -29,7 +29,7 @@ def evaluation(run: str, version: int, plan: StageRef) -> StageRef:
             "metrics": {**result["metrics"], **_flat(result["outcomes"])},
         }
 
-    return run_stage(controller, version, "evaluation", [weights.data_digest()], body)
+    return run_stage(controller, version, "evaluation", body)
 
 
 def _flat(outcomes: dict[str, dict[str, float]]) -> dict[str, float]:

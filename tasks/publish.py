@@ -30,8 +30,7 @@ def publish(run: str, iteration: int, plan: StageRef, update: StageRef) -> Stage
             weights = publish_weights(controller, deployment, iteration, iteration + 1)
         return _outputs(weights)
 
-    inputs = [resolve(controller, update).data_digest()]
-    reference = run_stage(controller, iteration, "publish", inputs, body)
+    reference = run_stage(controller, iteration, "publish", body)
     _drop_older(controller, resolve(controller, reference))
     return reference
 

@@ -45,4 +45,4 @@ def reference(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> St
         observe_stage(controller, "reference", deployment, iteration, load, seconds, peak)
         return result
 
-    return run_stage(controller, iteration, "reference", [played.data_digest()], body)
+    return run_stage(controller, iteration, "reference", body)

@@ -27,4 +27,4 @@ def reward(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> Stage
         )
         return merge_results(results, REWARD_RULES)
 
-    return run_stage(controller, iteration, "reward", [played.data_digest()], body)
+    return run_stage(controller, iteration, "reward", body)

@@ -36,4 +36,4 @@ def rollout(run: str, iteration: int, plan: StageRef) -> StageRef:
             "metrics": metrics,
         }
 
-    return run_stage(controller, iteration, "rollout", [weights.data_digest()], body)
+    return run_stage(controller, iteration, "rollout", body)

@@ -57,7 +57,7 @@ def select(run: str, iteration: int) -> StageRef:
         announce_plan(controller, given.current, plan)
         return {"outputs": {"plan": plan.model_dump(mode="json")}}
 
-    return run_stage(controller, iteration, "select", select_inputs(controller, iteration), body)
+    return run_stage(controller, iteration, "select", body)
 
 
 def _chosen(controller: RunController, iteration: int) -> tuple[SelectionInput, DeploymentPlan]:

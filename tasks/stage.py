@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from prefect.cache_policies import CacheKeyFnPolicy
 
-from earl_core.control.finished_stages import finished, key_of
 from earl_core.control.rank_losses import surviving
-from earl_core.control.run_controller import RunController
+from earl_core.control.run_controller import RunController, Verdict
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.system import fault_points
@@ -38,19 +37,12 @@ def resolve(controller: RunController, reference: StageRef) -> Manifest:
     return controller.run.manifest(reference["iteration"], reference["stage"])
 
 
-def run_stage(
-    controller: RunController,
-    iteration: int,
-    stage: str,
-    inputs: Sequence[str],
-    body: Body,
-) -> StageRef:
-    """Run a stage unless its result is already sealed; seal it; return its reference."""
-    key = key_of(controller, iteration, stage, inputs)
-    known = finished(controller, iteration, stage, key)
-    if known is not None:
+def run_stage(controller: RunController, iteration: int, stage: str, body: Body) -> StageRef:
+    """Run a stage unless it was judged finished; seal it; return its reference."""
+    verdict = controller.verdicts[iteration, stage]
+    if verdict.known is not None:
         controller.run.note(iteration, stage, "reused")
-        return reference_to(controller, known)
+        return reference_to(controller, verdict.known)
     fault_points.point(f"{stage}.before", iteration)
     controller.run.note(iteration, stage, "started")
     controller.listener(stage, iteration, {"stage_started": True})
@@ -64,7 +56,7 @@ def run_stage(
         run=controller.run.uid,
         iteration=iteration,
         stage=stage,
-        key=key,
+        key=verdict.key,
         policy_version=iteration,
         shards=shards,
         outputs=result.get("outputs", {}),
@@ -86,17 +78,15 @@ def _release_orphans(controller: RunController, iteration: int, stage: str, kept
 
 
 def caching(
-    controller: RunController, iteration: int, stage: str, inputs: Sequence[str]
+    controller: RunController, iteration: int, stage: str, verdict: Verdict
 ) -> dict[str, Any]:
     """Options for `task.with_options`, so that Prefect shows finished stages as cached.
 
     The run directory decides; Prefect's own store is only told the verdict.
     """
-    key = key_of(controller, iteration, stage, inputs)
-    known = finished(controller, iteration, stage, key)
     return {
-        "cache_policy": CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: key),
-        "refresh_cache": known is None,
+        "cache_policy": CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: verdict.key),
+        "refresh_cache": verdict.known is None,
         "persist_result": True,
         "result_storage": result_directory(controller.run.path),
         "result_serializer": SERIALIZER,

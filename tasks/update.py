@@ -7,7 +7,6 @@ from typing import Any
 
 from prefect import task
 
-from earl_core.control.finished_stages import key_of
 from earl_core.control.learner import call_learner, drop_handoff, ensure_learner
 from earl_core.control.observation import fitting, load_of, observe_stage
 from earl_core.control.run_controller import RunController, controller_of
@@ -31,11 +30,10 @@ def update(
     deployment = plan_of(controller, plan)["update"]
     given = [rollout, *([reference] if reference else []), advantage]
     inputs = [resolve(controller, stage) for stage in given]
-    digests = [manifest.data_digest() for manifest in inputs]
     record = {
         "run": controller.run.uid,
         "tracking": controller.run.record.get("tracking"),
-        "key": key_of(controller, iteration, "update", digests),
+        "key": controller.verdicts[iteration, "update"].key,
     }
 
     def body() -> dict[str, Any]:
@@ -71,7 +69,7 @@ def update(
             "metrics": metrics,
         }
 
-    return run_stage(controller, iteration, "update", digests, body)
+    return run_stage(controller, iteration, "update", body)
 
 
 def due(controller: RunController, iteration: int) -> bool:

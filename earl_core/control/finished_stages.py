@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_core.control.run_controller import RunController
+from earl_core.control.run_controller import RunController, Verdict
 from earl_core.dispatch import Manifest
 from earl_core.run import stage_key
 from earl_core.run.training_state import read_state, verify_training_state
 from earl_core.tensors.errors import CheckpointError
+
+
+def judge(controller: RunController, iteration: int, stage: str, inputs: Sequence[str]) -> Verdict:
+    """Decide whether the stage must run; the flow asks once and the stage's task is told.
+
+    inputs: data digests of the stage's inputs, in order.
+    """
+    key = key_of(controller, iteration, stage, inputs)
+    verdict = Verdict(key, finished(controller, iteration, stage, key))
+    controller.verdicts[iteration, stage] = verdict
+    return verdict
 
 
 def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,7 +21,7 @@ from earl_core.control.run_history import LearntProfile, RunHistory
 from earl_core.control.start_ahead import start_as_before
 from earl_core.control.worker_groups import Progress, WorkerGroups
 from earl_core.deployment.feasibility import check_layout
-from earl_core.dispatch import PoolFull
+from earl_core.dispatch import Manifest, PoolFull
 from earl_core.run import RunDirectory
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
@@ -56,6 +57,14 @@ class Tracker(Protocol):
 MakeTracker = Callable[[RunDirectory, Hardware], Tracker]
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """The key that the stage's sealed manifest must carry, and that manifest if it need not run."""
+
+    key: str
+    known: Manifest | None
+
+
 class RunController:
     """Opened by `open_controller`; close it to stop the workers and unlock the run."""
 
@@ -71,6 +80,7 @@ class RunController:
         self.listener: Progress = listener or (lambda stage, iteration, progress: None)
         self._finished_here = -1
         self.losses: Counter[int] = Counter()
+        self.verdicts: dict[tuple[int, str], Verdict] = {}
         self.single_iteration = False
         self.observed = RunHistory(run)
         self.profile: LearntProfile | None = None

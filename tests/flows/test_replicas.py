@@ -16,6 +16,7 @@ import pytest
 
 from earl_core.cluster.errors import WorkerLost
 from earl_core.config import parse_config
+from earl_core.control.finished_stages import judge
 from earl_core.control.replicas import ReplicasLost, deal, play_evaluation, play_rollout
 from earl_core.control.run_controller import RunController, close_controller, open_controller
 from earl_core.dispatch import Manifest
@@ -197,7 +198,8 @@ def test_an_engine_lost_between_its_shard_and_its_report(
         played.update(play_rollout(controller, engines(2), 0, weights))
         return {"shards": played["shards"]}
 
-    run_stage(controller, 0, "rollout", [], body)
+    judge(controller, 0, "rollout", [])
+    run_stage(controller, 0, "rollout", body)
     assert [s["episode_id"] for s in rows(controller, played)] == list(range(PROMPTS * GROUP))
     known = {entry["file"] for entry in played["shards"]}
     on_disk = {path.name for path in controller.run.store.directory.glob("*-rollout-*.arrow")}

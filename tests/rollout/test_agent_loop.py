@@ -162,7 +162,7 @@ def test_what_infrastructure_lost_is_played_anew_twice_at_most(lockstep: bool) -
     assert "its host burnt" in str(episodes[6].info["failure"])
     assert (meter.episodes_done, meter.episodes_failed) == (8, 1)
     kept = [e for e in episodes if e.finish_reason not in FAILED_REASONS]
-    assert rollout_metrics(Tally.of(kept, meter, 7))["episodes_played_anew"] == 1 + 2 + 2
+    assert rollout_metrics(RolloutStats.of(kept, meter, 7))["episodes_played_anew"] == 1 + 2 + 2
     assert sorted(pool.closed) == list(range(8))
 
 
