@@ -6,7 +6,6 @@ from earl_core.dispatch.segments.pool import PoolFull
 from earl_core.dispatch.shards.manifest import (
     Manifest,
     ManifestError,
-    ShardCorrupt,
     ShardEntry,
     read_manifest,
 )
@@ -18,7 +17,6 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "PoolFull",
-    "ShardCorrupt",
     "ShardEntry",
     "ShardStore",
     "ShardWriter",

@@ -36,7 +36,6 @@ EXPECTED = WRONG_INPUT | {
     "ServerUnavailable",
     "RunUnfinished",
     "RunInterrupted",
-    "ShardCorrupt",
     "StateLost",
     "TransportError",
     "UntrustedResult",

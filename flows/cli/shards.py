@@ -15,7 +15,7 @@ from earl_core.config import load_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
 from earl_core.dispatch.shards.arrow_file import open_batch
-from earl_core.dispatch.shards.manifest import ShardCorrupt
+from earl_core.dispatch.shards.manifest import ManifestError
 from earl_core.run.shards import list_stores, run_store, sweep
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
@@ -127,7 +127,7 @@ def _show_file(path: Path, row: int, console: Console) -> None:
             batch = open_batch(source, str(path))
             _print_batch(path, batch, row, console)
             del batch
-    except ShardCorrupt as error:
+    except ManifestError as error:
         raise UsageProblem(str(error)) from error
 
 

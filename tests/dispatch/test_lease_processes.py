@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from earl_core.dispatch.segments.leases import (
-    ShardGone,
     map_shared,
 )
 from earl_core.dispatch.segments.pool import SegmentPool
@@ -138,7 +137,7 @@ def _chase(pipe: Connection, directory: Path) -> None:
                     time.sleep(0.0005 * (read % 2))
                     after = data.copy()
                     del data
-            except ShardGone:
+            except FileNotFoundError:
                 gone += 1
                 continue
             assert (before == int(name[7:10])).all(), name

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from earl_core.dispatch.segments.leases import ShardGone, map_shared
+from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool import Segment, SegmentPool
 from earl_core.dispatch.segments.size_classes import size_class
 from tests.dispatch.segments import (
@@ -88,7 +88,7 @@ def _live(pipe: Connection, directory: Path, seed: int) -> None:
             if draw.random() < 0.1:
                 continue
             path = segment.seal(f"{os.getpid():06d}-{value}-0-{segment.generation}.arrow")
-        with suppress(ShardGone), map_shared(path, segment.size) as mapped:
+        with suppress(FileNotFoundError), map_shared(path, segment.size) as mapped:
             if (np.frombuffer(mapped.memory, dtype=np.uint8) != value).any():
                 raise AssertionError(f"{path} was overwritten")
         for other in visible(directory)[:3]:

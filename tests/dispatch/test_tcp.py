@@ -15,13 +15,9 @@ from hypothesis import strategies as st
 
 from earl_core.dispatch import ShardEntry, ShardStore
 from earl_core.dispatch.remote import (
-    Corrupt,
     Proof,
-    Refused,
     RemoteRead,
-    TimedOut,
     TransportError,
-    Unreachable,
     protocol,
 )
 from earl_core.dispatch.remote.range_server import RangeServer
@@ -59,7 +55,7 @@ def server(store: ShardStore) -> Iterator[RangeServer]:
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + " ", TOKEN[:-1]])
 def test_a_wrong_token_is_refused(server: RangeServer, entry: ShardEntry, token: str) -> None:
-    with pytest.raises(Refused, match="token"):
+    with pytest.raises(TransportError, match="token"):
         read(TcpTransport({"a": server.address}, token), entry, whole(entry))
 
 
@@ -84,7 +80,7 @@ def test_a_server_that_does_not_know_the_token_is_not_trusted(entry: ShardEntry)
         client.recv(protocol.ANSWER.size)
         client.sendall(protocol.WELCOME.pack(protocol.MAGIC, 0, bytes(32)))
 
-    with _fake(pretend) as address, pytest.raises(Refused, match="not trusted"):
+    with _fake(pretend) as address, pytest.raises(TransportError, match="not trusted"):
         read(TcpTransport({"a": address}, TOKEN), entry, whole(entry))
 
 
@@ -113,9 +109,9 @@ def test_a_server_that_is_gone_is_unreachable(server: RangeServer, entry: ShardE
     transport = TcpTransport({"a": server.address}, TOKEN)
     read(transport, entry, whole(entry))
     server.close()
-    with pytest.raises(Unreachable):
+    with pytest.raises(TransportError, match=r"cannot be reached|broke off"):
         read(transport, entry, whole(entry))
-    with pytest.raises(Unreachable, match="no address"):
+    with pytest.raises(TransportError, match="no address"):
         transport.read(
             "b", [whole(entry)], destination(whole(entry)), {entry.file: Proof.of(entry)}
         )
@@ -172,7 +168,7 @@ def _half_an_answer(client: socket.socket) -> None:
 def test_silent_peers_time_out(behave: Callable[[socket.socket], None], entry: ShardEntry) -> None:
     with _fake(behave) as address:
         began = time.monotonic()
-        with pytest.raises(TimedOut):
+        with pytest.raises(TransportError, match="in time"):
             read(TcpTransport({"a": address}, TOKEN, SOON), entry, whole(entry))
         assert time.monotonic() - began < 10
 
@@ -185,7 +181,7 @@ def test_a_peer_that_trickles_times_out(entry: ShardEntry) -> None:
             time.sleep(0.05)
 
     limits = ClientLimits(_ASKED, stall_seconds=0.5, minimum_rate=2**22)
-    with _fake(trickle) as address, pytest.raises(TimedOut):
+    with _fake(trickle) as address, pytest.raises(TransportError, match="in time"):
         read(TcpTransport({"a": address}, TOKEN, limits), entry, whole(entry))
 
 
@@ -198,7 +194,7 @@ def test_a_full_backlog_times_out(entry: ShardEntry) -> None:
             one.setblocking(False)
             one.connect_ex(listener.getsockname())
             held.append(one)
-        with pytest.raises(TimedOut):
+        with pytest.raises(TransportError, match="in time"):
             read(TcpTransport({"a": listener.getsockname()}, TOKEN, SOON), entry, whole(entry))
     finally:
         for one in [*held, listener]:
@@ -229,7 +225,7 @@ def test_bytes_damaged_on_the_way_are_found(entry: ShardEntry) -> None:
         size = whole(entry, "reward").length
         client.sendall(protocol.pack_response(number, protocol.Status.OK, size, 1234) + bytes(size))
 
-    with _fake(lie) as address, pytest.raises(Corrupt, match="on the way"):
+    with _fake(lie) as address, pytest.raises(TransportError, match="on the way"):
         read(TcpTransport({"a": address}, TOKEN, SOON), entry, whole(entry, "reward"))
 
 

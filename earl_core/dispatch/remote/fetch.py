@@ -41,7 +41,7 @@ def fetch(
     the last of them closes its batch. verify: check the shards of this host too; what comes from
     others always is. wait_seconds: how long another rank may take to receive what both need.
 
-    Raises `ManifestError` (`ShardCorrupt`) for a missing or damaged shard of this host,
+    Raises `ManifestError` for a missing or damaged shard of this host,
     `TransportError` for one of another, `PoolFull` when there is no room to receive,
     `ValueError` when the rank does not belong to this host.
     """

@@ -23,9 +23,9 @@ from pyarrow import flight
 
 from earl_core.dispatch.remote.range_server import check_token
 from earl_core.dispatch.remote.transport import FILE_NAME
-from earl_core.dispatch.segments.leases import ShardGone, ShardMismatch, map_shared
+from earl_core.dispatch.segments.leases import ShardMismatch, map_shared
 from earl_core.dispatch.shards.arrow_file import open_batch
-from earl_core.dispatch.shards.manifest import ShardCorrupt
+from earl_core.dispatch.shards.manifest import ManifestError
 
 _MESSAGE_BYTES = 16 * 2**20
 _HEADER = "authorization"
@@ -100,13 +100,13 @@ class ShardFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         path = self.directory / name
         try:
             memory = map_shared(path, path.stat().st_size).memory
-        except (FileNotFoundError, ShardGone, ShardMismatch) as error:
+        except (FileNotFoundError, ShardMismatch) as error:
             raise flight.FlightServerError(
                 f"the shard {name} is not here: it was released or never written"
             ) from error
         try:
             return open_batch(pa.BufferReader(pa.py_buffer(memory)), f"the shard {name}")
-        except ShardCorrupt as error:
+        except ManifestError as error:
             raise flight.FlightServerError(str(error)) from error
 
     def __exit__(

@@ -7,16 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from earl_core.dispatch.remote.transport import (
-    FILE_NAME,
-    Corrupt,
-    Gone,
-    Proof,
-    Range,
-    Refused,
-    proof_for,
-)
-from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
+from earl_core.dispatch.remote.transport import FILE_NAME, Proof, Range, TransportError, proof_for
+from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
 from earl_core.dispatch.shards.checksums import verify_blocks
 from earl_core.dispatch.shards.manifest import ManifestError
 from earl_core.system.host import host_name
@@ -30,8 +22,8 @@ def leased_views(
 ) -> Iterator[list[memoryview]]:
     """The bytes of each range as a read-only view, under leases, checked.
 
-    Raises `Refused` for names and ranges that no manifest could hold, `Gone` for shards that are
-    not there in this generation, `Corrupt` for blocks that do not match the block table.
+    Raises `TransportError` for names and ranges that no manifest could hold, for shards that are
+    not there in this generation, and for blocks that do not match the block table.
     """
     leases: dict[str, Mapped] = {}
     views: list[memoryview] = []
@@ -62,7 +54,7 @@ def _verify(mapped: Mapped, proof: Proof, ranges: Sequence[Range]) -> None:
         for start, length in _joined(proof, ranges):
             verify_blocks(mapped.memory, proof, start, length)
     except ManifestError as error:
-        raise Corrupt(
+        raise TransportError(
             f"{error}: the memory of host {host_name()!r} is damaged, or the manifest is not this "
             "shard's; resume the run, which computes the shard again"
         ) from error
@@ -86,22 +78,22 @@ def _joined(proof: Proof, ranges: Sequence[Range]) -> list[tuple[int, int]]:
 def _check_proof(proof: Proof) -> None:
     match = FILE_NAME.fullmatch(proof.file)
     if match is None:
-        raise Refused(f"{proof.file!r} is not the name of a sealed shard")
+        raise TransportError(f"{proof.file!r} is not the name of a sealed shard")
     if int(match[1]) != proof.generation:
-        raise Gone(f"{proof.file} is not of generation {proof.generation}")
+        raise TransportError(f"{proof.file} is not of generation {proof.generation}")
     inside = all(
         start >= 0 and size >= 0 and start + size <= proof.bytes
         for start, size in (proof.body, proof.checksums)
     )
     blocks = -(-proof.body[1] // max(proof.block_bytes, _MIN_BLOCK))
     if not inside or proof.block_bytes < _MIN_BLOCK or proof.checksums[1] != 8 * (1 + blocks):
-        raise Refused(f"the description of {proof.file} contradicts itself")
+        raise TransportError(f"the description of {proof.file} contradicts itself")
 
 
 def _check_range(item: Range, proof: Proof) -> None:
     begin, size = proof.body
     if item.length <= 0 or item.start < begin or item.start + item.length > begin + size:
-        raise Refused(
+        raise TransportError(
             f"bytes {item.start} to {item.start + item.length} lie outside of the data of "
             f"{item.file}, which is bytes {begin} to {begin + size}"
         )
@@ -110,8 +102,8 @@ def _check_range(item: Range, proof: Proof) -> None:
 def _lease(directory: Path, proof: Proof) -> Mapped:
     try:
         return map_shared(directory / proof.file, proof.bytes)
-    except (ShardGone, ShardMismatch) as error:
-        raise Gone(
+    except (FileNotFoundError, ShardMismatch) as error:
+        raise TransportError(
             f"the shard {proof.file} is not on host {host_name()!r}: it was released or never "
             "written; resume the run, which computes it again"
         ) from error

@@ -19,8 +19,8 @@ import numpy as np
 import xxhash
 
 from earl_core.dispatch.remote.incoming import ALIGNMENT, Incoming
-from earl_core.dispatch.remote.transport import TimedOut
-from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
+from earl_core.dispatch.remote.transport import TransportError
+from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
 from earl_core.dispatch.segments.names import FETCH_LOCK, unlink_own
 from earl_core.dispatch.segments.pool import Segment, SegmentPool
 from earl_core.system.locks import lock_bytes, unlock_bytes
@@ -76,7 +76,7 @@ class PartStore:
     ) -> dict[int, Mapped]:
         """Lease the parts, by number, after receiving those that nobody else does.
 
-        Raises `TimedOut` when another rank does not finish in time; what `receive` raises.
+        Raises `TransportError` when another rank does not finish in time; what `receive` raises.
         """
         unlink_own(self._mark(rank))
         found: dict[int, Mapped] = {}
@@ -92,7 +92,7 @@ class PartStore:
                 pause = _PAUSES[0]
             elif time.monotonic() > deadline:
                 missing = [part.number for part in needed if part.number not in found]
-                raise TimedOut(
+                raise TransportError(
                     f"another rank of this host receives the parts {missing} of a plan and did "
                     f"not finish within {wait_seconds:.0f} s: see whether it hangs"
                 )
@@ -120,7 +120,7 @@ class PartStore:
         path = self.path(part)
         try:
             return map_shared(path, path.stat().st_size)
-        except (FileNotFoundError, ShardGone, ShardMismatch):
+        except (FileNotFoundError, ShardMismatch):
             return None
 
     @contextmanager

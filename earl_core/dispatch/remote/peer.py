@@ -13,7 +13,13 @@ import xxhash
 
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.sockets import remaining
-from earl_core.dispatch.remote.transport import Corrupt, Proof, Range, RemoteRead, proof_for
+from earl_core.dispatch.remote.transport import (
+    Proof,
+    Range,
+    RemoteRead,
+    TransportError,
+    proof_for,
+)
 
 _VECTOR = 64
 
@@ -156,11 +162,11 @@ class Peer:
     def _finish(self, status: protocol.Status, checksum: int) -> None:
         question = self.in_flight.popleft()[1]
         if status != protocol.Status.OK:
-            raise protocol.failure(status, bytes(self._message or b""), self.host)
+            raise protocol.failure(bytes(self._message or b""), self.host)
         digest = xxhash.xxh3_64()
         for view in question.into:
             digest.update(view)
         if digest.intdigest() != checksum:
-            raise Corrupt(f"bytes from host {self.host!r} were damaged on the way")
+            raise TransportError(f"bytes from host {self.host!r} were damaged on the way")
         self.left -= question.size
         self._expect_head()

@@ -23,17 +23,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from earl_core.dispatch.remote.transport import (
-    Corrupt,
-    Gone,
-    Proof,
-    Range,
-    Refused,
-    TimedOut,
-    TransportError,
-)
+from earl_core.dispatch.remote.transport import Proof, Range, TransportError
 
-MAGIC = b"EARLRNG2"
+MAGIC = b"EARLRNG3"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HELLO = struct.Struct(f"<8s{NONCE_BYTES}s")
@@ -58,20 +50,7 @@ class Status(IntEnum):
     """How a request, or the handshake, ended."""
 
     OK = 0
-    REFUSED = 1
-    GONE = 2
-    CORRUPT = 3
-    TIMED_OUT = 4
-    FAILED = 5
-
-
-_ERRORS: dict[Status, type[TransportError]] = {
-    Status.REFUSED: Refused,
-    Status.GONE: Gone,
-    Status.CORRUPT: Corrupt,
-    Status.TIMED_OUT: TimedOut,
-    Status.FAILED: TransportError,
-}
+    FAILED = 1
 
 
 class Malformed(ValueError):
@@ -169,10 +148,9 @@ def pack_response(number: int, status: Status, size: int, checksum: int) -> byte
 
 def pack_failure(number: int, error: BaseException) -> bytes:
     """A whole unsuccessful response. Errors that are not ours tell nothing of the server's."""
-    status = next((s for s, kind in _ERRORS.items() if type(error) is kind), Status.FAILED)
     text = str(error) if isinstance(error, TransportError) else "the server failed; see its log"
     payload = text.encode()[:MAX_MESSAGE]
-    return pack_response(number, status, len(payload), 0) + payload
+    return pack_response(number, Status.FAILED, len(payload), 0) + payload
 
 
 def read_response(head: bytes | bytearray) -> tuple[int, Status, int, int]:
@@ -185,7 +163,6 @@ def read_response(head: bytes | bytearray) -> tuple[int, Status, int, int]:
     return number, Status(status), size, checksum
 
 
-def failure(status: Status, message: bytes, host: str) -> TransportError:
+def failure(message: bytes, host: str) -> TransportError:
     """The error that an unsuccessful response stands for."""
-    text = message.decode(errors="replace")
-    return _ERRORS[status](f"host {host!r}: {text}")
+    return TransportError(f"host {host!r}: {message.decode(errors='replace')}")

@@ -23,7 +23,7 @@ import xxhash
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.leased_ranges import leased_views
 from earl_core.dispatch.remote.sockets import drain, receive, send_all, tune
-from earl_core.dispatch.remote.transport import Refused, TimedOut, TransportError
+from earl_core.dispatch.remote.transport import TransportError
 
 _log = logging.getLogger(__name__)
 _servers: weakref.WeakSet[RangeServer] = weakref.WeakSet()
@@ -150,7 +150,7 @@ class RangeServer:
         magic, theirs, proof = protocol.ANSWER.unpack(answer)
         expected = protocol.prove(self._token, b"client", nonce, theirs)
         good = protocol.same(proof, expected) and magic == protocol.MAGIC
-        status = protocol.Status.OK if good else protocol.Status.REFUSED
+        status = protocol.Status.OK if good else protocol.Status.FAILED
         mine = (
             protocol.prove(self._token, b"server", nonce, theirs) if good else bytes(len(expected))
         )
@@ -172,7 +172,7 @@ class RangeServer:
             or files > protocol.MAX_FILES
             or ranges > self.limits.max_ranges
         ):
-            refusal = Refused(
+            refusal = TransportError(
                 f"a request of {ranges} ranges in {files} files ({size} bytes) is too large: at "
                 f"most {self.limits.max_ranges} ranges in {protocol.MAX_FILES} files are answered"
             )
@@ -184,7 +184,7 @@ class RangeServer:
             return False
         request = protocol.read_request(number, memoryview(body), files, ranges)
         if not self._slots.acquire(timeout=self.limits.request_seconds):
-            busy = TimedOut("too many requests are being answered; ask again later")
+            busy = TransportError("too many requests are being answered; ask again later")
             send_all(client, [protocol.pack_failure(number, busy)], time.monotonic() + 1.0)
             return True
         try:
@@ -197,7 +197,7 @@ class RangeServer:
         deadline = time.monotonic() + self.limits.send_seconds
         try:
             if request.total_bytes > self.limits.max_request_bytes:
-                raise Refused(
+                raise TransportError(
                     f"a request for {request.total_bytes:,} bytes is too large: at most "
                     f"{self.limits.max_request_bytes:,} are answered at a time"
                 )

@@ -22,15 +22,7 @@ from dataclasses import dataclass
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.peer import Peer, cut
 from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
-from earl_core.dispatch.remote.transport import (
-    Proof,
-    Range,
-    Refused,
-    RemoteRead,
-    TimedOut,
-    TransportError,
-    Unreachable,
-)
+from earl_core.dispatch.remote.transport import Proof, Range, RemoteRead, TransportError
 from earl_core.system.host import host_name
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
@@ -170,7 +162,7 @@ class TcpTransport:
             peer.take()
         except protocol.Malformed as error:
             peer.broken = True
-            raise Unreachable(
+            raise TransportError(
                 f"host {peer.host!r} does not speak this protocol: {error}"
             ) from error
         except OSError as error:
@@ -187,7 +179,7 @@ class TcpTransport:
         if isinstance(error, TimeoutError):
             raise self._timed_out([peer]) from error
         if not peer.reused:
-            raise Unreachable(
+            raise TransportError(
                 f"the connection to host {peer.host!r} broke off ({error}): see whether its "
                 "process still runs"
             ) from error
@@ -195,11 +187,11 @@ class TcpTransport:
         peer.connection, peer.reused = self._connect(peer.host, deadline), False
         selector.register(peer.connection, selectors.EVENT_READ, peer)
 
-    def _timed_out(self, peers: list[Peer]) -> TimedOut:
+    def _timed_out(self, peers: list[Peer]) -> TransportError:
         late = {peer.host: peer.left for peer in peers if peer.left}
         for peer in peers:
             peer.broken = peer.broken or bool(peer.in_flight)
-        return TimedOut(
+        return TransportError(
             f"{sum(late.values()):,} bytes of {', '.join(map(repr, late))} did not come in time: "
             "see whether these hosts are alive and their network is not overloaded"
         )
@@ -214,14 +206,16 @@ class TcpTransport:
     def _connect(self, host: str, deadline: float) -> socket.socket:
         address = self.addresses.get(host)
         if address is None:
-            raise Unreachable(f"no address is known of host {host!r}: it serves no shards")
+            raise TransportError(f"no address is known of host {host!r}: it serves no shards")
         deadline = min(deadline, time.monotonic() + self.limits.connect_seconds)
         try:
             connection = socket.create_connection(address, timeout=remaining(deadline))
         except TimeoutError as error:
-            raise TimedOut(f"host {host!r} at {address} did not answer in time") from error
+            raise TransportError(f"host {host!r} at {address} did not answer in time") from error
         except OSError as error:
-            raise Unreachable(f"host {host!r} at {address} cannot be reached: {error}") from error
+            raise TransportError(
+                f"host {host!r} at {address} cannot be reached: {error}"
+            ) from error
         self._all.add(connection)
         try:
             tune(connection)
@@ -232,10 +226,10 @@ class TcpTransport:
             raise
         except TimeoutError as error:
             self._discard(connection)
-            raise TimedOut(f"host {host!r} at {address} did not greet in time") from error
+            raise TransportError(f"host {host!r} at {address} did not greet in time") from error
         except OSError as error:
             self._discard(connection)
-            raise Unreachable(f"host {host!r} at {address} broke off: {error}") from error
+            raise TransportError(f"host {host!r} at {address} broke off: {error}") from error
         return connection
 
     def _shake_hands(self, connection: socket.socket, host: str, deadline: float) -> None:
@@ -244,20 +238,26 @@ class TcpTransport:
             bytearray(protocol.WELCOME.size),
         )
         if not receive(connection, hello, deadline):
-            raise Unreachable(f"host {host!r} closed the connection at once: it may be full")
+            raise TransportError(f"host {host!r} closed the connection at once: it may be full")
         magic, theirs = protocol.HELLO.unpack(hello)
         if magic != protocol.MAGIC:
-            raise Unreachable(f"what listens on host {host!r} is no range server of this version")
+            raise TransportError(
+                f"what listens on host {host!r} is no range server of this version"
+            )
         mine = secrets.token_bytes(protocol.NONCE_BYTES)
         proof = protocol.prove(self._token, b"client", theirs, mine)
         send_all(connection, [protocol.ANSWER.pack(protocol.MAGIC, mine, proof)], deadline)
         if not receive(connection, welcome, deadline):
-            raise Unreachable(f"host {host!r} broke the handshake off")
+            raise TransportError(f"host {host!r} broke the handshake off")
         _, status, shown = protocol.WELCOME.unpack(welcome)
         if status != protocol.Status.OK:
-            raise Refused(f"host {host!r} does not accept the token: all hosts need the same one")
+            raise TransportError(
+                f"host {host!r} does not accept the token: all hosts need the same one"
+            )
         if not protocol.same(shown, protocol.prove(self._token, b"server", theirs, mine)):
-            raise Refused(f"what answers for host {host!r} does not know the token; not trusted")
+            raise TransportError(
+                f"what answers for host {host!r} does not know the token; not trusted"
+            )
 
     def _give_back(self, host: str, connection: socket.socket) -> None:
         with self._lock:

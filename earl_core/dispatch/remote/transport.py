@@ -19,27 +19,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}-(\d{1,20})\.arrow")
 
 
 class TransportError(RuntimeError):
-    """Bytes could not be brought here."""
-
-
-class Refused(TransportError):
-    """The other side does not answer such a request: wrong token, limits, ranges outside."""
-
-
-class TimedOut(TransportError):
-    """Nothing, or too little, came within the deadline."""
-
-
-class Unreachable(TransportError):
-    """The connection cannot be made or broke off."""
-
-
-class Corrupt(TransportError):
-    """Bytes do not match their checksum, at the producer or on the way."""
-
-
-class Gone(TransportError):
-    """The shard was released, or is of another generation than its manifest."""
+    """Bytes could not be brought here: refused, late, out of reach, damaged or released."""
 
 
 class Range(NamedTuple):
@@ -70,9 +50,9 @@ class Proof:
 
     @classmethod
     def of(cls, entry: ShardEntry) -> Proof:
-        """From a manifest's entry. Raises `Refused` while the checksum is pending."""
+        """From a manifest's entry. Raises `TransportError` while the checksum is pending."""
         if not entry.checksum:
-            raise Refused(
+            raise TransportError(
                 f"the shard {entry.file} has no checksum yet, so its bytes cannot be proved to "
                 "another host: seal the manifest before other hosts read it"
             )
@@ -102,12 +82,12 @@ class RemoteRead:
 
 
 def proof_for(item: Range, proofs: Mapping[str, Proof]) -> Proof:
-    """The proof of a range's file. Raises `Refused` when the range does not fit to it."""
+    """The proof of a range's file. Raises `TransportError` when the range does not fit to it."""
     proof = proofs.get(item.file)
     if proof is None:
-        raise Refused(f"no manifest was given for the shard {item.file!r}")
+        raise TransportError(f"no manifest was given for the shard {item.file!r}")
     if proof.generation != item.generation:
-        raise Gone(
+        raise TransportError(
             f"the plan wants generation {item.generation} of {item.file}, its manifest describes "
             f"{proof.generation}: make the plan from the same manifests"
         )

@@ -32,12 +32,8 @@ _MAX_IDLE = 128  # mappings without a lease that stay cached; each costs two des
 _BUSY_SECONDS = 5.0  # a releaser holds its lock for microseconds; one that was stopped, for ever
 
 
-class ShardGone(FileNotFoundError):
-    """The file was released, or never existed."""
-
-
 class ShardMismatch(OSError):
-    """The file has another size than its reader was told."""
+    """The file is not what its reader was told: of another size, empty, or no plain file."""
 
 
 class Mapped:
@@ -94,8 +90,8 @@ class Mapped:
 def map_shared(path: Path, size: int) -> Mapped:
     """Take a lease on `path` and map its `size` bytes read-only.
 
-    Raises `ShardGone` (a `FileNotFoundError`) when nothing has this name or it was released at
-    this moment, `ShardMismatch` when the file has another size, `OSError` when it cannot be mapped.
+    Raises `FileNotFoundError` when nothing has this name or it was released at this moment,
+    `ShardMismatch` when the file has another size, `OSError` when it cannot be mapped.
     """
     return _cache.lease(path, size)
 
@@ -307,8 +303,8 @@ def _inode(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _gone(path: Path) -> ShardGone:
-    return ShardGone(errno.ENOENT, f"the shard {path} is gone: it was released or removed")
+def _gone(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, f"the shard {path} is gone: it was released or removed")
 
 
 def _not_a_file(path: Path) -> ShardMismatch:

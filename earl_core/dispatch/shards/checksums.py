@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.shards.manifest import ManifestError, ShardCorrupt, Span
+from earl_core.dispatch.shards.manifest import ManifestError, Span
 
 BLOCK_BYTES = 256 * 1024
 
@@ -66,8 +66,8 @@ def fill_table(memory: memoryview, body: Span, table: Span, layout: int) -> str:
 def verify_blocks(memory: memoryview, entry: Checksummed, start: int, length: int) -> None:
     """Check the blocks that cover `length` bytes from byte `start` of a shard's file.
 
-    `memory` is the whole file. Raises `ShardCorrupt` when table or blocks do not match, and
-    `ManifestError` for a range outside of the body, or while the entry's checksum is pending.
+    `memory` is the whole file. Raises `ManifestError` when table or blocks do not match, for a
+    range outside of the body, or while the entry's checksum is pending.
     """
     first, size = entry.body
     if not entry.checksum:
@@ -77,7 +77,7 @@ def verify_blocks(memory: memoryview, entry: Checksummed, start: int, length: in
     if start < first or length < 0 or start + length > first + size:
         raise ManifestError(f"bytes {start}+{length} lie outside of the body of {entry.file}")
     if _table_checksum(memory, entry.checksums) != entry.checksum:
-        raise ShardCorrupt(
+        raise ManifestError(
             f"the shard {entry.file} is corrupt: its block table does not match its checksum"
         )
     check_layout(memory, entry)
@@ -92,7 +92,7 @@ def verify_blocks(memory: memoryview, entry: Checksummed, start: int, length: in
         begin = first + block * size_of_block
         stop = min(begin + size_of_block, first + size)
         if xxhash.xxh3_64_intdigest(memory[begin:stop]) != table[1 + block]:
-            raise ShardCorrupt(
+            raise ManifestError(
                 f"the shard {entry.file} is corrupt: bytes {begin} to {stop} do not match their "
                 "checksum"
             )

@@ -29,10 +29,6 @@ class ManifestError(RuntimeError):
     """A manifest or shard that is missing, damaged or of another run."""
 
 
-class ShardCorrupt(ManifestError):
-    """The bytes of a shard do not match its checksums."""
-
-
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from earl_core.dispatch.segments.leases import Mapped, ShardGone, ShardMismatch, map_shared
+from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
 from earl_core.dispatch.segments.mark import NotOurs
 from earl_core.dispatch.segments.names import is_sealed
 from earl_core.dispatch.segments.pool import SegmentPool
@@ -135,14 +135,14 @@ class ShardStore:
         """A lease on a shard, mapped read-only; with `verify` its whole body is checked.
 
         Raises `ManifestError` unless the shard is there, of this size, generation and layout, and
-        `ShardCorrupt` (one of them) when bytes do not match their checksum.
+        its bytes match their checksum.
         """
         path = self.path(entry)
         if not entry.file.endswith(f"-{entry.generation}.arrow"):
             raise ManifestError(f"the shard {path} is of another generation than its manifest")
         try:
             mapped = map_shared(path, entry.bytes)
-        except ShardGone as error:
+        except FileNotFoundError as error:
             raise ManifestError(f"the shard {path} of host {entry.host} is gone") from error
         except ShardMismatch as error:
             raise ManifestError(f"the shard is damaged: {error.strerror}") from error

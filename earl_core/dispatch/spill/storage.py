@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from earl_core.dispatch.segments.names import is_shard, is_uid
-from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardCorrupt, ShardEntry
+from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardEntry
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.files import private
 from earl_core.system.process_identity import ProcessId
@@ -39,10 +39,6 @@ _Blocks = dict[int, bytes]
 
 class SpillError(RuntimeError):
     """The spill cannot be written or read; the message names it and says what to change."""
-
-
-class SpillLost(ManifestError):
-    """The spill does not hold this shard."""
 
 
 class Spill:
@@ -113,8 +109,8 @@ class Spill:
     def read(self, entry: ShardEntry, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The bytes of each span (start, length) of the shard's file, verified.
 
-        Raises `SpillLost`, `ShardCorrupt`, `SpillError`; `ValueError` for a span outside of the
-        shard's body.
+        Raises `ManifestError` for a shard that is missing or damaged, `SpillError`; `ValueError`
+        for a span outside of the shard's body.
         """
         body_start, body_length = entry.body
         for start, length in spans:
@@ -266,7 +262,7 @@ class Spill:
                     [name] * len(starts), starts, ends, on_error="raise"
                 )
             except FileNotFoundError as error:
-                raise SpillLost(f"the shard {entry.file} is not in {self.url}") from error
+                raise ManifestError(f"the shard {entry.file} is not in {self.url}") from error
         sums = _checked_table(entry, table, self.url)
         blocks: _Blocks = {}
         for run, part in zip(runs, parts, strict=True):
@@ -283,7 +279,7 @@ class Spill:
             try:
                 source = self._storage.open(self._name(entry), "rb")
             except FileNotFoundError as error:
-                raise SpillLost(f"the shard {entry.file} is not in {self.url}") from error
+                raise ManifestError(f"the shard {entry.file} is not in {self.url}") from error
             with source:
                 left = entry.bytes
                 while left and (part := source.read(min(left, 1 << 23))):
@@ -370,11 +366,13 @@ def _checked_table(entry: ShardEntry, table: bytes, url: str) -> list[int]:
 def _checked_block(entry: ShardEntry, number: int, data: bytes) -> bytes:
     start, stop = _block(entry, number)
     if len(data) != stop - start:
-        raise ShardCorrupt(f"the spilled shard {entry.file} is cut off; its stage must be repeated")
+        raise ManifestError(
+            f"the spilled shard {entry.file} is cut off; its stage must be repeated"
+        )
     return data
 
 
-def _corrupt(entry: ShardEntry, url: str) -> ShardCorrupt:
-    return ShardCorrupt(
+def _corrupt(entry: ShardEntry, url: str) -> ManifestError:
+    return ManifestError(
         f"the shard {entry.file} in {url} does not match its checksums: its stage is repeated"
     )
