@@ -74,16 +74,17 @@ def test_only_the_blocks_of_a_range_are_verified(
     start, length = entry.body
     with sample_store.path(entry).open("r+b") as file, sample_store.open(entry) as mapped:
         flip(file.fileno(), start + BLOCK_BYTES + 5, 3)
-        verify_blocks(mapped.memory, entry, start, BLOCK_BYTES)
-        verify_blocks(mapped.memory, entry, start + 2 * BLOCK_BYTES, length - 2 * BLOCK_BYTES)
-        verify_blocks(mapped.memory, entry, start + BLOCK_BYTES + 5, 0)
+        verify_blocks(mapped.memory, entry, [(start, BLOCK_BYTES)])
+        rest = length - 2 * BLOCK_BYTES
+        verify_blocks(mapped.memory, entry, [(start + 2 * BLOCK_BYTES, rest), (start, 3)])
+        verify_blocks(mapped.memory, entry, [(start + BLOCK_BYTES + 5, 0)])
         for first, size in ((start, BLOCK_BYTES + 1), (start + 2 * BLOCK_BYTES - 1, 1)):
             with pytest.raises(ManifestError, match="is corrupt"):
-                verify_blocks(mapped.memory, entry, first, size)
+                verify_blocks(mapped.memory, entry, [(start, 1), (first, size)])
         flip(file.fileno(), start + BLOCK_BYTES + 5, 3)
         for first, size in ((start - 1, 1), (start, length + 1), (start, -1)):
             with pytest.raises(ManifestError, match="outside"):
-                verify_blocks(mapped.memory, entry, first, size)
+                verify_blocks(mapped.memory, entry, [(start, 1), (first, size)])
 
 
 def test_cut_and_exchanged_shards_are_found(store: ShardStore) -> None:

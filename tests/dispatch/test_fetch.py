@@ -243,7 +243,7 @@ def test_another_rank_takes_over_from_one_that_was_killed(
         waiting.join(30)
     assert copied(results[0]) == local(hosts, made)
     results[0].close()
-    assert store.sweep_unsealed() == 1, "what the killed rank was writing"
+    assert store.pool.sweep_unsealed() == 1, "what the killed rank was writing"
     # The killed rank never closes; adopting the run releases what it shared.
     assert store.adopt(set()) == 1
     assert [n for n in files_left(hosts) if not n.endswith(".done")] == []

@@ -315,10 +315,10 @@ def test_unsealed_files_of_dead_writers_are_swept(store: ShardStore) -> None:
     )
     assert child.stdout is not None
     child.stdout.readline()
-    assert store.sweep_unsealed() == 0
+    assert store.pool.sweep_unsealed() == 0
     child.kill()
     child.wait()
-    assert store.sweep_unsealed() == 1
+    assert store.pool.sweep_unsealed() == 1
     assert store.pool.free_bytes() == store.used_bytes()
 
 

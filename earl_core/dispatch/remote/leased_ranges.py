@@ -51,28 +51,12 @@ def leased_views(
 def _verify(mapped: Mapped, proof: Proof, ranges: Sequence[Range]) -> None:
     """Check the blocks that the ranges of one file touch, each once."""
     try:
-        for start, length in _joined(proof, ranges):
-            verify_blocks(mapped.memory, proof, start, length)
+        verify_blocks(mapped.memory, proof, [(item.start, item.length) for item in ranges])
     except ManifestError as error:
         raise TransportError(
             f"{error}: the memory of host {host_name()!r} is damaged, or the manifest is not this "
             "shard's; resume the run, which computes the shard again"
         ) from error
-
-
-def _joined(proof: Proof, ranges: Sequence[Range]) -> list[tuple[int, int]]:
-    """(start, length) of stretches that cover the ranges, no block in two of them."""
-    begin, size = proof.body
-    found: list[list[int]] = []
-    for item in sorted(ranges, key=lambda one: one.start):
-        first = (item.start - begin) // proof.block_bytes
-        last = (item.start + item.length - 1 - begin) // proof.block_bytes
-        if found and first <= found[-1][1] + 1:
-            found[-1][1] = max(found[-1][1], last)
-        else:
-            found.append([first, last])
-    spans = ((first * proof.block_bytes, (last + 1) * proof.block_bytes) for first, last in found)
-    return [(begin + start, min(stop, size) - start) for start, stop in spans]
 
 
 def _check_proof(proof: Proof) -> None:

@@ -130,19 +130,9 @@ class SegmentPool:
         finally:
             os.close(descriptor)
 
-    def trim(self, keep_bytes: int = 0) -> int:
-        """Remove free segments, the largest first, until at most `keep_bytes` of them are left.
-
-        Returns the bytes given back to the system.
-        """
-        free = self._files.free()
-        left = sum(size for size, _ in free)
-        gone = 0
-        for size, name in reversed(free):
-            if left - gone <= keep_bytes:
-                break
-            gone += size if self._evict(name) else 0
-        return gone
+    def trim(self) -> int:
+        """Remove the free segments; returns the bytes given back to the system."""
+        return sum(size for size, name in self._files.free() if self._evict(name))
 
     def sweep_unsealed(self) -> int:
         """Take back what dead writers left; returns how many files."""

@@ -93,13 +93,6 @@ class WritableMappings:
         if oldest is not None:
             oldest.close()
 
-    def clear(self) -> None:
-        """Unmap all idle mappings."""
-        with self._lock:
-            idle, self._idle = self._idle, OrderedDict()
-        for mapping in idle.values():
-            mapping.close()
-
     def forget_parent(self) -> None:
         """In a forked child: its own cache, without the lock that a thread may have held."""
         self._lock = threading.Lock()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -63,8 +63,25 @@ def fill_table(memory: memoryview, body: Span, table: Span, layout: int) -> str:
     return _table_checksum(memory, table)
 
 
-def verify_blocks(memory: memoryview, entry: Checksummed, start: int, length: int) -> None:
-    """Check the blocks that cover `length` bytes from byte `start` of a shard's file.
+def blocks_of(entry: Checksummed, spans: Iterable[Span]) -> list[int]:
+    """Numbers of the blocks of the body that these bytes of the file touch, ascending."""
+    base, size = entry.body[0], entry.block_bytes
+    numbers: set[int] = set()
+    for start, length in spans:
+        if length:
+            numbers.update(range((start - base) // size, (start + length - 1 - base) // size + 1))
+    return sorted(numbers)
+
+
+def block_bounds(entry: Checksummed, number: int) -> tuple[int, int]:
+    """First byte of a block, and the byte after its last."""
+    start, length = entry.body
+    begin = start + number * entry.block_bytes
+    return begin, min(begin + entry.block_bytes, start + length)
+
+
+def verify_blocks(memory: memoryview, entry: Checksummed, spans: Sequence[Span]) -> None:
+    """Check the blocks that cover these bytes of a shard's file, each once.
 
     `memory` is the whole file. Raises `ManifestError` when table or blocks do not match, for a
     range outside of the body, or while the entry's checksum is pending.
@@ -74,24 +91,20 @@ def verify_blocks(memory: memoryview, entry: Checksummed, start: int, length: in
         raise ManifestError(f"the checksum of {entry.file} is pending, so nothing can be verified")
     if len(memory) != entry.bytes:
         raise ManifestError(f"{entry.file} has {len(memory)} bytes, not {entry.bytes}")
-    if start < first or length < 0 or start + length > first + size:
-        raise ManifestError(f"bytes {start}+{length} lie outside of the body of {entry.file}")
+    for start, length in spans:
+        if start < first or length < 0 or start + length > first + size:
+            raise ManifestError(f"bytes {start}+{length} lie outside of the body of {entry.file}")
     if _table_checksum(memory, entry.checksums) != entry.checksum:
         raise ManifestError(
             f"the shard {entry.file} is corrupt: its block table does not match its checksum"
         )
     check_layout(memory, entry)
-    if not length:
-        return
     table = np.frombuffer(
         memory, dtype="<u8", count=entry.checksums[1] // 8, offset=entry.checksums[0]
     )
-    size_of_block = entry.block_bytes
-    last = (start + length - 1 - first) // size_of_block
-    for block in range((start - first) // size_of_block, last + 1):
-        begin = first + block * size_of_block
-        stop = min(begin + size_of_block, first + size)
-        if xxhash.xxh3_64_intdigest(memory[begin:stop]) != table[1 + block]:
+    for number in blocks_of(entry, spans):
+        begin, stop = block_bounds(entry, number)
+        if xxhash.xxh3_64_intdigest(memory[begin:stop]) != table[1 + number]:
             raise ManifestError(
                 f"the shard {entry.file} is corrupt: bytes {begin} to {stop} do not match their "
                 "checksum"
@@ -110,7 +123,7 @@ def check_layout(memory: memoryview, entry: Checksummed) -> None:
 
 def verify_body(memory: memoryview, entry: Checksummed) -> None:
     """Check the whole body of a shard; errors as in `verify_blocks`."""
-    verify_blocks(memory, entry, *entry.body)
+    verify_blocks(memory, entry, [entry.body])
 
 
 def _table_checksum(memory: memoryview, table: Span) -> str:

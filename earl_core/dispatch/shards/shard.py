@@ -95,18 +95,15 @@ class ShardWriter:
 
     def row(self, name: str, index: int) -> np.ndarray:
         """The elements of one row of a list column; writable."""
-        return self.rows(name, index, index + 1)[0]
+        return self.rows(name)[index]
 
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> list[np.ndarray]:
-        """The elements of each of the rows `start:stop` of a list column; writable."""
+    def rows(self, name: str) -> list[np.ndarray]:
+        """The elements of each row of a list column; writable."""
         column = self._column(name)
         if column.axis is None:
             raise ValueError(f"{name!r} is not a list column; use values()")
         values = self._array(column.dtype, column.values)
-        stop = self._skeleton.rows if stop is None else stop
-        if not 0 <= start <= stop <= self._skeleton.rows:
-            raise IndexError(f"rows {start}:{stop} of a shard with {self._skeleton.rows} rows")
-        bounds = self._axis_offsets(column)[start : stop + 1].tolist()
+        bounds = self._axis_offsets(column).tolist()
         return [values[a:b] for a, b in itertools.pairwise(bounds)]
 
     def seal(self) -> ShardEntry:

@@ -183,10 +183,6 @@ class ShardStore:
         """Bytes of all files of this run: free, being written, sealed and others."""
         return self.pool.used_bytes()
 
-    def sweep_unsealed(self) -> int:
-        """Take back what dead writers left; returns how many files."""
-        return self.pool.sweep_unsealed()
-
     def adopt(self, files: set[str]) -> int:
         """Release every shard that is not in `files`, which no manifest names; returns how many.
 

@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from earl_core.dispatch.segments.names import is_shard, is_uid
+from earl_core.dispatch.shards.checksums import block_bounds, blocks_of
 from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardEntry
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.files import private
@@ -116,7 +117,7 @@ class Spill:
         for start, length in spans:
             if length and not body_start <= start <= start + length <= body_start + body_length:
                 raise ValueError(f"bytes {start}+{length} are no data of {entry.file}")
-        blocks = self._fetch(entry, _covering(entry, spans))
+        blocks = self._fetch(entry, blocks_of(entry, spans))
         return [_cut(entry, blocks, start, length) for start, length in spans]
 
     def column(
@@ -254,8 +255,8 @@ class Spill:
         name, (table_start, table_length) = self._name(entry), entry.checksums
         # Neighbouring blocks become one range: storage is slow to begin and quick to go on.
         runs = np.split(np.asarray(numbers), np.flatnonzero(np.diff(numbers) > 1) + 1)
-        starts = [table_start] + [_block(entry, int(run[0]))[0] for run in runs]
-        ends = [table_start + table_length] + [_block(entry, int(run[-1]))[1] for run in runs]
+        starts = [table_start] + [block_bounds(entry, int(run[0]))[0] for run in runs]
+        ends = [table_start + table_length] + [block_bounds(entry, int(run[-1]))[1] for run in runs]
         with self._storage_errors("read"):
             try:
                 table, *parts = self._storage.cat_ranges(
@@ -266,10 +267,14 @@ class Spill:
         sums = _checked_table(entry, table, self.url)
         blocks: _Blocks = {}
         for run, part in zip(runs, parts, strict=True):
-            base = _block(entry, int(run[0]))[0]
+            base = block_bounds(entry, int(run[0]))[0]
             for number in run.tolist():
-                start, stop = _block(entry, number)
-                blocks[number] = _checked_block(entry, number, part[start - base : stop - base])
+                start, stop = block_bounds(entry, number)
+                blocks[number] = part[start - base : stop - base]
+                if len(blocks[number]) != stop - start:
+                    raise ManifestError(
+                        f"the spilled shard {entry.file} is cut off; its stage must be repeated"
+                    )
                 if xxhash.xxh3_64_intdigest(blocks[number]) != sums[number]:
                     raise _corrupt(entry, self.url)
         return blocks
@@ -291,7 +296,7 @@ class Spill:
         sums = _checked_table(entry, stream.read(entry.checksums[1]), self.url)
         stream.seek(entry.body[0])
         for number, expected in enumerate(sums):
-            start, stop = _block(entry, number)
+            start, stop = block_bounds(entry, number)
             if xxhash.xxh3_64_intdigest(stream.read(stop - start)) != expected:
                 raise _corrupt(entry, self.url)
 
@@ -319,38 +324,19 @@ def _is_plain(info: dict[str, Any]) -> bool:
     return info["type"] == "file" and not info.get("islink") and own
 
 
-def _block(entry: ShardEntry, number: int) -> tuple[int, int]:
-    """First byte and the byte after the last of a block of the body."""
-    start, length = entry.body
-    begin = start + number * entry.block_bytes
-    return begin, min(begin + entry.block_bytes, start + length)
-
-
-def _covering(entry: ShardEntry, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Numbers of the blocks that the spans touch, ascending."""
-    base, size = entry.body[0], entry.block_bytes
-    numbers: set[int] = set()
-    for start, length in spans:
-        if length:
-            numbers.update(range((start - base) // size, (start + length - 1 - base) // size + 1))
-    return sorted(numbers)
-
-
 def _cut(entry: ShardEntry, blocks: _Blocks, start: int, length: int) -> memoryview:
-    numbers = _covering(entry, [(start, length)])
+    numbers = blocks_of(entry, [(start, length)])
     if not numbers:
         return memoryview(b"")
-    first = _block(entry, numbers[0])[0]
+    first = block_bounds(entry, numbers[0])[0]
     whole = blocks[numbers[0]] if len(numbers) == 1 else b"".join(blocks[n] for n in numbers)
     return memoryview(whole)[start - first : start - first + length]
 
 
 def _row_bytes(entry: ShardEntry, column: ColumnRange) -> tuple[np.ndarray, np.ndarray]:
     """Start and length in bytes of every row of a column, from the manifest alone."""
-    counts = np.ones(entry.rows, dtype=np.int64)
-    if column.axis is not None:
-        counts = np.asarray(entry.axes[column.axis], dtype=np.int64)
-    lengths = counts * column.itemsize
+    one = np.ones(entry.rows, dtype=np.int64)
+    lengths = (one if column.axis is None else entry.lengths[column.axis]) * column.itemsize
     return column.values[0] + np.cumsum(lengths) - lengths, lengths
 
 
@@ -361,15 +347,6 @@ def _checked_table(entry: ShardEntry, table: bytes, url: str) -> list[int]:
     if layout != entry.layout:
         raise _corrupt(entry, url)
     return sums
-
-
-def _checked_block(entry: ShardEntry, number: int, data: bytes) -> bytes:
-    start, stop = _block(entry, number)
-    if len(data) != stop - start:
-        raise ManifestError(
-            f"the spilled shard {entry.file} is cut off; its stage must be repeated"
-        )
-    return data
 
 
 def _corrupt(entry: ShardEntry, url: str) -> ManifestError:
