@@ -38,7 +38,7 @@ def token_list(value_type: pa.DataType) -> pa.DataType:
 
 def _field(name: str, kind: pa.DataType, axis: str | None = None) -> pa.Field:
     # The axis says which columns count their elements together, even where lengths are equal by
-    # chance: only token columns may be cut into token ranges.
+    # chance.
     metadata = None if axis is None else {"earl.axis": axis}
     return pa.field(name, kind, nullable=False, metadata=metadata)
 
