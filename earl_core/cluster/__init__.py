@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "DeadlineExceeded": "errors",
     "LocalWorkerGroup": "local",
-    "MemoryUse": "base",
+    "MemoryUse": "worker_group",
     "WorkerCallFailed": "errors",
     "WorkerContext": "context",
     "WorkerError": "errors",
-    "WorkerGroup": "base",
+    "WorkerGroup": "worker_group",
     "WorkerLost": "errors",
     "WorkerStalled": "errors",
 }
