@@ -26,18 +26,22 @@ def lease_holders(paths: Iterable[Path]) -> dict[Path, list[int]]:
         named[os.major(device), os.minor(device), status.st_ino] = path
     found: dict[Path, list[int]] = {}
     try:
-        lines = _LOCKS.read_text().splitlines()
+        # The kernel gives the list page by page, and leaves an entry out between two pages when one
+        # before it goes meanwhile: so it is read more than once.
+        lines = {
+            line.partition(":")[2] for _ in range(3) for line in _LOCKS.read_text().splitlines()
+        }
     except OSError:
         return {}
     for line in lines:
-        # "1: FLOCK  ADVISORY  READ  1234 00:1a:5678 0 EOF"; a waiting one has "->" after "1:".
+        # "FLOCK  ADVISORY  READ  1234 00:1a:5678 0 EOF"; a waiting one begins with "->".
         fields = line.split()
-        if len(fields) < 6 or fields[1] != "FLOCK":
+        if len(fields) < 5 or fields[0] != "FLOCK":
             continue
-        major, minor, inode = fields[5].split(":")
+        major, minor, inode = fields[4].split(":")
         held = named.get((int(major, 16), int(minor, 16), int(inode)))
         if held is not None:
-            found.setdefault(held, []).append(int(fields[4]))
+            found.setdefault(held, []).append(int(fields[3]))
     return found
 
 
