@@ -22,6 +22,7 @@ from flows.cli.runs import find_run
 from flows.cli.tables import duration, make_console
 
 _VALUES_SHOWN = 256
+_LONGEST_PATH = 4096
 
 
 def shards_command(verb: str, directory: Path) -> str:
@@ -41,7 +42,8 @@ def list_shards(directory: Path) -> None:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("run", "state", "size", "age", "folder"):
-        table.add_column(heading, justify="right" if heading in ("size", "age") else "left")
+        justify = "right" if heading in ("size", "age") else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
     for store in stores:
         known = store.run_directory is not None
         state = "running" if store.live else "finished or deleted" if store.finished else "stopped"
@@ -52,6 +54,8 @@ def list_shards(directory: Path) -> None:
             duration(3600 * store.age_hours),
             str(store.directory),
         )
+    if not console.is_terminal:
+        console.width = 2 * _LONGEST_PATH  # a line for each, whatever their paths
     console.print(table)
     if any(not store.live for store in stores):
         console.print(

@@ -28,7 +28,7 @@ def test_a_target_knows_its_rank_and_what_it_is_called_for(
     assert group.deployment is None
     begin = time.monotonic()
     group.start({"tensor_parallel": 1}, {"seed": 3})
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 15
     (told,) = group.call("describe", **site)
     assert told["pid"] == group.pids[0]
     assert group.alive
@@ -154,7 +154,7 @@ def test_a_deadline_ends_the_group_and_shows_where_it_hung(
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"(?s)deadline of 0\.5 s.*_hang_here") as caught:
         group.call("sleep", seconds=600, **{**site, "deadline_seconds": 0.5})
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 15
     assert "iteration 7" in str(caught.value)
     assert not group.alive
     with pytest.raises(DeadlineExceeded):
@@ -221,7 +221,7 @@ def test_stop_closes_targets_plain_and_async(make_group: MakeGroup, tmp_path: Pa
     pids = group.pids
     begin = time.monotonic()
     group.stop(grace_seconds=0.3)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 15
     assert gone_within(pids, 0)
 
 
@@ -263,10 +263,10 @@ def test_acall_runs_beside_the_loop(make_group: MakeGroup, site: Site) -> None:
         second.start({}, {})
         begin = time.monotonic()
         both = await asyncio.gather(
-            first.acall("count", to=2, pause=0.3, on_progress=seen.append, **site),
-            second.acall("count", to=2, pause=0.3, **site),
+            first.acall("count", to=2, pause=1.0, on_progress=seen.append, **site),
+            second.acall("count", to=2, pause=1.0, **site),
         )
-        assert time.monotonic() - begin < 1.1
+        assert time.monotonic() - begin < 3.5
         with pytest.raises(WorkerCallFailed, match="wrong"):
             await first.acall("fail", message="wrong", **site)
         return list(both)

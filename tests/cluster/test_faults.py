@@ -119,7 +119,7 @@ def test_a_killed_supervisor_is_a_lost_worker(make_local: MakeGroup, site: Site)
     begin = time.monotonic()
     with pytest.raises(WorkerLost, match="supervisor process was killed by signal 9"):
         group.call("sleep", seconds=600, **site)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 15
     assert gone_within(pids, 10)
     group.start({}, {})
     assert group.call("echo", value=1, **site) == [1]
@@ -134,7 +134,7 @@ def test_a_killed_rank_is_named_with_its_log_and_its_children_go(
     begin = time.monotonic()
     with pytest.raises(WorkerLost, match=r"signal 9 \(SIGKILL\)") as caught:
         group.call("kill_self", number=signal.SIGKILL, **site)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 15
     error = caught.value
     assert error.signal == 9
     assert error.exit_code is None
@@ -185,7 +185,7 @@ def test_a_stopped_rank_is_stalled(make_local: MakeGroup, site: Site) -> None:
     begin = time.monotonic()
     with pytest.raises(WorkerStalled, match=r"(?s)no heartbeat.*stop_heartbeat"):
         group.call("stop_heartbeat", **site)
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 15
     assert gone_within(pids, 10)
 
 
@@ -196,7 +196,7 @@ def test_a_stopped_rank_does_not_block_a_large_message(make_local: MakeGroup, si
     begin = time.monotonic()
     with pytest.raises(WorkerStalled):
         group.call("echo", value="x" * (32 << 20), **site)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
 
 
 def test_a_busy_rank_is_not_stalled(make_local: MakeGroup, site: Site) -> None:
@@ -254,7 +254,7 @@ def test_stop_from_another_thread_ends_a_start(make_local: MakeGroup) -> None:
     begin = time.monotonic()
     with pytest.raises(WorkerLost, match="the start was cancelled"):
         group.start({}, {"hang_seconds": 600})
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     assert not group.alive
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from earl_core.dispatch.segments.holders import process_name
 from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool import PoolFull, SegmentPool
 from tests.dispatch.segments import (
@@ -161,14 +162,14 @@ def test_the_error_names_files_and_the_processes_with_leases(pool: SegmentPool) 
         child.hear(), other.hear()
         with pytest.raises(PoolFull) as caught:
             pool.acquire(MIB)
+        name = process_name(child.process.pid)
         locks_are_listed = "FLOCK" in Path("/proc/locks").read_text()
     text = str(caught.value)
     assert path.name in text
     assert "1,048,576 bytes do not fit" in text
     if locks_are_listed:  # not in every container
         leases = text.partition("Leases: ")[2]
-        assert f"{child.process.pid} '" in leases
-        assert "python" in leases
+        assert f"{child.process.pid} {name!r}" in leases
         assert f"keeps 1 file, 1,048,576: {path.name}" in leases
         assert leases.index(f"{child.process.pid} '") < leases.index(f"{other.process.pid} '")
         assert f"keeps 1 file, {small_size:,}: {small.name}" in leases

@@ -43,7 +43,7 @@ def test_a_run_goes_on_whatever_happens_at_an_io_call(kind: str) -> None:
     check_sweep(kind, EVERY[kind])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("kind", [kind for kind, every in EVERY.items() if every > 1])
 def test_a_run_goes_on_whatever_happens_at_any_io_call(kind: str) -> None:
     check_sweep(kind, 1)

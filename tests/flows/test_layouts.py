@@ -66,7 +66,9 @@ def test_every_layout_has_the_same_learning_curve(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", ["replicate", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "degree", [pytest.param("replicate", marks=pytest.mark.campaign), "tensor_parallel"]
+)
 def test_a_killed_run_resumes_under_another_layout(
     degree: str, runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:

@@ -112,7 +112,7 @@ def story(cases: Sequence[tuple[str, str]]) -> tuple[list[Step], list[Step]]:
 
 @pytest.mark.parametrize(
     "cases",
-    [FAST, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [FAST, pytest.param(MANY, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])],
     ids=["some", "many"],
 )
 def test_power_lost_and_settings_changed(cases: Sequence[tuple[str, str]], runs: Runs) -> None:

@@ -106,7 +106,8 @@ def test_too_many_losses_and_errors_of_the_program_end_the_run(runs: Runs) -> No
     runs.wait_for_workers_to_end()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
 def test_a_run_with_a_fault_of_one_rank_in_every_iteration(
     runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:

@@ -32,7 +32,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
 
 @pytest.fixture(scope="module")
 def group(recorded: Recorded) -> LocalWorkerGroup:
-    return recorded.group(TARGET, DEPLOYMENT, heartbeat_timeout_seconds=3.0)
+    return recorded.group(TARGET, DEPLOYMENT, heartbeat_timeout_seconds=10.0)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_memory_that_runs_out_on_one_rank_is_a_typed_error(
 ) -> None:
     error, seconds = run_into("update.microbatch3@0:1=memory", group, recorded, given)
     assert isinstance(error, WorkerCallFailed)
-    assert seconds < 10
+    assert seconds < 60
     assert (error.error_type, error.rank) == ("OutOfMemory", 1)
     assert error.payload is not None
     assert error.payload["microbatch"] == 3
@@ -119,8 +119,9 @@ POINTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize(
+    ("point", "rank"), [(point, n % 2) for n, point in enumerate(POINTS.values())], ids=POINTS
+)
 def test_a_killed_rank(
     point: str,
     rank: int,
@@ -132,7 +133,7 @@ def test_a_killed_rank(
     pids = group.pids
     error, seconds = run_into(f"{point}@0:{rank}=kill", group, recorded, given)
     assert isinstance(error, WorkerLost)
-    assert seconds < 10
+    assert seconds < 60
     assert (error.rank, error.signal) == (rank, 9)
     for part in (f"rank {rank}", "stage 'update' of iteration 0", "SIGKILL", "its log"):
         assert part in str(error)
@@ -142,14 +143,13 @@ def test_a_killed_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs(
-    rank: int, group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
+    group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
 ) -> None:
-    error, seconds = run_into(f"update.microbatch2@0:{rank}=stop", group, recorded, given)
+    error, seconds = run_into("update.microbatch2@0:1=stop", group, recorded, given)
     assert isinstance(error, WorkerStalled)
-    assert seconds < 13
-    assert error.rank == rank
+    assert seconds < 60
+    assert error.rank == 1
     assert "no heartbeat" in str(error)
     # The stacks are in the log; the tail has the end of them, however deep they are.
     assert "fault point update.microbatch2" in error.log_tail
@@ -180,6 +180,6 @@ def test_a_disk_that_is_full_for_one_rank(
 ) -> None:
     error, seconds = run_into(f"update.save@0:{rank}=enospc", group, recorded, given)
     assert isinstance(error, WorkerCallFailed)
-    assert seconds < 10
+    assert seconds < 60
     assert "No space left on device" in str(error)
     assert_ready_again(group, recorded, given, digest)

@@ -7,37 +7,39 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_LOCKS = Path("/proc/locks")
-
 
 def lease_holders(paths: Iterable[Path]) -> dict[Path, list[int]]:
     """Pids that hold a lock on each of `paths`; files without one are left out.
 
-    Read from /proc/locks, so a process of another pid namespace shows as pid 0; empty where the
-    kernel has no such list.
+    Read from the open files of all processes that this user may look at: the kernel's list of all
+    locks, /proc/locks, leaves entries out while others come and go.
     """
     named: dict[tuple[int, int, int], Path] = {}
     for path in paths:
-        try:
+        with suppress(OSError):
             status = path.lstat()
-        except OSError:
-            continue
-        device = status.st_dev
-        named[os.major(device), os.minor(device), status.st_ino] = path
+            named[os.major(status.st_dev), os.minor(status.st_dev), status.st_ino] = path
     found: dict[Path, list[int]] = {}
-    try:
-        lines = _LOCKS.read_text().splitlines()
-    except OSError:
-        return {}
-    for line in lines:
-        # "1: FLOCK  ADVISORY  READ  1234 00:1a:5678 0 EOF"; a waiting one has "->" after "1:".
-        fields = line.split()
-        if len(fields) < 6 or fields[1] != "FLOCK":
-            continue
-        major, minor, inode = fields[5].split(":")
-        held = named.get((int(major, 16), int(minor, 16), int(inode)))
-        if held is not None:
-            found.setdefault(held, []).append(int(fields[4]))
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for file in _locked_files(pid):
+            if file in named:
+                found.setdefault(named[file], []).append(int(pid))
+    return found
+
+
+def _locked_files(pid: str) -> set[tuple[int, int, int]]:
+    """Device and inode of the files that the process has a lock on."""
+    found = set()
+    # The process, or the file, may be gone by now, or another user's.
+    with suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fdinfo"):
+            with suppress(OSError):
+                for line in Path(entry).read_text().splitlines():
+                    # "lock: 1: FLOCK  ADVISORY  READ 1234 00:1a:5678 0 EOF"
+                    fields = line.split()
+                    if fields[:1] == ["lock:"] and fields[2] == "FLOCK":
+                        major, minor, inode = fields[6].split(":")
+                        found.add((int(major, 16), int(minor, 16), int(inode)))
     return found
 
 
@@ -70,7 +72,7 @@ def _leases(filled: list[Path], sizes: dict[Path, int], most: int) -> str:
     """Which processes keep which of the files, whoever keeps most bytes first."""
     kept: dict[int, list[Path]] = {}
     for path, pids in lease_holders(path for path in filled if path.name[0] != ".").items():
-        for pid in set(pids):
+        for pid in pids:
             kept.setdefault(pid, []).append(path)
     if not kept:
         return "No process has a lease on any of them"
