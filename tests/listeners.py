@@ -80,11 +80,14 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
     """Listening TCP sockets and bound, unconnected UDP sockets of these processes."""
     found = []
     for pid in pids:
-        own = _inodes(pid)
+        command, own = _command(pid), _inodes(pid)
+        if not command:
+            # It is ending: its memory is gone, its sockets are still listed, and nobody accepts.
+            continue
         for table in ("tcp", "tcp6", "udp", "udp6"):
             for inode, address, port in _bound(pid, table):
                 if inode in own:
-                    found.append(Listener(pid, _command(pid), table[:3], address, port))
+                    found.append(Listener(pid, command, table[:3], address, port))
     return found
 
 

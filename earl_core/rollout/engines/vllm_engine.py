@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from earl_core.weights.match import match
 logger = logging.getLogger(__name__)
 
 # vLLM's processes give each other 5 and 4 s to end before they use force.
+_LOOK_SECONDS = 1.0
 _STOP_SECONDS = 20.0
 
 _ENDED_BY_SIGNAL = re.compile(r"proc\(s\): \{[^}]*: -\d")
@@ -199,16 +200,15 @@ class VllmEngine:
         await asyncio.to_thread(self._check_manifest, manifest)
         async with self._no_requests():
             try:
-                await self._engine.pause_generation(mode="wait", clear_cache=True)
-                reports = await self._engine.collective_rpc(
-                    "earl_load_weights", args=(manifest.model_dump_json(),)
-                )
+                await self._answered(self._engine.pause_generation(mode="wait", clear_cache=True))
+                load = "earl_load_weights", None, (manifest.model_dump_json(),)
+                reports = await self._answered(self._engine.collective_rpc(*load))
                 if any(report["digest"] != manifest.digest for report in reports):
                     raise EngineError(f"the ranks report other weights: {reports}")
                 # The blocks hold keys and values of the old weights.
-                if not await self._engine.reset_prefix_cache():
+                if not await self._answered(self._engine.reset_prefix_cache()):
                     raise EngineError("the prefix cache could not be reset")
-                await self._engine.resume_generation()
+                await self._answered(self._engine.resume_generation())
             except BaseException as error:
                 self._lost = (
                     f"loading policy version {manifest.policy_version} into vLLM failed half-way "
@@ -219,6 +219,8 @@ class VllmEngine:
                 starved = self._starved(error, "loading weights into vLLM")
                 if starved is not None:
                     raise starved from error
+                if self._engine is None or self._engine.errored:
+                    raise EngineLost(self._lost) from error
                 raise WeightSyncError(self._lost, engine_lost=True) from error
             self.policy_version = manifest.policy_version
 
@@ -227,15 +229,15 @@ class VllmEngine:
         self._check_usable()
         if self._sleeps:
             async with self._no_requests():
-                await self._engine.sleep(level=2)
+                await self._answered(self._engine.sleep(level=2))
                 self.policy_version = None
 
     async def restore_memory(self) -> None:
         """Undo `release_memory`; on a GPU `load_weights` must follow."""
         self._check_usable()
         if self._sleeps:
-            await self._engine.wake_up()
-            await self._engine.reset_prefix_cache()
+            await self._answered(self._engine.wake_up())
+            await self._answered(self._engine.reset_prefix_cache())
 
     async def stop(self) -> None:
         """End vLLM's processes: SIGTERM, so that they remove their shared memory."""
@@ -269,6 +271,17 @@ class VllmEngine:
             return []
         own = [process.pid for process in manager.processes if process.pid is not None]
         return own + [child for pid in own for child in descendants(pid)]
+
+    async def _answered(self, call: Awaitable[Any]) -> Any:
+        """The answer of vLLM's engine process; vLLM waits for ever when that dies meanwhile."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                if self._engine is None or self._engine.errored:
+                    raise EngineLost("vLLM's engine process died")
+            return await task
+        finally:
+            task.cancel()
 
     @property
     def _sleeps(self) -> bool:
