@@ -14,7 +14,8 @@ import random
 import string
 from collections.abc import Iterator
 
-from earl_core.environments.base import EnvironmentConfigError, Message, StepResult
+from earl_core.environments.base import Message, StepResult
+from earl_core.system.errors import ConfigError
 
 SIGNS = tuple(zip(string.ascii_uppercase, string.ascii_lowercase, strict=True))
 """The two signs of each zone: one for each way."""
@@ -50,9 +51,7 @@ class Descent:
             ("zones", zones, len(SIGNS)),
         ):
             if not 1 <= value <= most:
-                raise EnvironmentConfigError(
-                    f"The option {name!r} must be from 1 to {most}, not {value}."
-                )
+                raise ConfigError(f"The option {name!r} must be from 1 to {most}, not {value}.")
         self.wall, self.first_zone, self.zones = wall, first_zone, zones
         self._random = random.Random()
         self._floor = 0

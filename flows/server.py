@@ -26,6 +26,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from earl_core.system.errors import ConfigError, EarlError
 from flows.server_access import (
     DEFAULT_URL,
     PROBE_SECONDS,
@@ -42,7 +43,7 @@ from flows.server_process import STOP_SECONDS
 _START_SECONDS = 120.0
 
 
-class ServerUnavailable(RuntimeError):
+class ServerUnavailable(EarlError):
     """No Prefect server can be used; the message says what to change."""
 
 
@@ -81,9 +82,6 @@ def _make_writable(directory: Path, name: str) -> None:
             return
     except OSError as error:
         why = error.strerror or str(error)
-    # The temporary server runs this module, too, and has no use for the configuration.
-    from earl_core.config.settings import ConfigError
-
     raise ConfigError(
         f"{name} cannot be written into ({why}): choose a folder that you can make and write"
     )

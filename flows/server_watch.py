@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from earl_core.system.errors import EarlError
 from flows.server import Server
 from flows.server_access import healthy
 
@@ -13,7 +14,7 @@ SILENT_SECONDS = 60.0
 """A server that does not answer for so long is taken for lost; a restart is shorter."""
 
 
-class ServerLost(RuntimeError):
+class ServerLost(EarlError):
     """The Prefect server ended, or answers no more."""
 
 

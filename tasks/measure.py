@@ -17,7 +17,7 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import memory_in_use, read_hardware, read_model_shape
-from earl_core.control.profile_workers import ProfileInterrupted, ProfileWorkers
+from earl_core.control.profile_workers import ProfileWorkers
 from earl_core.selector import (
     Hardware,
     ModelShape,
@@ -29,7 +29,6 @@ from earl_core.selector.choice.predict import STAGES
 from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.profile_table import (
     FORMAT,
-    ProfileBusy,
     ProfileError,
     fingerprint,
     only_writer,
@@ -37,6 +36,7 @@ from earl_core.selector.profile.profile_table import (
     write_table,
 )
 from earl_core.selector.profile_planner import Costs, PlaceKey, Point, grid_of, next_point
+from earl_core.system.errors import Cancelled, InUse
 
 logger = logging.getLogger(__name__)
 
@@ -201,11 +201,11 @@ class Profiler:
     def measure(self, point: Point) -> ProfilePoint | None:
         """Measure a point and write the table; None when it failed for another reason than memory.
 
-        Raises `ProfileInterrupted`, and the group's error once several points in a row, or the
+        Raises `Cancelled`, and the group's error once several points in a row, or the
         very first, have failed.
         """
         if self._stop_requested:
-            raise ProfileInterrupted("the profile was asked to stop")
+            raise Cancelled("the profile was asked to stop")
         if self._workers is None:
             self._workers = ProfileWorkers(self.config, self.hardware, self.grid.contexts[-1])
         began = time.monotonic()
@@ -250,7 +250,7 @@ class Profiler:
                 self._skipped.add(larger.place)
 
     def stop(self) -> None:
-        """End the workers, from any thread; what runs raises `ProfileInterrupted`."""
+        """End the workers, from any thread; what runs raises `Cancelled`."""
         self._stop_requested = True
         workers = self._workers
         if workers is not None:
@@ -294,7 +294,7 @@ def open_profiler(config: RunConfig, minutes: float, longest: int | None) -> Ite
                 raise
             finally:
                 profiler.close()
-    except ProfileBusy as busy:
+    except InUse as busy:
         raise ConfigError(
             f"process {busy.holder} measures this profile already "
             f"({profiler.directory / profiler.mark}): wait for it, or stop it"

@@ -29,6 +29,7 @@ from prefect.filesystems import LocalFileSystem
 from prefect.results import ResultRecord, ResultStore
 from prefect.serializers import JSONSerializer
 
+from earl_core.system.errors import EarlError
 from earl_core.system.files import is_regular
 
 SERIALIZER = JSONSerializer(object_decoder=None)
@@ -41,7 +42,7 @@ _RESULT = re.compile("[0-9a-f]{64}")
 """Name of a stored result: the digest that Prefect makes of the cache key."""
 
 
-class UntrustedResult(RuntimeError):
+class UntrustedResult(EarlError):
     """The Prefect server, or a stored file, named a result that is not read."""
 
 

@@ -19,11 +19,11 @@ from earl_core.algorithms.batch_filter import filter_episodes
 from earl_core.algorithms.entropy import EntropyBonus
 from earl_core.algorithms.importance import ImportanceCorrection, mismatch_metrics
 from earl_core.algorithms.kl import KL_ESTIMATORS, KLEstimator
-from earl_core.algorithms.mismatch import MismatchError, MismatchWatch
+from earl_core.algorithms.mismatch import MismatchWatch, UpdateRefused
 from earl_core.algorithms.moments import GroupedMoments, MomentArrays, Moments
 from earl_core.algorithms.objective import MicrobatchLoss, Objective
 from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyLoss
-from earl_core.algorithms.registry import AlgorithmConfigError, Registered, Registry
+from earl_core.algorithms.registry import Registered, Registry
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -32,7 +32,6 @@ __all__ = [
     "POLICY_LOSSES",
     "AdvantageEstimator",
     "Aggregation",
-    "AlgorithmConfigError",
     "BatchStatistics",
     "EntropyBonus",
     "GroupedMoments",
@@ -40,7 +39,6 @@ __all__ = [
     "KLEstimator",
     "LossInputs",
     "MicrobatchLoss",
-    "MismatchError",
     "MismatchWatch",
     "MomentArrays",
     "Moments",
@@ -49,6 +47,7 @@ __all__ = [
     "Registered",
     "Registry",
     "Totals",
+    "UpdateRefused",
     "apply_statistics",
     "filter_episodes",
     "local_statistics",

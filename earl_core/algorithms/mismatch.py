@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from earl_core.system.errors import EarlError
+
 
 class _Explained(NamedTuple):
     """What rounding explains, in nats: above it a warning; and the usual bound of the mean."""
@@ -31,8 +33,9 @@ _FP32 = _Explained(mean=1e-3, p95=3e-3, largest=0.1, bound=0.01)
 _GROWING = 3.0
 
 
-class MismatchError(ArithmeticError):
-    """Engine and trainer differ by more than `update.max_mismatch`; no step was applied."""
+class UpdateRefused(EarlError):
+    """A step that would harm the weights was not applied: the gradient is not finite, or engine and
+    trainer differ by more than `update.max_mismatch`."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,10 @@ class MismatchWatch:
     bound: float | None = None
 
     def check(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Raise MismatchError when the mean exceeds the bound."""
+        """Raise UpdateRefused when the mean exceeds the bound."""
         bound = self._explained.bound if self.bound is None else self.bound
         if metrics["mismatch_mean"] > bound:
-            raise MismatchError(
+            raise UpdateRefused(
                 f"{self._found(metrics)}; update.max_mismatch allows {bound:g} on average. The "
                 f"update of iteration {iteration} was stopped before this step. "
                 f"{self._causes(metrics, iteration)}"

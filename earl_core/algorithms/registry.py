@@ -13,10 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-
-class AlgorithmConfigError(ValueError):
-    """A configured algorithm does not exist or its parameters are wrong; the message says what to
-    change."""
+from earl_core.system.errors import ConfigError
 
 
 class Registered(BaseModel):
@@ -67,17 +64,17 @@ class Registry(Generic[T]):
         inside functions.
 
         Raises:
-            AlgorithmConfigError: Unknown name, failing import, unknown or invalid parameter.
+            ConfigError: Unknown name, failing import, unknown or invalid parameter.
         """
         parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
         name = parameters.pop("name", None)
         if not isinstance(name, str) or not name:
-            raise AlgorithmConfigError(f"A {self.kind} needs a `name`. {self._choices()}")
+            raise ConfigError(f"A {self.kind} needs a `name`. {self._choices()}")
         cls = self._resolve(name)
         try:
             return cls(**parameters)
         except (ValidationError, TypeError) as error:
-            raise AlgorithmConfigError(self._explain(name, cls, error)) from error
+            raise ConfigError(self._explain(name, cls, error)) from error
 
     def spec(self, item: T) -> dict[str, Any]:
         """The full specification of ``item``, defaults filled in; ``build(spec(item)) == item``."""
@@ -92,13 +89,13 @@ class Registry(Generic[T]):
             return self._classes[name]
         module_name, separator, attributes = name.partition(":")
         if not (separator and module_name and attributes):
-            raise AlgorithmConfigError(f"There is no {self.kind} named {name!r}. {self._choices()}")
+            raise ConfigError(f"There is no {self.kind} named {name!r}. {self._choices()}")
         try:
             found: Any = importlib.import_module(module_name)
             for attribute in attributes.split("."):
                 found = getattr(found, attribute)
         except Exception as error:  # user code runs at import and may raise anything
-            raise AlgorithmConfigError(
+            raise ConfigError(
                 f"The {self.kind} {name!r} cannot be imported ({type(error).__name__}: {error}). "
                 "Check the path and that its package is installed."
             ) from error
@@ -107,7 +104,7 @@ class Registry(Generic[T]):
     def _checked(self, found: Any, name: str) -> type[T]:
         if isinstance(found, type) and issubclass(found, self._base):
             return found
-        raise AlgorithmConfigError(
+        raise ConfigError(
             f"The {self.kind} {name!r} must be a subclass of "
             f"{self._base.__module__}:{self._base.__qualname__}."
         )

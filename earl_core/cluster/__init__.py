@@ -13,29 +13,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from earl_core.cluster.context import WorkerContext
     from earl_core.cluster.errors import (
-        DeadlineExceeded,
         WorkerCallFailed,
         WorkerError,
         WorkerLost,
-        WorkerStalled,
     )
     from earl_core.cluster.local import LocalWorkerGroup
     from earl_core.cluster.worker_group import MemoryUse, WorkerGroup
 
 _HOMES = {
-    "DeadlineExceeded": "errors",
+    "WorkerLost": "errors",
     "LocalWorkerGroup": "local",
     "MemoryUse": "worker_group",
     "WorkerCallFailed": "errors",
     "WorkerContext": "context",
     "WorkerError": "errors",
     "WorkerGroup": "worker_group",
-    "WorkerLost": "errors",
-    "WorkerStalled": "errors",
 }
 
 __all__ = [
-    "DeadlineExceeded",
     "LocalWorkerGroup",
     "MemoryUse",
     "WorkerCallFailed",
@@ -43,7 +38,6 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "WorkerLost",
-    "WorkerStalled",
 ]
 
 

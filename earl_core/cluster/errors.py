@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import signal as signals
-from dataclasses import dataclass
-from typing import Any
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from earl_core.secrets import redact
+from earl_core.system.errors import EarlError, registered
+from earl_core.system.frames import WireError, encode
+
+LossKind = Literal["lost", "stalled", "deadline"]
+
+_TRACEBACK_CHARACTERS = 12_000
 
 
 @dataclass(frozen=True)
@@ -27,11 +36,69 @@ class Where:
         return f"worker group '{self.role}'{rank}{doing}{stage}"
 
 
-class WorkerError(RuntimeError):
+@dataclass(frozen=True)
+class Raised:
+    """An exception as it crosses from a rank.
+
+    type, module: of its class; see `kind`. message, traceback: its texts. payload, expected,
+    exit_code: as of an `EarlError`; other exceptions are unexpected and may carry a payload too.
+    out_of_memory_kills: how many processes the kernel killed for memory while the rank lived (an
+    engine's own process, say, whose loss then shows up as this exception).
+    """
+
+    type: str
+    module: str
+    message: str
+    traceback: str = ""
+    payload: dict[str, Any] = field(default_factory=dict)
+    expected: bool = False
+    exit_code: int = 1
+    out_of_memory_kills: int = 0
+
+    @classmethod
+    def of(cls, error: BaseException, out_of_memory_kills: int = 0) -> Raised:
+        """An exception's description, with secrets hidden and texts cut to a bounded length."""
+        text = redact("".join(traceback.format_exception(error)))
+        payload = getattr(error, "payload", None)
+        return cls(
+            type=type(error).__name__,
+            module=type(error).__module__,
+            message=redact(str(error))[:_TRACEBACK_CHARACTERS],
+            traceback=text[-_TRACEBACK_CHARACTERS:],
+            payload=_sendable(payload) if isinstance(payload, dict) else {},
+            expected=getattr(error, "expected", False),
+            exit_code=getattr(error, "exit_code", 1),
+            out_of_memory_kills=out_of_memory_kills,
+        )
+
+    @property
+    def reason(self) -> str:
+        """The class, the message, and the kills."""
+        plain = self.module in ("", "builtins")
+        text = f"{self.type if plain else f'{self.module}.{self.type}'}: {self.message}"
+        if self.out_of_memory_kills:
+            text += (
+                f" (The kernel killed {self.out_of_memory_kills} process(es) for lack of memory "
+                "since this rank started.)"
+            )
+        return text
+
+
+def _sendable(payload: dict[str, Any]) -> dict[str, Any]:
+    try:
+        encode(payload)
+    except WireError as error:
+        return {"error": f"The exception's payload could not be sent: {error}"}
+    return payload
+
+
+class WorkerError(EarlError):
     """Base of all errors of a worker group's start or call.
 
     `args` holds plain values only, so that an error can be stored with a task's result and rebuilt.
     """
+
+    expected = False
 
     def __init__(self, where: Where, reason: str, *details: Any) -> None:
         super().__init__(where, reason, *details)
@@ -60,76 +127,45 @@ class WorkerError(RuntimeError):
 class WorkerLost(WorkerError):
     """A rank, or the group, is gone.
 
-    `exit_code` is the rank's exit status (`None` if a signal ended it or it is not known), `signal`
-    the number of the signal that ended it, `out_of_memory` whether the kernel counted an
-    out-of-memory kill while the rank lived.
+    how: `lost`, or `stalled` (it sent no heartbeat for longer than the group's heartbeat timeout),
+        or `deadline` (a call, or a start, took longer than it was given).
+    status: the rank's exit status, None if a signal ended it or it is not known.
+    signal: the number of the signal that ended it.
+    out_of_memory: whether the kernel counted an out-of-memory kill while the rank lived.
     """
 
     def __init__(
         self,
         where: Where,
         reason: str,
-        exit_code: int | None = None,
+        how: LossKind = "lost",
+        status: int | None = None,
         signal: int | None = None,
         out_of_memory: bool = False,
     ) -> None:
-        super().__init__(where, reason, exit_code, signal, out_of_memory)
-        self.exit_code = exit_code
+        super().__init__(where, reason, how, status, signal, out_of_memory)
+        self.how = how
+        self.status = status
         self.signal = signal
         self.out_of_memory = out_of_memory
 
 
-class WorkerStalled(WorkerError):
-    """A rank sent no heartbeat for longer than the group's heartbeat timeout."""
-
-
-class DeadlineExceeded(WorkerError):
-    """A call, or a start, took longer than it was given."""
-
-
 class WorkerCallFailed(WorkerError):
-    """The target's method, or its constructor, raised.
+    """The target's method, or its constructor, raised. `payload`, `expected` and `exit_code` are
+    those of what it raised; the rank logs the traceback too, at the end of the printed log."""
 
-    `error_type` and `error_module` name the exception's class, `message` is its text, `payload` the
-    JSON it carried in an attribute of that name (for example the bytes that were predicted),
-    `out_of_memory_kills` how many processes the kernel killed for memory while the rank lived (an
-    engine's own process, say, whose loss then shows up as this exception). The traceback stands in
-    `remote_traceback` and, as the rank logs it too, at the end of the printed log.
-    """
+    def __init__(self, where: Where, raised: Raised) -> None:
+        super().__init__(where, raised.reason)
+        self.args = (where, raised)
+        self.raised = raised
+        self.payload = raised.payload
+        self.expected = raised.expected
+        self.exit_code = raised.exit_code
 
-    def __init__(
-        self,
-        where: Where,
-        error_type: str,
-        error_module: str,
-        message: str,
-        remote_traceback: str = "",
-        payload: dict[str, Any] | None = None,
-        out_of_memory_kills: int = 0,
-    ) -> None:
-        name = error_type if error_module in ("", "builtins") else f"{error_module}.{error_type}"
-        reason = f"{name}: {message}"
-        if out_of_memory_kills:
-            reason += (
-                f" (The kernel killed {out_of_memory_kills} process(es) for lack of memory since "
-                "this rank started.)"
-            )
-        super().__init__(where, reason)
-        self.args = (
-            where,
-            error_type,
-            error_module,
-            message,
-            remote_traceback,
-            payload,
-            out_of_memory_kills,
-        )
-        self.error_type = error_type
-        self.error_module = error_module
-        self.message = message
-        self.remote_traceback = remote_traceback
-        self.payload = payload
-        self.out_of_memory_kills = out_of_memory_kills
+    @property
+    def kind(self) -> type[BaseException]:
+        """The class of what was raised; `Exception` where this process does not know it."""
+        return registered(self.raised.type)
 
 
 def describe_exit(code: int, out_of_memory: bool) -> str:

@@ -21,7 +21,7 @@ from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.rank_handle import RankHandle
 from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
-from earl_core.cluster.rpc import Aborted, Exchange, Request, loss_error
+from earl_core.cluster.rpc import Aborted, Exchange, GroupCall, loss_error
 from earl_core.cluster.threads import in_thread
 from earl_core.cluster.worker_group import Json, MemoryUse, Progress
 from earl_core.system.frames import encode
@@ -110,8 +110,8 @@ class LocalWorkerGroup:
     def start(self, deployment: Json, arguments: Json, world_size: int = 1) -> None:
         """End what runs, start `world_size` ranks and return once every target is built.
 
-        Raises `WorkerCallFailed` when a target cannot be imported or built, `WorkerLost`,
-        `WorkerStalled` or `DeadlineExceeded` (the start timeout) otherwise; nothing is left then.
+        Raises `WorkerCallFailed` when a target cannot be imported or built, `WorkerLost` otherwise
+        (its `how` is `deadline` for the start timeout); nothing is left then.
         """
         if world_size < 1:
             raise ValueError(f"A worker group needs at least one rank, not {world_size}.")
@@ -126,7 +126,7 @@ class LocalWorkerGroup:
             finally:
                 self._starting = None
 
-    def _start_once(self, request: Request, world_size: int) -> None:
+    def _start_once(self, request: GroupCall, world_size: int) -> None:
         try:
             self._spawn(world_size)
             assert self._monitor is not None
@@ -139,7 +139,7 @@ class LocalWorkerGroup:
 
     def _start_request(
         self, deployment: Json, arguments: Json, world_size: int, abort: threading.Event
-    ) -> Request:
+    ) -> GroupCall:
         call_id = next(self._call_ids)
         message = {
             "kind": "start",
@@ -157,7 +157,7 @@ class LocalWorkerGroup:
             for rank in range(world_size)
         ]
         where = Where(self.role, None, "start", "", None)
-        return Request(where, call_id, frames, self._start_timeout, None, abort)
+        return GroupCall(where, call_id, frames, self._start_timeout, None, abort)
 
     def _spawn(self, world_size: int) -> None:
         self._log_directory.mkdir(parents=True, exist_ok=True)
@@ -328,7 +328,7 @@ class LocalWorkerGroup:
         monitor = self._take_turn(where, abort)
         try:
             frames = [frame] * len(monitor.ranks)
-            request = Request(where, call_id, frames, deadline_seconds, on_progress, abort)
+            request = GroupCall(where, call_id, frames, deadline_seconds, on_progress, abort)
             exchange = Exchange(monitor, self._condition, request)
             try:
                 return exchange.run()

@@ -12,9 +12,9 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from earl_core.cluster.errors import describe_exit
+from earl_core.cluster.errors import LossKind, describe_exit
 from earl_core.cluster.rank_handle import RankHandle
 from earl_core.cluster.worker_group import MemoryUse
 from earl_core.system.frames import WireError
@@ -23,7 +23,6 @@ from earl_core.system.process_tree import ENDING_GRACE_SECONDS, end_processes, m
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 18
-LossKind = Literal["lost", "stalled", "deadline"]
 
 
 @dataclass(frozen=True)

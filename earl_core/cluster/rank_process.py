@@ -20,14 +20,15 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from earl_core.cluster.context import WorkerContext
-from earl_core.secrets import guard_output, redact
+from earl_core.cluster.errors import Raised
+from earl_core.secrets import guard_output
 from earl_core.system.frames import Channel, WireError
 from earl_core.system.process_tree import (
     ENDING_GRACE_SECONDS,
@@ -42,7 +43,6 @@ from earl_core.system.process_tree import (
 )
 
 _MEMORY_SECONDS = 0.25
-_TRACEBACK_CHARACTERS = 12_000
 
 logger = logging.getLogger(__name__)
 
@@ -191,22 +191,9 @@ class Rank:
             self._send(reply)
         except Exception as error:
             logger.exception("call %s failed", call_id)
-            self._send({"kind": "failed", "id": call_id, **self._describe(error)})
-
-    def _describe(self, error: Exception) -> dict[str, Any]:
-        payload = getattr(error, "payload", None)
-        if not isinstance(payload, dict):
-            payload = None
-        text = redact("".join(traceback.format_exception(error)))
-        described = {
-            "type": type(error).__qualname__,
-            "module": type(error).__module__,
-            "message": redact(str(error))[:_TRACEBACK_CHARACTERS],
-            "traceback": text[-_TRACEBACK_CHARACTERS:],
-            "out_of_memory_kills": out_of_memory_kills_since(self._memory_kills),
-            "memory": self._memory.read(),
-        }
-        return {**described, "payload": _json_or_none(payload)}
+            raised = Raised.of(error, out_of_memory_kills_since(self._memory_kills))
+            reply = {"kind": "failed", "id": call_id, "raised": asdict(raised)}
+            self._send({**reply, "memory": self._memory.read()})
 
     def _progress(self, payload: dict[str, Any]) -> None:
         call_id = self._call_id
@@ -249,16 +236,6 @@ def load_target(target: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part)
     return cast("Callable[..., Any]", found)
-
-
-def _json_or_none(payload: dict[str, Any] | None) -> dict[str, Any] | None:
-    from earl_core.system.frames import encode
-
-    try:
-        encode({"payload": payload})
-    except WireError as error:
-        return {"error": f"The exception's payload could not be sent: {error}"}
-    return payload
 
 
 def _watch_lifeline(fd: int, mark: str) -> None:

@@ -12,7 +12,7 @@ from earl_core.cluster import errors
 from earl_core.cluster.monitor import Loss, Monitor
 from earl_core.cluster.rank_handle import RankHandle
 from earl_core.cluster.worker_group import Progress
-from earl_core.secrets import redact, redact_tree
+from earl_core.secrets import redact_tree
 
 STRAGGLER_SECONDS = 5.0
 """How long the other ranks may still answer after one has failed; they may wait for it for ever."""
@@ -29,7 +29,7 @@ class Aborted(BaseException):
 
 
 @dataclass(frozen=True)
-class Request:
+class GroupCall:
     """What is asked of the ranks; `frames` holds one encoded message each, in rank order."""
 
     where: errors.Where
@@ -43,7 +43,9 @@ class Request:
 class Exchange:
     """Carries out one request; the group sees to it that there is only one at a time."""
 
-    def __init__(self, monitor: Monitor, condition: threading.Condition, request: Request) -> None:
+    def __init__(
+        self, monitor: Monitor, condition: threading.Condition, request: GroupCall
+    ) -> None:
         self._monitor = monitor
         self._condition = condition
         self._request = request
@@ -138,16 +140,8 @@ class Exchange:
         raise loss_error(self._monitor, self._condition, self._request.where)
 
     def _raise_failed(self, rank: RankHandle) -> NoReturn:
-        reply = rank.reply or {}
-        raise errors.WorkerCallFailed(
-            _at(self._request.where, rank),
-            reply["type"],
-            reply["module"],
-            redact(reply["message"]),
-            redact(reply["traceback"]),
-            redact_tree(reply["payload"]),
-            reply["out_of_memory_kills"],
-        )
+        raised = errors.Raised(**redact_tree((rank.reply or {})["raised"]))
+        raise errors.WorkerCallFailed(_at(self._request.where, rank), raised)
 
 
 def loss_error(
@@ -161,14 +155,11 @@ def loss_error(
         # The rank writes its stacks to the log before it ends; wait, so that the tail shows them.
         condition.wait_for(lambda: rank.exit_code is not None, _DUMP_SECONDS)
     where = where if rank is None else _at(where, rank)
-    if loss.kind == "stalled":
-        return errors.WorkerStalled(where, loss.reason)
-    if loss.kind == "deadline":
-        return errors.DeadlineExceeded(where, loss.reason)
     code = loss.exit_code
     return errors.WorkerLost(
         where,
         loss.reason,
+        loss.kind,
         code if code is not None and code >= 0 else None,
         -code if code is not None and code < 0 else None,
         loss.out_of_memory,

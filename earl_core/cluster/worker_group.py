@@ -31,9 +31,9 @@ class WorkerGroup(Protocol):
 
     The target is a class named `"package.module:Class"`. Each rank builds
     `Class(context, deployment, **arguments)` and keeps it until `stop()`. A group runs one call at
-    a time; a second caller waits for the first. An error of type `WorkerLost`, `WorkerStalled` or
-    `DeadlineExceeded` ends the group: `alive` is False, and `start()` makes a fresh one. After
-    `WorkerCallFailed` of a call the group stays usable if every rank has answered.
+    a time; a second caller waits for the first. A `WorkerLost` ends the group: `alive` is
+    False, and `start()` makes a fresh one. After `WorkerCallFailed` of a call the group stays
+    usable if every rank has answered.
     """
 
     role: str

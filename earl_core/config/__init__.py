@@ -3,7 +3,8 @@
 from earl_core.config.load import dump_config, load_config, parse_config
 from earl_core.config.references import check_references
 from earl_core.config.run import RunConfig
-from earl_core.config.settings import ConfigError, Settings
+from earl_core.config.settings import Settings
+from earl_core.system.errors import ConfigError
 
 __all__ = [
     "ConfigError",

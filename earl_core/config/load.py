@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from earl_core.config.refusal import refuse_override
 from earl_core.config.run import RunConfig
-from earl_core.config.settings import ConfigError
 from earl_core.secrets import redact
+from earl_core.system.errors import ConfigError
 from earl_core.system.files import read_file
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"

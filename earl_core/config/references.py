@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from earl_core.config.run import RunConfig
-from earl_core.config.settings import ConfigError
-from earl_core.secrets import SecretUnavailable, resolve
+from earl_core.secrets import resolve
+from earl_core.system.errors import ConfigError
 
 
 def check_references(config: RunConfig) -> None:
@@ -18,7 +18,7 @@ def check_references(config: RunConfig) -> None:
     for key, value in _referring(config):
         try:
             resolve(value)
-        except SecretUnavailable as error:
+        except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
 
 

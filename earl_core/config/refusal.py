@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from earl_core.config.settings import ConfigError
 from earl_core.secrets import find_secrets, is_reference
+from earl_core.system.errors import ConfigError
 
 REFERRING = (
     "environment.options",

@@ -22,10 +22,6 @@ class Settings(BaseModel):
     )
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message says what to change."""
-
-
 def _check_stored(value: Any, key: str, around: tuple[int, ...] = ()) -> None:
     """Raise `ValueError` for a value that would come back from a run directory as another one."""
     if value is None or isinstance(value, bool | int | str):

@@ -7,26 +7,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from earl_core.cluster.errors import (
-    DeadlineExceeded,
-    WorkerCallFailed,
-    WorkerError,
-    WorkerLost,
-    WorkerStalled,
-)
+from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost
+from earl_core.rollout.errors import ContextOverflow, EngineError, EngineLost
 from earl_core.selector import DeploymentPlan
 from earl_core.selector.choice.changes import misfit_text
 from earl_core.selector.profile.observations import Kind, Observation
+from earl_core.system.errors import EarlError
 from earl_core.system.out_of_memory import refused
 
 _LEARNER = {"publish": "update"}
 """Whose layout has to change when a step of this name does not fit."""
 
-_STARVED = frozenset({"EngineLost", "EngineError", "WeightSyncError", "RuntimeError", "OSError"})
-"""What a rank raises when a process that it depends on is killed."""
 
-
-class ReplicasLost(RuntimeError):
+class ReplicasLost(EarlError):
     """No engine is left to play with, or the same episodes have cost too many of them.
 
     last: what the last engine was lost by.
@@ -46,9 +39,9 @@ def is_loss(error: WorkerError) -> bool:
     What a program raised is no loss: it would raise it again.
     """
     if isinstance(error, WorkerCallFailed):
-        half_loaded = (error.payload or {}).get("engine_lost", False)
-        return error.error_type == "EngineLost" or bool(half_loaded)
-    return isinstance(error, WorkerLost | WorkerStalled | DeadlineExceeded)
+        half_loaded = bool(error.payload.get("engine_lost", False))
+        return issubclass(error.kind, EngineLost) or half_loaded
+    return isinstance(error, WorkerLost)
 
 
 def loss_of(error: BaseException) -> WorkerError | None:
@@ -58,7 +51,7 @@ def loss_of(error: BaseException) -> WorkerError | None:
     return error if isinstance(error, WorkerError) and is_loss(error) else None
 
 
-class RanksLost(RuntimeError):
+class RanksLost(EarlError):
     """A stage lost ranks; it is repeated from its sealed inputs. `__cause__` is how."""
 
 
@@ -71,7 +64,7 @@ class Misfit(NamedTuple):
     tokens: float = 0.0
 
 
-class StageDoesNotFit(RuntimeError):
+class StageDoesNotFit(EarlError):
     """A stage ran out of memory, or its engines out of context; the choice has to be made again.
 
     `seen`: what was observed, which `select` learns from. `__cause__` is the original error.
@@ -98,19 +91,17 @@ def diagnose(error: BaseException) -> Misfit | None:
 
 
 def _raised(error: WorkerCallFailed) -> Misfit | None:
-    payload = error.payload or {}
-    stage = str(payload.get("stage", ""))
+    stage = str(error.payload.get("stage", ""))
     stage = _LEARNER.get(stage, stage)
-    if error.error_type == "ContextOutgrown":
-        return Misfit("outgrown", "rollout", float(payload["tokens"]))
-    if error.error_type in ("OutOfMemory", "OutOfMemoryError", "MemoryError"):
+    kind, raised = error.kind, error.raised
+    if issubclass(kind, ContextOverflow):
+        return Misfit("outgrown", "rollout", float(error.payload["tokens"]))
+    if issubclass(kind, MemoryError) or refused(raised.message):
         return Misfit("out_of_memory", stage)
     # The kernel's counter may hold kills that are none of ours: it counts where something that
-    # could be killed is gone.
-    starved = error.out_of_memory_kills > 0 and error.error_type in _STARVED
-    if starved or refused(error.message):
-        return Misfit("out_of_memory", stage)
-    return None
+    # could be killed is gone, which shows up as one of these.
+    starved = issubclass(kind, EngineError) or kind in (RuntimeError, OSError)
+    return Misfit("out_of_memory", stage) if starved and raised.out_of_memory_kills else None
 
 
 def require_another(misfit: StageDoesNotFit, plan: DeploymentPlan) -> None:

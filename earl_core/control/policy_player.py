@@ -26,6 +26,7 @@ from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.worker_environment import worker_environment
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
+from earl_core.rollout.errors import ContextOverflow
 from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
 from earl_core.run.recovery import newest_whole
 from earl_core.run.training_state import verify_checkpoint
@@ -35,7 +36,7 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class PlayedPolicy:
     """A policy on disk. version: the policy version; label: how to call it to people. engine: how
     its run lays an engine out; None before its first iteration. marker: its STABLE file, by which
     the checkpoint is held while it is used; None for a model that no run removes. damaged: what is
@@ -49,7 +50,7 @@ class Checkpoint:
     damaged: tuple[str, ...] = ()
 
 
-def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkpoint:
+def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> PlayedPolicy:
     """`last`, `initial` (before training) or the number of an iteration.
 
     Every file of it is verified. Where the last one is damaged, the last whole one is taken. Raises
@@ -59,7 +60,7 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkp
         if not (Path(config.model.path) / "config.json").is_file():
             raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
         path = Path(config.model.path)
-        return Checkpoint(path, 0, "the initial model", newest_engine(run))
+        return PlayedPolicy(path, 0, "the initial model", newest_engine(run))
     found = stable_checkpoints(run)
     listed = ", ".join(map(str, found)) or "none yet"
     if not (which == "last" or which.isdigit()):
@@ -78,7 +79,7 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Checkp
     path = run / "checkpoints" / f"{number:06d}"
     label = f"the checkpoint of iteration {number}"
     policy, engine = path / "policy", newest_engine(run)
-    return Checkpoint(policy, number + 1, label, engine, path / MARKER, tuple(damaged))
+    return PlayedPolicy(policy, number + 1, label, engine, path / MARKER, tuple(damaged))
 
 
 def newest_engine(run: Path) -> StageDeployment | None:
@@ -100,7 +101,7 @@ class PolicyPlayer:
     """
 
     def __init__(
-        self, config: RunConfig, checkpoint: Checkpoint, on_progress: Progress | None = None
+        self, config: RunConfig, checkpoint: PlayedPolicy, on_progress: Progress | None = None
     ) -> None:
         model = config.model.model_copy(update={"path": str(checkpoint.policy.resolve())})
         self.config = config.model_copy(update={"model": model})
@@ -176,16 +177,17 @@ class PolicyPlayer:
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         """The method's result; once more with a longer engine for each time that it was too short.
 
-        Doubled each time, up to the model's own range, where nothing is outgrown any more.
+        Doubled each time, up to the model's own range, where no context overflows any more.
         """
         while True:
             try:
                 return self._call_once(method, **arguments)
             except WorkerCallFailed as error:
                 length = self._deployment.max_model_len or 0
-                if error.error_type != "ContextOutgrown" or length >= self._shape.max_positions:
+                full = length >= self._shape.max_positions
+                if full or not issubclass(error.kind, ContextOverflow):
                     raise
-                needed = int((error.payload or {})["tokens"])
+                needed = int(error.payload["tokens"])
                 longer = min(max(2 * length, needed), self._shape.max_positions)
                 self._deployment = self._deployment.model_copy(update={"max_model_len": longer})
                 self._start()

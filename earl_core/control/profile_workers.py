@@ -29,6 +29,7 @@ from earl_core.selector.profile_planner import (
     generated_tokens,
     workers_of,
 )
+from earl_core.system.errors import Cancelled
 
 _IN_ITS_PLACE = "earl_core.cluster.placement:build"
 _TARGETS = {
@@ -39,10 +40,6 @@ _TARGETS = {
 }
 _GRACE_SECONDS = 30.0
 _LEAST_DEADLINE_SECONDS = 60.0
-
-
-class ProfileInterrupted(RuntimeError):
-    """The profile was asked to stop; what was measured is kept."""
 
 
 class ProfileWorkers:
@@ -119,9 +116,10 @@ class ProfileWorkers:
                 arguments["scoring"] = layout.stage == "reference"
             results = self._call("measure", layout.stage, deadline, **arguments)
         except BaseException as error:
-            self.end(0.0 if isinstance(error, WorkerLost) else 10.0)
+            gone = isinstance(error, WorkerLost) and error.how == "lost"
+            self.end(0.0 if gone else 10.0)
             if self.stopped:
-                raise ProfileInterrupted("the profile was asked to stop") from error
+                raise Cancelled("the profile was asked to stop") from error
             raise
         rates = [result["tokens_per_second"] for result in results]
         peak = max(result["peak_bytes"] for result in results)
@@ -191,7 +189,7 @@ class ProfileWorkers:
         groups = [self._group(f"{stage}-{number}", deployment) for number in range(len(places))]
         with self._lock:
             if self.stopped:
-                raise ProfileInterrupted("the profile was asked to stop")
+                raise Cancelled("the profile was asked to stop")
             self._groups = groups
         calls = []
         for group, place in zip(groups, places, strict=True):

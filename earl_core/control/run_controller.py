@@ -26,9 +26,10 @@ from earl_core.run import RunDirectory
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment
+from earl_core.system.errors import EarlError
 
 
-class StateLost(RuntimeError):
+class StateLost(EarlError):
     """The live training state is not the one this iteration starts from."""
 
 
@@ -36,7 +37,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run ended, in the tracker's words."""
 
 
-class Tracker(Protocol):
+class RunTracker(Protocol):
     """What shows the run to people elsewhere; it returns at once and never raises."""
 
     def iteration_finished(
@@ -54,7 +55,7 @@ class Tracker(Protocol):
     def close(self, status: Status = "FINISHED") -> None: ...
 
 
-MakeTracker = Callable[[RunDirectory, Hardware], Tracker]
+MakeTracker = Callable[[RunDirectory, Hardware], RunTracker]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class RunController:
     """Opened by `open_controller`; close it to stop the workers and unlock the run."""
 
     model: ModelShape
-    tracker: Tracker
+    tracker: RunTracker
 
     def __init__(
         self, run: RunDirectory, hardware: Hardware, listener: Progress | None = None

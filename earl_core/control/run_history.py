@@ -12,12 +12,12 @@ from earl_core.selector import ProfileTable, StageDeployment
 from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.observations import Observation, refined
 from earl_core.selector.profile.profile_table import (
-    ProfileBusy,
     ProfileError,
     only_writer,
     read_table,
     write_table,
 )
+from earl_core.system.errors import InUse
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class LearntProfile:
                 table = read_table(self._directory, self._mark)
                 table = refined(table, fresh, self._half_life, candidate_of)
                 write_table(self._directory, self._mark, table)
-        except ProfileBusy:
+        except InUse:
             # `earl profile` writes it for long: the next iteration will do.
             return
         except (OSError, ProfileError) as error:

@@ -21,6 +21,7 @@ from earl_core.cluster.placement import PLACED, Assignment, HostResources, Resou
 from earl_core.control.worker_environment import worker_environment
 from earl_core.run import RunDirectory
 from earl_core.selector import Hardware, StageDeployment
+from earl_core.system.errors import Cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,6 @@ class Ahead(NamedTuple):
     def seconds(self, waited_since: float) -> float:
         """What it took with what followed until now, for one who waits since then."""
         return self.done - self.begun + time.perf_counter() - max(waited_since, self.done)
-
-
-class RunInterrupted(RuntimeError):
-    """The controller was asked to stop."""
 
 
 class WorkerGroups:
@@ -152,7 +149,7 @@ class WorkerGroups:
 
     def _refuse_when_stopping(self) -> None:
         if self._closing or self.stop_requested.is_set():
-            raise RunInterrupted("the run was asked to stop")
+            raise Cancelled("the run was asked to stop")
 
     def _place(self, role: str, deployment: StageDeployment, member: int) -> Assignment:
         if role not in PLACED:
@@ -201,7 +198,7 @@ class WorkerGroups:
         with self._starting_of((role, 0)):
             self._make_room(role, deployment)
             group = self._groups[(role, 0)]
-            self._listener(role, iteration, {"laying_out": role})
+            self._listener(role, iteration, {"resharding": role})
             results = group.relayout(
                 deployment.model_dump(mode="json"),
                 stage=role,
@@ -241,7 +238,7 @@ class WorkerGroups:
                 with self._turns, self._starting_of((role, member)):
                     if self.live(role, member) is None:
                         self._start_ahead(role, deployment, member)
-            except (WorkerError, RunInterrupted, OSError) as error:
+            except (WorkerError, Cancelled, OSError) as error:
                 logger.info("%s could not be started ahead: %s", role, error)
 
         thread = threading.Thread(target=work, name=f"earl-ahead-{role}-{member}", daemon=True)

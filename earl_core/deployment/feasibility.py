@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from earl_core.config.run import RunConfig
-from earl_core.config.settings import ConfigError
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.system.errors import ConfigError
 
 
 def check_layout(config: RunConfig, model: ModelShape, hardware: Hardware) -> None:

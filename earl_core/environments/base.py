@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
+from earl_core.system.errors import EarlError
+
 
 class Message(TypedDict):
     """One chat message, as chat templates take it. Both texts must encode to UTF-8."""
@@ -70,11 +72,7 @@ class Environment(Protocol):
         ...
 
 
-class EnvironmentConfigError(ValueError):
-    """The configured environment cannot work; the message says what to change."""
-
-
-class EnvironmentFailed(RuntimeError):
+class EnvironmentFailed(EarlError):
     """One episode's environment failed; the other episodes go on.
 
     episode_id: the episode that failed.
@@ -84,6 +82,8 @@ class EnvironmentFailed(RuntimeError):
         differently) and "lost" (it could not be replayed).
     detail: the end of the traceback, or of the host's log.
     """
+
+    expected = False
 
     def __init__(self, episode_id: int, reason: str, detail: str = "") -> None:
         super().__init__(episode_id, reason, detail)

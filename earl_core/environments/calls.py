@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from earl_core.environments.base import Environment
-from earl_core.environments.results import InvalidResultError, first_messages, step_result
+from earl_core.environments.results import first_messages, step_result
 from earl_core.secrets import redact
 from earl_core.system.frames import WireError, encode
 
@@ -94,7 +94,7 @@ class Calls:
                 environment = self._environments[call.episode]
                 value = step_result(await self._invoke(call, environment.step, *call.arguments))
             return encode({"kind": "answer", "call": call.call, "value": value})
-        except (InvalidResultError, WireError) as error:
+        except WireError as error:
             reason, detail = "invalid_result", str(error)
         except _RAISED:
             reason, detail = "exception", traceback.format_exc()

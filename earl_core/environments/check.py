@@ -19,7 +19,7 @@ class Check:
         self._config = parse_config(config)
 
     def check(self) -> dict[str, Any]:
-        """Raise `EnvironmentConfigError` unless the environments can be made."""
+        """Raise `ConfigError` unless the environments can be made."""
         fault_points.point("experience.check", 0)
         environment = self._config.environment
         check(environment.name, environment.options)

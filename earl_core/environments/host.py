@@ -23,10 +23,10 @@ from functools import partial
 from typing import Any
 
 from earl_core.environments import registry
-from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.calls import Call, Calls, failure
 from earl_core.environments.connection import Connection
 from earl_core.secrets import guard_output, redact
+from earl_core.system.errors import ConfigError
 from earl_core.system.frames import Channel, encode
 
 _PR_SET_PDEATHSIG = 1
@@ -133,7 +133,7 @@ def _serve(connection: socket.socket) -> None:
         registry.check(name, options)
     except BaseException as error:
         why = str(error)
-        if not isinstance(error, EnvironmentConfigError):
+        if not isinstance(error, ConfigError):
             why = f"The environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.host_process import HostProcess, HostSettings, HostStartError
+from earl_core.environments.host_process import HostLost, HostProcess, HostSettings
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ Reply = dict[str, Any]
 
 
 @dataclass(eq=False)
-class Call:
+class PendingCall:
     """A call under way: "reset" or "step", its arguments, and who waits for the reply's value."""
 
-    episode: Episode
+    episode: OpenEpisode
     kind: str
     arguments: list[Any]
     reply: asyncio.Future[Reply]
@@ -39,13 +39,13 @@ class Call:
 
 
 @dataclass(eq=False)
-class Episode:
+class OpenEpisode:
     """An open episode, and all that is needed to replay it: the calls and the last value."""
 
     id: int
     past: list[tuple[str, list[Any]]] = field(default_factory=list)
     last: Reply = field(default_factory=dict)
-    call: Call | None = None
+    call: PendingCall | None = None
     failure: EnvironmentFailed | None = None
     """Found when it was replayed between two calls; raised by the next one."""
 
@@ -60,10 +60,6 @@ class Episode:
         return bool(self.past) and not self.done and self.failure is None
 
 
-class _Lost(Exception):
-    """The process was lost during a recovery; a signal between coroutines."""
-
-
 class HostKeeper:
     """One place for a host process and the episodes that live in it."""
 
@@ -72,8 +68,8 @@ class HostKeeper:
         self._process: HostProcess | None = None
         self._ready = False
         self._recovery: asyncio.Task[None] | None = None
-        self._episodes: dict[int, Episode] = {}
-        self._sent: dict[int, Call] = {}
+        self._episodes: dict[int, OpenEpisode] = {}
+        self._sent: dict[int, PendingCall] = {}
         self._asked: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count()
         self.restarts = 0
@@ -88,12 +84,12 @@ class HostKeeper:
         return len(self._episodes)
 
     async def start(self) -> None:
-        """Starts the process. Raises EnvironmentConfigError or HostStartError."""
+        """Starts the process. Raises ConfigError or HostLost."""
         for left in reversed(range(_MAX_FAILED_STARTS)):
             try:
                 self._process = await self._start_process()
                 break
-            except HostStartError as error:
+            except HostLost as error:
                 # A fault of its own would come again.
                 if not error.killed or not left:
                     raise
@@ -123,7 +119,7 @@ class HostKeeper:
         if kind == "reset":
             if episode_id in self._episodes:
                 raise ValueError(f"Episode {episode_id} is open; close it before a reset.")
-            self._episodes[episode_id] = Episode(episode_id)
+            self._episodes[episode_id] = OpenEpisode(episode_id)
         episode = self._episodes.get(episode_id)
         if episode is None or episode.done:
             state = "not open" if episode is None else "over"
@@ -134,7 +130,7 @@ class HostKeeper:
         if episode.call is not None:
             raise ValueError(f"Episode {episode_id} has a call under way; wait for its reply.")
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        episode.call = Call(episode, kind, arguments, reply)
+        episode.call = PendingCall(episode, kind, arguments, reply)
         if self._ready:
             self._send(episode.call)
         elif self._recovery is None or self._recovery.done():
@@ -154,17 +150,17 @@ class HostKeeper:
     async def _start_process(self) -> HostProcess:
         return await HostProcess.start(self._settings, self._on_message, self._on_lost)
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: PendingCall) -> None:
         number = next(self._numbers)
         self._sent[number] = call
         self._pass_on(number, call.episode, call.kind, call.arguments)
 
-    def _pass_on(self, number: int, episode: Episode, kind: str, arguments: list[Any]) -> None:
+    def _pass_on(self, number: int, episode: OpenEpisode, kind: str, arguments: list[Any]) -> None:
         assert self._process is not None
         message = {"kind": kind, "call": number, "episode": episode.id, "arguments": arguments}
         self._process.send(message)
 
-    def _close_in_host(self, episode: Episode) -> None:
+    def _close_in_host(self, episode: OpenEpisode) -> None:
         if self._process is not None:
             self._process.send({"kind": "close", "episode": episode.id})
 
@@ -177,7 +173,7 @@ class HostKeeper:
         elif number in self._sent:
             self._settle(self._sent.pop(number), message)
 
-    def _settle(self, call: Call, message: Reply) -> None:
+    def _settle(self, call: PendingCall, message: Reply) -> None:
         """Gives a call its reply."""
         episode = call.episode
         if message["kind"] == "failed":
@@ -189,7 +185,7 @@ class HostKeeper:
         if not call.reply.done():
             call.reply.set_result(episode.last)
 
-    def _fail(self, episode: Episode, reason: str, detail: str) -> None:
+    def _fail(self, episode: OpenEpisode, reason: str, detail: str) -> None:
         if not self._is_open(episode):
             return
         failure = EnvironmentFailed(episode.id, reason, detail)
@@ -200,14 +196,14 @@ class HostKeeper:
         if not episode.call.reply.done():
             episode.call.reply.set_exception(failure)
 
-    def _is_open(self, episode: Episode) -> bool:
+    def _is_open(self, episode: OpenEpisode) -> bool:
         return self._episodes.get(episode.id) is episode
 
     def _on_lost(self) -> None:
         asked, self._asked = self._asked, {}
         for future in asked.values():
             if not future.done():
-                future.set_exception(_Lost())
+                future.set_exception(HostLost())
         if self._ready:
             self._ready = False
             self._recovery = asyncio.create_task(self._recover())
@@ -227,7 +223,7 @@ class HostKeeper:
         while True:
             try:
                 self._process = process = await self._start_process()
-            except HostStartError:
+            except HostLost:
                 failed_starts += 1
                 if failed_starts == _MAX_FAILED_STARTS:
                     raise
@@ -237,7 +233,7 @@ class HostKeeper:
                 e for e in self._episodes.values() if e.past and not e.done and not e.failure
             ]
             culprit = None
-            with suppress(_Lost):
+            with suppress(HostLost):
                 await asyncio.gather(*map(self._replay, lasting))
                 culprit = await self._repeat(doubted, process)
             if not process.lost:
@@ -248,13 +244,13 @@ class HostKeeper:
             elif not process.call_timed_out:
                 failed_replays += 1
                 if failed_replays == _MAX_FAILED_REPLAYS:
-                    raise HostStartError(f"Its host was lost as it was replayed.\n{tail}")
+                    raise HostLost(f"Its host was lost as it was replayed.\n{tail}")
         self._ready = True
         for episode in self._episodes.values():
             if episode.call is not None:
                 self._send(episode.call)
 
-    async def _end_lost(self) -> list[Call]:
+    async def _end_lost(self) -> list[PendingCall]:
         """Ends the lost process; returns the calls that may have been the cause, oldest first."""
         under_way = [call for call in self._sent.values() if self._is_open(call.episode)]
         self._sent.clear()
@@ -271,8 +267,8 @@ class HostKeeper:
         allowed = 1 if process.killed_from_outside else 0
         return [call for call in under_way if call.losses > allowed]
 
-    async def _replay(self, episode: Episode) -> None:
-        """Gives an episode its past again. Raises _Lost."""
+    async def _replay(self, episode: OpenEpisode) -> None:
+        """Gives an episode its past again. Raises HostLost."""
         message: Reply = {}
         for kind, arguments in episode.past:
             message = await self._ask(episode, kind, arguments)
@@ -292,7 +288,7 @@ class HostKeeper:
                 "its randomness come from the prompt index and the seed.",
             )
 
-    async def _repeat(self, doubted: list[Call], process: HostProcess) -> Call | None:
+    async def _repeat(self, doubted: list[PendingCall], process: HostProcess) -> PendingCall | None:
         """Runs the calls one after the other, each removed as it begins, while the process lives.
         Returns the one that cost it."""
         while doubted and not process.lost:
@@ -301,17 +297,17 @@ class HostKeeper:
                 continue
             try:
                 message = await self._ask(call.episode, call.kind, call.arguments)
-            except _Lost:
+            except HostLost:
                 return call
             if self._is_open(call.episode):
                 self._settle(call, message)
         return None
 
-    async def _ask(self, episode: Episode, kind: str, arguments: list[Any]) -> Reply:
-        """Runs a call outside of the normal way. Raises _Lost."""
+    async def _ask(self, episode: OpenEpisode, kind: str, arguments: list[Any]) -> Reply:
+        """Runs a call outside of the normal way. Raises HostLost."""
         assert self._process is not None
         if self._process.lost:
-            raise _Lost
+            raise HostLost
         number = next(self._numbers)
         self._asked[number] = future = asyncio.get_running_loop().create_future()
         self._pass_on(number, episode, kind, arguments)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.connection import Connection
 from earl_core.environments.host import alive_interval
 from earl_core.secrets import redact
+from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.files import private
 from earl_core.system.frames import encode
 
@@ -39,10 +39,12 @@ _IDLE_THREAD = re.compile(
 )
 
 
-class HostStartError(RuntimeError):
+class HostLost(EarlError):
     """A host process did not become ready. killed: by a signal of someone else's."""
 
-    def __init__(self, message: str, *, killed: bool = False) -> None:
+    expected = False
+
+    def __init__(self, message: str = "", *, killed: bool = False) -> None:
         super().__init__(message)
         self.killed = killed
 
@@ -105,7 +107,7 @@ class HostProcess:
     ) -> HostProcess:
         """Starts a host and waits until it has made one environment.
 
-        Raises EnvironmentConfigError when the environment cannot be made, HostStartError when the
+        Raises ConfigError when the environment cannot be made, HostLost when the
         process dies or takes longer than `settings.start_timeout_seconds`.
         """
         host = cls(settings, on_message, on_lost)
@@ -125,15 +127,15 @@ class HostProcess:
             await asyncio.wait_for(asyncio.shield(host._opening), limit)
         except TimeoutError:
             tail = await host.abandon()
-            raise HostStartError(
+            raise HostLost(
                 f"The environment {settings.name!r} was not ready after {limit:g} s. Its host's "
                 f"log ends:\n{tail}"
             ) from None
-        except HostStartError as error:
+        except HostLost as error:
             lost = host.lost
             tail = await host.abandon()
             killed = lost and host.killed_from_outside
-            raise HostStartError(f"{error} Its log ends:\n{tail}", killed=killed) from None
+            raise HostLost(f"{error} Its log ends:\n{tail}", killed=killed) from None
         except BaseException:
             await host.abandon()
             raise
@@ -200,7 +202,7 @@ class HostProcess:
                 self._opening.set_result(None)
         elif kind == "refused":
             if not self._opening.done():
-                self._opening.set_exception(EnvironmentConfigError(message["why"]))
+                self._opening.set_exception(ConfigError(message["why"]))
         elif kind != "alive":
             self._on_message(message)
             if message.get("reason") == "timeout":
@@ -263,7 +265,7 @@ class HostProcess:
             return
         self._lost.set()
         if not self._opening.done():
-            self._opening.set_exception(HostStartError("The host process died as it started."))
+            self._opening.set_exception(HostLost("The host process died as it started."))
         elif not self._ended:
             self._on_lost()
 

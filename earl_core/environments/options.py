@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from earl_core.environments.base import EnvironmentConfigError
 from earl_core.secrets import redact
+from earl_core.system.errors import ConfigError
 
 
 class Options(BaseModel):
@@ -26,13 +26,13 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 def parse_options(model: type[OptionsT], options: Mapping[str, Any], environment: str) -> OptionsT:
     """Returns `options` as `model`.
 
-    Raises EnvironmentConfigError with one line for each wrong option.
+    Raises ConfigError with one line for each wrong option.
     """
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
         lines = [_line(model, item) for item in error.errors()]
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"The options of environment {environment!r} are wrong:\n  " + "\n  ".join(lines)
         ) from error
 
@@ -60,28 +60,26 @@ def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
 def import_object(path: str, what: str) -> Any:
     """Imports `pkg.mod:name`. `what` names the option in messages.
 
-    Raises EnvironmentConfigError when the path is malformed, the module does not import or has no
+    Raises ConfigError when the path is malformed, the module does not import or has no
     such name.
     """
     module_name, separator, name = path.partition(":")
     if not separator or not module_name or not name:
-        raise EnvironmentConfigError(
-            f"{what} is {path!r}; write an import path like 'package.module:name'."
-        )
+        raise ConfigError(f"{what} is {path!r}; write an import path like 'package.module:name'.")
     if module_name.partition(".")[0] in ("flows", "tasks"):
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"{what} {path!r}: EARL has a package of that name itself. Rename the module."
         )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}. Check that the "
             f"module is installed or in the working directory."
         ) from error
     try:
         return getattr(module, name)
     except AttributeError as error:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"{what} {path!r}: module {module_name!r} has no {name!r}. Correct the name after ':'."
         ) from error

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from earl_core.environments.base import EnvironmentConfigError, Message, StepResult
+from earl_core.environments.base import Message, StepResult
 from earl_core.environments.host_keeper import HostKeeper
-from earl_core.environments.host_process import HostSettings, HostStartError
+from earl_core.environments.host_process import HostLost, HostSettings
+from earl_core.system.errors import ConfigError
 
 _MAX_THREADS = 64
 
@@ -49,7 +50,7 @@ class EnvironmentPool:
         log_path: Path | None = None,
     ) -> None:
         if min(hosts, concurrency) < 1 or not min(step_timeout_seconds, start_timeout_seconds) > 0:
-            raise EnvironmentConfigError(
+            raise ConfigError(
                 "A pool needs at least one host, one episode at a time and timeouts above 0 s, not "
                 f"{hosts} hosts, {concurrency} episodes, {step_timeout_seconds} s for a step and "
                 f"{start_timeout_seconds} s for the start."
@@ -57,7 +58,7 @@ class EnvironmentPool:
         try:
             plain = json.loads(json.dumps(dict(options or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise EnvironmentConfigError(
+            raise ConfigError(
                 f"The options of environment {name!r} must be numbers, texts, lists and maps: "
                 f"{error}."
             ) from error
@@ -70,15 +71,15 @@ class EnvironmentPool:
         self._started = False
 
     async def start(self) -> None:
-        """Starts the hosts. Raises EnvironmentConfigError when the environment cannot be made."""
+        """Starts the hosts. Raises ConfigError when the environment cannot be made."""
         starts = [asyncio.ensure_future(keeper.start()) for keeper in self._keepers]
         try:
             await asyncio.gather(*starts)
         except BaseException as error:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.stop()
-            if isinstance(error, HostStartError):
-                raise EnvironmentConfigError(str(error)) from error
+            if isinstance(error, HostLost):
+                raise ConfigError(str(error)) from error
             raise
         self._started = True
 

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from earl_core.environments.base import EnvironmentConfigError, Message, StepResult
+from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, import_object
+from earl_core.system.errors import ConfigError
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -45,7 +46,7 @@ class PromptEnvironment:
         self.options = options
         self._reward = import_object(options.reward_function, "The option reward_function")
         if not callable(self._reward):
-            raise EnvironmentConfigError(
+            raise ConfigError(
                 f"The option reward_function {options.reward_function!r} is not a function; "
                 "name one."
             )
@@ -93,7 +94,7 @@ class PromptEnvironment:
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
         if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
-            raise EnvironmentConfigError(
+            raise ConfigError(
                 f"Row {index} of {self.options.path}: column {self.options.prompt_column!r} is "
                 "neither a text nor a list of messages with role and content."
             )
@@ -108,7 +109,7 @@ class PromptEnvironment:
         for index, row in enumerate(self._rows):
             for option, column in (("prompt_column", prompt), ("answer_column", answer)):
                 if column is not None and column not in row:
-                    raise EnvironmentConfigError(
+                    raise ConfigError(
                         f"Row {index} of {path} has no column {column!r}; it has "
                         f"{', '.join(row)}. Correct the option {option}."
                     )
@@ -128,27 +129,27 @@ def _is_message(value: Any) -> bool:
 def read_rows(path: str) -> tuple[dict[str, Any], ...]:
     """Reads a .jsonl or .parquet file through fsspec; once per process, every episode shares it.
 
-    Raises EnvironmentConfigError when the file is missing, empty or malformed.
+    Raises ConfigError when the file is missing, empty or malformed.
     """
     import fsspec
 
     suffix = path.rsplit(".", 1)[-1].lower()
     if suffix not in ("jsonl", "parquet"):
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"The option path is {path!r}; name a file that ends in .jsonl or .parquet."
         )
     try:
         with fsspec.open(path, "rb") as stream:
             rows = _read_parquet(stream) if suffix == "parquet" else _read_jsonl(stream, path)
-    except EnvironmentConfigError:
+    except ConfigError:
         raise
     except Exception as error:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"The prompts at {path!r} cannot be read: {type(error).__name__}: {error}. Check the "
             "path."
         ) from error
     if not rows:
-        raise EnvironmentConfigError(f"The file {path!r} holds no rows; it needs at least one.")
+        raise ConfigError(f"The file {path!r} holds no rows; it needs at least one.")
     return tuple(rows)
 
 
@@ -167,10 +168,8 @@ def _read_jsonl(stream: Any, path: str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise EnvironmentConfigError(f"Line {number} of {path} is no JSON: {error}.") from error
+            raise ConfigError(f"Line {number} of {path} is no JSON: {error}.") from error
         if not isinstance(row, dict):
-            raise EnvironmentConfigError(
-                f"Line {number} of {path} is no JSON object, like {{...}}."
-            )
+            raise ConfigError(f"Line {number} of {path} is no JSON object, like {{...}}.")
         rows.append(row)
     return rows

@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from earl_core.environments.base import Environment, EnvironmentConfigError
+from earl_core.environments.base import Environment
 from earl_core.environments.options import import_object, parse_options
-from earl_core.secrets import SecretUnavailable, redact, redact_error, resolve
+from earl_core.secrets import redact, redact_error, resolve
+from earl_core.system.errors import ConfigError
 
 BUILT_IN: dict[str, str] = {
     "tic_tac_toe": "earl_core.environments.games.tic_tac_toe:TicTacToe",
@@ -25,7 +26,7 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     name: a key of `BUILT_IN`, or `package.module:Class`; a class of your own is called as
         `Class(**options)`.
     options: references in them (`env:NAME`, `file:PATH`) are resolved here.
-    Raises EnvironmentConfigError when the name or an option is wrong.
+    Raises ConfigError when the name or an option is wrong.
     """
     options = _resolved(name, options or {})
     if name in BUILT_IN:
@@ -35,17 +36,17 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     factory = environment_class(name)
     try:
         created = factory(**options)
-    except EnvironmentConfigError:
+    except ConfigError:
         raise
     except Exception as error:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             redact(
                 f"The environment {name!r} cannot be made with the options {options!r}: "
                 f"{type(error).__name__}: {error}"
             )
         ) from redact_error(error)
     if not isinstance(created, Environment):
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"The environment {name!r} must have the methods reset(prompt, seed), step(text) and "
             f"close(); see earl_core.environments.base.Environment."
         )
@@ -55,16 +56,16 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
 def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {key: resolve(value) for key, value in options.items()}
-    except SecretUnavailable as error:
-        raise EnvironmentConfigError(f"An option of the environment {name!r}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"An option of the environment {name!r}: {error}") from None
 
 
 def environment_class(name: str) -> Any:
-    """The class behind `name`, without making an environment. Raises EnvironmentConfigError."""
+    """The class behind `name`, without making an environment. Raises ConfigError."""
     if name in BUILT_IN:
         return import_object(BUILT_IN[name], "The environment")
     if ":" not in name:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"There is no environment {name!r}. Use one of {', '.join(BUILT_IN)}, or the import "
             "path of a class of your own, like 'package.module:Class'."
         )
@@ -74,7 +75,7 @@ def environment_class(name: str) -> Any:
 def check(name: str, options: Mapping[str, Any] | None = None) -> None:
     """Makes and closes one environment, so that a mistake shows before work starts.
 
-    Imports the user's code and opens its data. Raises EnvironmentConfigError.
+    Imports the user's code and opens its data. Raises ConfigError.
     """
     environment: Any = create(name, options)
     closing = environment.close()

@@ -8,33 +8,30 @@ from numbers import Real
 from typing import Any
 
 from earl_core.environments.base import StepResult
+from earl_core.system.frames import WireError
 
 LARGEST_NUMBER = 1e30
 """Of a reward or metric: what comes of it, sums and float32 columns, must stay finite too."""
 
 
-class InvalidResultError(TypeError):
-    """The environment returned what the protocol does not allow."""
-
-
 def first_messages(messages: Any) -> dict[str, Any]:
-    """What `reset` returned as JSON: `messages`. Raises InvalidResultError."""
+    """What `reset` returned as JSON: `messages`. Raises WireError."""
     if not _checked_messages(messages):
-        raise InvalidResultError(
+        raise WireError(
             "reset() must return at least one message, for the agent has nothing to answer yet."
         )
     return _as_json({"messages": messages})
 
 
 def step_result(result: Any) -> dict[str, Any]:
-    """What `step` returned as JSON: the fields of `StepResult`. Raises InvalidResultError."""
+    """What `step` returned as JSON: the fields of `StepResult`. Raises WireError."""
     if not isinstance(result, StepResult):
-        raise InvalidResultError(f"step() must return a StepResult, not {type(result).__name__}.")
+        raise WireError(f"step() must return a StepResult, not {type(result).__name__}.")
     reward = _checked_number("The reward", result.reward)
     info = _checked_info(result.info)
     messages = _checked_messages(result.messages)
     if not result.done and not messages:
-        raise InvalidResultError("A step that does not end the episode must return a message.")
+        raise WireError("A step that does not end the episode must return a message.")
     done = bool(result.done)
     return _as_json({"messages": messages, "reward": reward, "done": done, "info": info})
 
@@ -44,7 +41,7 @@ def _as_json(value: dict[str, Any]) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidResultError(
+        raise WireError(
             f"StepResult.info must hold only what JSON can (no NaN, no arrays): {error}."
         ) from error
     return plain
@@ -52,14 +49,14 @@ def _as_json(value: dict[str, Any]) -> dict[str, Any]:
 
 def _checked_messages(messages: Any) -> Any:
     if not isinstance(messages, (list, tuple)):
-        raise InvalidResultError(f"Messages must be a list, not {type(messages).__name__}.")
+        raise WireError(f"Messages must be a list, not {type(messages).__name__}.")
     for message in messages:
         if not (
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str)
         ):
-            raise InvalidResultError(
+            raise WireError(
                 f"A message must be a dict with the texts role and content, not {message!r:.200}."
             )
         _check_text("A message's role", message["role"])
@@ -69,16 +66,14 @@ def _checked_messages(messages: Any) -> Any:
 
 def _checked_info(info: Any) -> dict[str, Any]:
     if not isinstance(info, dict):
-        raise InvalidResultError(f"info must be a dict, not {type(info).__name__}.")
+        raise WireError(f"info must be a dict, not {type(info).__name__}.")
     if isinstance(info.get("outcome"), str):
         _check_text('info["outcome"]', info["outcome"])
     if "metrics" not in info:
         return info
     metrics = info["metrics"]
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
-        raise InvalidResultError(
-            f'info["metrics"] must be a dict of numbers by name, not {metrics!r:.200}.'
-        )
+        raise WireError(f'info["metrics"] must be a dict of numbers by name, not {metrics!r:.200}.')
     for name in metrics:
         _check_text('A name in info["metrics"]', name)
     numbers = {n: _checked_number(f'info["metrics"][{n!r}]', v) for n, v in metrics.items()}
@@ -92,7 +87,7 @@ def _checked_number(what: str, value: Any) -> float:
         number = math.inf
     # Not so for NaN either.
     if not abs(number) <= LARGEST_NUMBER:
-        raise InvalidResultError(
+        raise WireError(
             f"{what} must be a finite number between {-LARGEST_NUMBER:g} and {LARGEST_NUMBER:g}, "
             f"not {_shown(value)}: scale it, or leave it out."
         )
@@ -109,7 +104,7 @@ def _check_text(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidResultError(
+        raise WireError(
             f"{what} cannot be encoded as UTF-8 ({error.reason} at character {error.start}): read "
             'its source as UTF-8, or pass it through text.encode("utf-8", "replace").decode().'
         ) from None

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from earl_core.environments.base import EnvironmentConfigError, Message, StepResult
+from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, import_object
 from earl_core.environments.textarena_moves import legal_move
+from earl_core.system.errors import ConfigError
 
 _GLOBAL_RANDOM = threading.Lock()
 _MAX_CONSECUTIVE_OPPONENT_MOVES = 1000
@@ -191,7 +192,7 @@ def _make_game(options: TextArenaOptions) -> Any:
     try:
         import textarena
     except ImportError as error:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             "The environment textarena needs the package textarena: pip install 'earl[textarena]'."
         ) from error
     # The variants differ only in wrappers; "-raw" has none, and so sends what is new, unaltered.
@@ -201,16 +202,16 @@ def _make_game(options: TextArenaOptions) -> Any:
         base_names = [key for key in known if not key.endswith(("-raw", "-train"))]
         near = difflib.get_close_matches(options.game, base_names, n=5)
         hint = f"did you mean {', '.join(near)}?" if near else "see textarena's list of games."
-        raise EnvironmentConfigError(f"textarena has no game {options.game!r}; {hint}")
+        raise ConfigError(f"textarena has no game {options.game!r}; {hint}")
     try:
         return textarena.make(name, **options.game_options)
     except SyntaxError as error:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"The game {options.game!r} of textarena needs Python 3.12 or later; use that, or "
             f"another game."
         ) from error
     except Exception as error:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"The game {options.game!r} of textarena cannot be made with the game_options "
             f"{options.game_options!r}: {type(error).__name__}: {error}"
         ) from error
@@ -232,7 +233,7 @@ def _count_players(game: Any, name: str) -> Literal[1, 2]:
             continue
         if isinstance(game.state, kind):
             return players
-    raise EnvironmentConfigError(
+    raise ConfigError(
         f"The game {name!r} of textarena is neither for one nor for two players, or does not start "
         f"({'; '.join(reasons)}). Use another game."
     )
@@ -244,7 +245,7 @@ def _check_opponent(game: Any, options: TextArenaOptions) -> None:
     try:
         legal_move(game, observation, random.Random(0))
     except LookupError as error:
-        raise EnvironmentConfigError(
+        raise ConfigError(
             f"The game {options.game!r} does not tell its legal moves, so there is no random "
             "opponent for it. Set the option opponent to the import path of a function(game, "
             "observation, random) that returns a legal move."

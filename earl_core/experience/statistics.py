@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from earl_core.algorithms.moments import Moments
-
-
-class NothingToTrain(RuntimeError):
-    """Every group of the batch was dropped, on every rank."""
+from earl_core.system.errors import EarlError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +37,12 @@ class RankStatistics:
 def merge_statistics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One `RankStatistics` as JSON, merged in rank order, so that all ranks get the same bits.
 
-    Raises `NothingToTrain` when no rank has an episode to train on.
+    Raises `EarlError` when no rank has an episode to train on.
     """
     ranks = [RankStatistics.from_json(part) for part in parts]
     episodes = sum(rank.episodes for rank in ranks)
     if not episodes:
-        raise NothingToTrain(
+        raise EarlError(
             "no group has two episodes left, so no advantage can be computed: look at the "
             "rollout's failed episodes, or raise rollout.group_size"
         )

@@ -38,7 +38,7 @@ class Evaluated:
 
 
 class Algorithm:
-    """What an update minimises. Raises AlgorithmConfigError for an unknown name."""
+    """What an update minimises. Raises ConfigError for an unknown name."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)

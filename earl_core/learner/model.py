@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from earl_core.config.model import ModelConfig
-from earl_core.config.settings import ConfigError
 from earl_core.learner.attention.varlen import (
     ATTENTION_NAME,
     SampleBoundaries,
@@ -31,6 +30,7 @@ from earl_core.pretrained.huggingface import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from earl_core.system.errors import ConfigError
 
 # Logits held at a time: 2**25 float32 numbers are 128 MiB. More are computed in chunks.
 LOGITS_PER_CHUNK = 2**25

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from earl_core.config.settings import ConfigError
 from earl_core.learner.attention.varlen import SampleBoundaries, UnsupportedAttention, windows_seen
 from earl_core.pretrained.huggingface import PreTrainedModel
+from earl_core.system.errors import ConfigError
 
 # Kinds of layers, as configurations name them, that attend and carry no state along.
 _ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})

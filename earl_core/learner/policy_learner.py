@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from earl_core.algorithms.mismatch import UpdateRefused
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -38,10 +39,6 @@ BeforeStep = Callable[[Mapping[str, float]], None]
 """Gets the `mismatch_*` metrics of a minibatch; what it raises stops the update."""
 
 
-class NonFiniteGradientError(ArithmeticError):
-    """A minibatch gave gradients that are not finite; its step was not applied."""
-
-
 class PolicyLearner:
     """Trains one causal language model, alone or as one rank of a mesh.
 
@@ -52,8 +49,8 @@ class PolicyLearner:
     samples. logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
     offload_optimizer: keep the optimizer's state of a GPU in the host's memory.
 
-    Raises ConfigError for a model that cannot be trained, or not on this mesh, and
-    AlgorithmConfigError for an unknown algorithm.
+    Raises ConfigError for a model that cannot be trained, or not on this mesh, and for an unknown
+    algorithm.
     """
 
     def __init__(
@@ -184,7 +181,7 @@ class PolicyLearner:
         on_progress(trained samples, all samples of this rank) after each microbatch.
 
         Raises ValueError when a column that the algorithm needs is missing, and
-        NonFiniteGradientError, on all ranks, before a step that would destroy the weights.
+        UpdateRefused, on all ranks, before a step that would destroy the weights.
         """
         config = self.config
         self._algorithm.check_columns(samples, config.epochs * config.minibatches)
@@ -320,7 +317,7 @@ class PolicyLearner:
         norm = self._gradients.clip(self.config.max_grad_norm)
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
-            raise NonFiniteGradientError(
+            raise UpdateRefused(
                 f"The gradient of a minibatch with {minibatch.totals.n_tokens} trained tokens is "
                 f"{norm}: its step was not applied. Lower update.learning_rate, or use "
                 "update.precision fp32."

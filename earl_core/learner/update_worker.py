@@ -43,6 +43,7 @@ from earl_core.learner.relayout import relayout
 from earl_core.run.shards import run_store
 from earl_core.selector import ModelShape, StageDeployment
 from earl_core.system import fault_points
+from earl_core.system.errors import EarlError
 from earl_core.system.host import host_name
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
@@ -51,10 +52,6 @@ from earl_core.weights.manifest import config_digest
 from earl_core.weights.publish import digest_of, publish
 
 logger = logging.getLogger(__name__)
-
-
-class WrongVersion(RuntimeError):
-    """The state held is not the one that the call starts from."""
 
 
 class LearnerWorker:
@@ -123,7 +120,7 @@ class LearnerWorker:
             self._go_back()
         if self._applied is None or self._version != iteration + 1:
             if self._version != iteration:
-                raise WrongVersion(
+                raise EarlError(
                     f"iteration {iteration} updates policy version {iteration}, but the learner "
                     f"holds version {self._version}: resume the run from its last checkpoint"
                 )
@@ -137,7 +134,7 @@ class LearnerWorker:
     def publish(self, directory: str, policy_version: int, dtype: str) -> dict[str, Any]:
         """Write the weights into shared memory; returns the dumped `WeightsManifest`."""
         if self._dirty or policy_version != self._version:
-            raise WrongVersion(
+            raise EarlError(
                 f"policy version {policy_version} was asked for, but the learner holds version "
                 f"{self._version}{' in the middle of an update' if self._dirty else ''}"
             )
@@ -163,7 +160,7 @@ class LearnerWorker:
     def relayout(self, deployment: dict[str, Any]) -> dict[str, Any]:
         """Change the mesh of the live state, bit for bit, and the other settings of the deployment.
 
-        Raises `WrongVersion` for a dirty state, `ConfigError` for a mesh that the model does not
+        Raises `EarlError` for a dirty state, `ConfigError` for a mesh that the model does not
         fit.
         """
         self._require_clean("be laid out anew")
@@ -177,11 +174,11 @@ class LearnerWorker:
     def measure(self, context: int, samples: int, scoring: bool = False) -> dict[str, float]:
         """What a stage of so many samples takes; see `measure.measure_training`.
 
-        Raises `WrongVersion` for a learner that is not the initial model as it was loaded.
+        Raises `EarlError` for a learner that is not the initial model as it was loaded.
         """
         self._require_clean("be measured")
         if self._version or self._restored is not None:
-            raise WrongVersion(
+            raise EarlError(
                 f"the learner holds version {self._version} of a run: measure one of its own"
             )
         return measure_training(self._learner, self._config, context, samples, scoring=scoring)
@@ -197,7 +194,7 @@ class LearnerWorker:
 
     def _require_clean(self, purpose: str) -> None:
         if self._dirty:
-            raise WrongVersion(
+            raise EarlError(
                 f"the learner is in the middle of the update of policy version {self._version} "
                 f"and cannot {purpose}: rebuild the group from the last checkpoint"
             )
@@ -205,7 +202,7 @@ class LearnerWorker:
     def _go_back(self) -> None:
         logger.warning("the last update was cut off: going back to the last saved state")
         if self._restored is not None and not self._restored.exists():
-            raise WrongVersion(
+            raise EarlError(
                 f"the last update was cut off, and the state before it, {self._restored}, is gone: "
                 "resume the run from its last checkpoint"
             )

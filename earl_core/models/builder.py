@@ -11,7 +11,7 @@ from typing import Any
 
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import ConfigError, parse_config
-from earl_core.secrets import SecretUnavailable, resolve
+from earl_core.secrets import resolve
 
 
 class ModelBuilder:
@@ -44,7 +44,7 @@ class ModelBuilder:
         try:
             # They are the builder's; the hub takes none.
             options = resolve(self._model.builder_options) if self._model.builder else {}
-        except SecretUnavailable as error:
+        except ConfigError as error:
             raise ConfigError(f"model.builder_options: {error}") from None
         with _alone(path):
             if not (path / "config.json").is_file():

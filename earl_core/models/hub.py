@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from earl_core.models import ModelBuildError
+from earl_core.system.errors import EarlError
 
 _READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 
@@ -19,7 +19,7 @@ _READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 def build(directory: Path) -> None:
     """Download the model `org/name`, which is also the relative path of the link that is made.
 
-    Does nothing when there is a model already. Raises `ModelBuildError` with what to do when the
+    Does nothing when there is a model already. Raises `EarlError` with what to do when the
     hub cannot be reached, has no such model, or does not give it to this user.
     """
     if (directory / "config.json").is_file():
@@ -31,7 +31,7 @@ def build(directory: Path) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.symlink_to(snapshot, target_is_directory=True)
     except OSError as error:
-        raise ModelBuildError(
+        raise EarlError(
             f"{directory} cannot be made ({error.strerror}): move what is there out of the way, or "
             f"set model.path to {snapshot}, where the model lies now"
         ) from error
@@ -49,7 +49,7 @@ def _download(name: str) -> Path:
         files = needed_files([item.rfilename for item in found.siblings or ()])
         return Path(snapshot_download(name, revision=found.sha, allow_patterns=files))
     except RepositoryNotFoundError as error:  # or one that wants a token
-        raise ModelBuildError(
+        raise EarlError(
             f"model.path {name!r} is no directory here, and the model hub gives this user no model "
             "of that name: correct model.path, or, where the model's licence must be accepted "
             "first, accept it there and set HF_TOKEN"
@@ -58,7 +58,7 @@ def _download(name: str) -> Path:
         why = f"answered with {error.response.status_code}"
     except Exception as error:  # of whichever HTTP library it uses
         why = f"cannot be reached: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    raise ModelBuildError(
+    raise EarlError(
         f"model.path {name!r} is no directory here, and the model hub, from which a model of that "
         f"name would be downloaded, {why}. Set model.path to a directory with a model, or copy "
         f"the model into ./{name}"

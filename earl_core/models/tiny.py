@@ -19,7 +19,6 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from earl_core.config.settings import ConfigError
 from earl_core.environments.games.board_game import BoardGame, random_legal_game
 from earl_core.environments.registry import create
 from earl_core.learner.data.packing import TrainingSample, pack
@@ -27,6 +26,7 @@ from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_
 from earl_core.learner.state.optimizer import set_learning_rate
 from earl_core.pretrained.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from earl_core.rollout.chat import ChatTokenizer
+from earl_core.system.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from earl_core.config.settings import ConfigError
+from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -58,7 +58,7 @@ async def play(
     episode that was lost by infrastructure is played anew, twice at most; the meter counts it.
 
     Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed,
-    `ContextOutgrown` when one needs a longer context than the engine's and the model has it, and
+    `ContextOverflow` when one needs a longer context than the engine's and the model has it, and
     what the engine raises. When its task is cancelled, requests and environments are ended too.
     """
     loop = _Loop(engine, pool, chat, specs, settings, meter, on_progress)

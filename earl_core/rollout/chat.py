@@ -12,7 +12,7 @@ from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from earl_core.environments.base import Message
-from earl_core.rollout.errors import ChatTemplateError
+from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class ChatTokenizer:
     tokenizer: a transformers tokenizer. chat_template: Jinja text that replaces the tokenizer's.
     answer_prefix: text that every answer begins with; it is given to the model, not sampled.
     stop: strings of one token each that end an answer, besides end-of-turn and end-of-text.
-    Raises `ChatTemplateError` for templates that fail or lose answers and for stop strings that
+    Raises `ConfigError` for templates that fail or lose answers and for stop strings that
     are not one token.
     """
 
@@ -63,9 +63,9 @@ class ChatTokenizer:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if getattr(token, "special", False)
         )
-        self._first: _Cache[_Key, list[int]] = _Cache()
-        self._following: _Cache[_Key, list[int]] = _Cache()
-        self._texts: _Cache[tuple[int, ...], str] = _Cache()
+        self._first: _SizedCache[_Key, list[int]] = _SizedCache()
+        self._following: _SizedCache[_Key, list[int]] = _SizedCache()
+        self._texts: _SizedCache[tuple[int, ...], str] = _SizedCache()
         closing = self._closing_text()
         self._end_of_turn = self._encode(closing) if closing else []
         self.prefix_stable = self._probe_stability()
@@ -121,7 +121,7 @@ class ChatTokenizer:
             )
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise ChatTemplateError(
+            raise ConfigError(
                 f"the chat template cannot render messages with the roles {roles}: {error}. Use "
                 "an environment that sends only roles the template knows, or set "
                 "model.chat_template to a Jinja file that does"
@@ -168,7 +168,7 @@ class ChatTokenizer:
     def _cut(self, text: str) -> str:
         before, found, after = text.partition(_MARK)
         if not found or _MARK in after:
-            raise ChatTemplateError(
+            raise ConfigError(
                 f"the chat template renders an answer {text.count(_MARK)} times instead of once, "
                 f"so what follows an answer is unknown (after {before[-40:]!r}): set "
                 "model.chat_template to a Jinja file that keeps the assistant's content as it is"
@@ -209,7 +209,7 @@ class ChatTokenizer:
         known = self._tokenizer.get_vocab().get(text)
         if known is not None:
             return int(known)
-        raise ChatTemplateError(
+        raise ConfigError(
             f"rollout.stop holds {text!r}, which is {len(tokens)} tokens for this tokenizer: give "
             "strings that are one token each, or leave it out and end answers by "
             "rollout.max_tokens_per_turn"
@@ -259,7 +259,7 @@ def _key(messages: Sequence[Message]) -> _Key:
     return tuple((message["role"], message["content"]) for message in messages)
 
 
-class _Cache(Generic[K, V]):
+class _SizedCache(Generic[K, V]):
     """A dictionary of sized values that starts anew when they are too many together."""
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ from earl_core.rollout.engines.engine import Engine
 def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
     """The tokenizer of the model's directory with the configured template, prefix and stops.
 
-    Raises `ConfigError` for a directory without a tokenizer or a template file that is not there,
-    `ChatTemplateError` for templates that cannot be used.
+    Raises `ConfigError` for a directory without a tokenizer, and for a template that is not there
+    or cannot be used.
     """
     from transformers import AutoTokenizer
 

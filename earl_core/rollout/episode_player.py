@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from earl_core.environments.base import Message, StepResult
 from earl_core.rollout.chat import ChatTokenizer, Conversation
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
-from earl_core.rollout.errors import ContextOutgrown
+from earl_core.rollout.errors import ContextOverflow
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.system.seeds import derive_seed
 from earl_core.trajectory.samples import Episode, Sample
@@ -64,7 +64,7 @@ class PlaySettings:
 class EpisodePlayer:
     """Plays one `EpisodeSpec`; `finished` once `episode.finish_reason` is set.
 
-    `request` and `answer` raise `ContextOutgrown` where the engine's context, `max_model_len`, ends
+    `request` and `answer` raise `ContextOverflow` where the engine's context, `max_model_len`, ends
     before the model's.
     """
 
@@ -210,7 +210,7 @@ class EpisodePlayer:
     def _check_outgrown(self, tokens: int) -> None:
         positions = self._settings.positions
         if positions is not None and positions > self._max_model_len:
-            raise ContextOutgrown(min(tokens, positions), self._max_model_len, positions)
+            raise ContextOverflow(min(tokens, positions), self._max_model_len, positions)
 
     def _budget(self) -> int | None:
         turn, episode = self._settings.max_tokens_per_turn, self._settings.max_tokens_per_episode

@@ -17,7 +17,7 @@ from earl_core.deployment.shapes import ModelShape
 from earl_core.rollout.engine_factory import model_directory
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.rollout.engines.processes import reset_peak
-from earl_core.rollout.errors import RolloutCancelled
+from earl_core.system.errors import Cancelled
 from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import guarded
 from earl_core.system.private_memory import peak_bytes
@@ -60,7 +60,7 @@ async def measure_decoding(
     hold all of them reads again, as it would in a rollout. Returns `tokens_per_second` (median of
     the passes, all sequences together), `peak_bytes` (private memory of all the engine's processes
     on a CPU, the device's on a GPU, 0 where that is not known), `passes` and `seconds`. Raises
-    `OutOfMemory`, `RolloutCancelled`, and what `Engine.generate` raises.
+    `OutOfMemory`, `Cancelled`, and what `Engine.generate` raises.
     """
     pids = sorted({os.getpid(), *engine.pids()})
     give_back_free_memory()
@@ -97,7 +97,7 @@ async def _rates(
     until = time.perf_counter() + seconds
     while len(rates) < 2 or time.perf_counter() < until:
         if cancelled.is_set():
-            raise RolloutCancelled("the measurement was cancelled; nothing of it is kept")
+            raise Cancelled("the measurement was cancelled; nothing of it is kept")
         began = time.perf_counter()
         answers = await engine.generate(begun)
         count = sum(len(answer.tokens) for answer in answers)

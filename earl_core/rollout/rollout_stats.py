@@ -24,7 +24,7 @@ _REASON_CHARACTERS = 400
 
 
 @dataclass
-class Load:
+class RolloutLoad:
     """What the episodes kept busy and cost, as a `LoadMeter` counts it. Seconds, tokens, bytes."""
 
     seconds: float = 0.0
@@ -41,28 +41,28 @@ class Load:
     peak_memory_bytes: int = 0
 
     @classmethod
-    def of(cls, meter: LoadMeter, peak_memory_bytes: int) -> Load:
+    def of(cls, meter: LoadMeter, peak_memory_bytes: int) -> RolloutLoad:
         """From a meter whose rollout has ended."""
         taken = {f.name: getattr(meter, f.name) for f in fields(cls) if hasattr(meter, f.name)}
         return cls(**taken, peak_memory_bytes=peak_memory_bytes)
 
-    def then(self, other: Load) -> Load:
+    def then(self, other: RolloutLoad) -> RolloutLoad:
         """What one engine did in two calls, one after the other."""
         peaks = ("running_max", "live_tokens_max", "peak_memory_bytes")
         return self._joined(other, peaks)
 
-    def beside(self, other: Load) -> Load:
+    def beside(self, other: RolloutLoad) -> RolloutLoad:
         """What two engines did at the same time. The most requests and live tokens are those of
         one engine, for they fill one engine's memory."""
         return self._joined(other, ("seconds", "running_max", "live_tokens_max"))
 
-    def _joined(self, other: Load, largest: Sequence[str]) -> Load:
+    def _joined(self, other: RolloutLoad, largest: Sequence[str]) -> RolloutLoad:
         mine, theirs = asdict(self), asdict(other)
         joined = {
             name: max(value, theirs[name]) if name in largest else value + theirs[name]
             for name, value in mine.items()
         }
-        return Load(**joined)
+        return RolloutLoad(**joined)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class RolloutStats:
     outcomes: dict[str, int] = field(default_factory=dict)
     finishes: dict[str, int] = field(default_factory=dict)
     environment: Pairs = field(default_factory=dict)
-    load: Load = field(default_factory=Load)
+    load: RolloutLoad = field(default_factory=RolloutLoad)
 
     @classmethod
     def of(
@@ -111,7 +111,7 @@ class RolloutStats:
             outcomes=dict(Counter(str(e.info["outcome"]) for e in episodes if "outcome" in e.info)),
             finishes=dict(Counter(str(episode.finish_reason) for episode in episodes)),
             environment=_environment(episodes),
-            load=Load.of(meter, peak_memory_bytes),
+            load=RolloutLoad.of(meter, peak_memory_bytes),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class RolloutStats:
         for name in ("contexts", "turns"):
             given[name] = {int(value): int(count) for value, count in given[name].items()}
         given["returns"] = Moments.from_json(given["returns"])
-        return cls(**{**given, "load": Load(**given["load"])})
+        return cls(**{**given, "load": RolloutLoad(**given["load"])})
 
 
 def merge(engines: Iterable[Sequence[RolloutStats]]) -> RolloutStats:
@@ -136,7 +136,7 @@ def merge(engines: Iterable[Sequence[RolloutStats]]) -> RolloutStats:
     their order."""
     total, loads = RolloutStats(), []
     for calls in engines:
-        load = Load()
+        load = RolloutLoad()
         for tally in calls:
             total = _added(total, tally)
             load = load.then(tally.load)

@@ -29,16 +29,24 @@ from earl_core.rollout.engine_factory import (
     load_chat_tokenizer,
     model_positions,
 )
-from earl_core.rollout.engines.engine import Engine, EngineLost, GenerationRequest, WeightSyncError
+from earl_core.rollout.engines.engine import (
+    Engine,
+    GenerationRequest,
+)
 from earl_core.rollout.engines.processes import reset_peak
 from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
-from earl_core.rollout.errors import ContextOutgrown, RolloutCancelled
+from earl_core.rollout.errors import (
+    ContextOverflow,
+    EngineLost,
+    WeightSyncError,
+)
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
 from earl_core.rollout.progress import ProgressReport
 from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.shards import run_store
 from earl_core.system import fault_points
+from earl_core.system.errors import Cancelled
 from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import OutOfMemory, guarded
 from earl_core.system.seeds import derive_seed
@@ -60,7 +68,7 @@ class RolloutWorker:
 
     deployment: a dumped `StageDeployment`. config: a dumped `RunConfig`. Call `ensure` before
     anything that generates. An engine that is lost, or ran out of memory, is gone at once: the next
-    `ensure` builds anew. Whatever generates raises `ContextOutgrown` where the engine's context
+    `ensure` builds anew. Whatever generates raises `ContextOverflow` where the engine's context
     ends before the model's, and `OutOfMemory` of stage `rollout`.
     """
 
@@ -265,7 +273,7 @@ class RolloutWorker:
         engine.finish([seed])
         longest, positions = engine.max_model_len, settings.positions or 0
         if completion.finish_reason == "model_context" and longest < positions:
-            raise ContextOutgrown(max(longest, len(request.tokens)) + 1, longest, positions)
+            raise ContextOverflow(max(longest, len(request.tokens)) + 1, longest, positions)
         return {"text": chat.text_of(completion.tokens), "tokens": len(completion.tokens)}
 
     async def measure(
@@ -310,7 +318,7 @@ class RolloutWorker:
         try:
             while not task.done():
                 if self._context.cancelled.is_set():
-                    raise RolloutCancelled("the rollout was cancelled; nothing of it is kept")
+                    raise Cancelled("the rollout was cancelled; nothing of it is kept")
                 await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
             report(meter, last=True)
             episodes = task.result()

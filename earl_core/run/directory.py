@@ -35,7 +35,7 @@ from earl_core.run.checkpoints import (
 )
 from earl_core.run.identity import check_not_copied, checked_uid, place_of
 from earl_core.run.journal import Journal
-from earl_core.run.lock import RunInUse, RunLock
+from earl_core.run.lock import RunLock
 from earl_core.run.record import (
     RunDamaged,
     changed_settings,
@@ -48,8 +48,6 @@ from earl_core.secrets import redact
 from earl_core.system.files import make_directory, write_atomic
 from earl_core.system.locks import FileLock
 from earl_core.tensors import pages
-
-__all__ = ["RunDirectory", "RunInUse"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +128,7 @@ class RunDirectory:
 
         A run that exists keeps its stored configuration until `store_config`.
 
-        Raises `RunInUse` when a live process holds it, `ConfigError` when the directory belongs to
+        Raises `InUse` when a live process holds it, `ConfigError` when the directory belongs to
         a run of another model, environment or seed, and `RunDamaged` when its run.json was lost or
         edited.
         """

@@ -6,18 +6,15 @@ import os
 from pathlib import Path
 
 from earl_core.config import ConfigError
+from earl_core.system.errors import InUse
 from earl_core.system.locks import FileLock, is_held
 from earl_core.system.process_identity import start_time
-
-
-class RunInUse(RuntimeError):
-    """Another live process works in this run directory."""
 
 
 class RunLock:
     """An exclusive lock on `<run>/lock`; the file holds the owner's pid for people to read.
 
-    Raises `RunInUse` when another process has it, `ConfigError` when it is no plain file.
+    Raises `InUse` when another process has it, `ConfigError` when it is no plain file.
     """
 
     def __init__(self, run_directory: Path) -> None:
@@ -25,7 +22,7 @@ class RunLock:
         try:
             self._lock = FileLock(path)
         except BlockingIOError:
-            raise RunInUse(
+            raise InUse(
                 f"the run directory {run_directory} is in use by {_owner(path)}: wait for it, stop "
                 "it, or choose another name with --name"
             ) from None

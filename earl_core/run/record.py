@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import RunConfig
+from earl_core.system.errors import EarlError
 from earl_core.system.files import canonical_json, read_file, write_atomic
 
 FORMAT = "earl.run/2"
@@ -17,7 +18,7 @@ _PLACE = ("name", "runs_directory")
 """Settings that say where a run lies: they follow it when it is moved."""
 
 
-class RunDamaged(RuntimeError):
+class RunDamaged(EarlError):
     """What lies in a run directory is not what EARL wrote there."""
 
 

@@ -30,7 +30,7 @@ def take_newest_whole(run: Path) -> None:
     """Have the run's last checkpoint be a whole one: damaged ones after it are set aside, and that
     is said in the log and in the ledger.
 
-    Raises `CheckpointError` when none of them is whole, `RunInUse` for a run that goes on.
+    Raises `CheckpointError` when none of them is whole, `InUse` for a run that goes on.
     """
     stable = stable_checkpoints(run)
     if not stable:
@@ -68,7 +68,7 @@ def go_back(run: Path, iteration: int) -> None:
     """Have the run go on after this iteration's checkpoint (`INITIAL`: from the initial model).
 
     Raises `CheckpointError` when that is not there or damaged, before anything is changed, and
-    `RunInUse`.
+    `InUse`.
     """
     lock = RunLock(run)
     try:

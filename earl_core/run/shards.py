@@ -16,8 +16,9 @@ from earl_core.dispatch.segments.names import LIVE, is_uid
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.dispatch.spill.spiller import Spiller
 from earl_core.run.identity import check_other_place, read_uid
-from earl_core.run.lock import RunInUse, is_locked
+from earl_core.run.lock import is_locked
 from earl_core.run.record import RunDamaged, read_record
+from earl_core.system.errors import InUse
 from earl_core.system.locks import FileLock, is_held
 from earl_core.system.user_directory import remove_when_empty
 
@@ -46,7 +47,7 @@ def claim(store: ShardStore, run_directory: Path) -> FileLock:
     """Take a store for a run, so that others can tell when nobody needs it.
 
     The lock lies in the store itself: whoever sees the store sees that it is in use, even where
-    the run directory is not mounted. Raises `RunInUse` when a live process has the store,
+    the run directory is not mounted. Raises `InUse` when a live process has the store,
     `ConfigError` when another directory holds the run that it belongs to.
     """
     lock = None
@@ -71,7 +72,7 @@ def _lock_live(directory: Path, run_directory: Path) -> FileLock | None:
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        raise RunInUse(
+        raise InUse(
             f"the shards in {directory} are in use by another process, which sees them from "
             f"another container or has opened {run_directory} under another name: stop it"
         ) from None

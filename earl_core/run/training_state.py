@@ -13,7 +13,8 @@ from typing import Any, cast
 import xxhash
 
 from earl_core.run.checkpoints import MARKER
-from earl_core.system.files import NotAFile, canonical_json, is_regular, read_file
+from earl_core.system.errors import NotOurs
+from earl_core.system.files import canonical_json, is_regular, read_file
 from earl_core.tensors.errors import CheckpointError
 
 FORMAT = "earl-training-state-2"
@@ -92,7 +93,7 @@ def _content(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} is no complete checkpoint: it has no {DESCRIPTION}."
         ) from error
-    except (NotAFile, NotADirectoryError, ValueError) as error:
+    except (NotOurs, NotADirectoryError, ValueError) as error:
         raise _damaged(directory, f"{DESCRIPTION} cannot be read ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{directory} is no training state of format {FORMAT}.")

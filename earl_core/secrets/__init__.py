@@ -1,16 +1,15 @@
 """Secrets: what looks like one, references to where one is kept, and hiding them in text.
 
-Standard library only; every layer and every process may import it.
+Every layer and every process may import it.
 """
 
 from earl_core.secrets.detection import find_secrets
 from earl_core.secrets.names import is_reference, is_secret_name
 from earl_core.secrets.output import guard_logging, guard_output
 from earl_core.secrets.redactor import learn, learn_url, redact, redact_error, redact_tree
-from earl_core.secrets.references import SecretUnavailable, resolve
+from earl_core.secrets.references import resolve
 
 __all__ = [
-    "SecretUnavailable",
     "find_secrets",
     "guard_logging",
     "guard_output",

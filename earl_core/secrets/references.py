@@ -13,19 +13,16 @@ from typing import Any
 
 from earl_core.secrets.names import is_reference
 from earl_core.secrets.redactor import learn
+from earl_core.system.errors import ConfigError
 
 _LARGEST = 1 << 16
-
-
-class SecretUnavailable(ValueError):
-    """A reference that leads to nothing; the message names it and says what to change."""
 
 
 def resolve(value: Any) -> Any:
     """A copy of plain data with every reference replaced by what it leads to.
 
     What is found is hidden from then on wherever this process shows or stores something. Raises
-    `SecretUnavailable`.
+    `ConfigError`.
     """
     if isinstance(value, dict):
         return {name: resolve(item) for name, item in value.items()}
@@ -42,7 +39,7 @@ def resolve(value: Any) -> Any:
 def _from_environment(name: str) -> str:
     found = os.environ.get(name, "")
     if not found:
-        raise SecretUnavailable(
+        raise ConfigError(
             f"env:{name} leads to nothing: export {name} before the command (a resume needs it too)"
         )
     return found
@@ -50,7 +47,7 @@ def _from_environment(name: str) -> str:
 
 def _from_file(path: Path) -> str:
     if not path.is_absolute():
-        raise SecretUnavailable(
+        raise ConfigError(
             f"file:{path} is relative to a working directory: write the whole path, so that a "
             "resume finds it too"
         )
@@ -58,15 +55,15 @@ def _from_file(path: Path) -> str:
         with path.open("rb") as stream:
             about = os.fstat(stream.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise SecretUnavailable(f"file:{path} is no regular file")
+                raise ConfigError(f"file:{path} is no regular file")
             if about.st_uid == os.geteuid() and about.st_mode & 0o077:
-                raise SecretUnavailable(
+                raise ConfigError(
                     f"file:{path} can be read by others: change that with `chmod 600 {path}`"
                 )
             found = stream.read(_LARGEST + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise SecretUnavailable(f"file:{path} cannot be read ({reason}): correct it") from None
+        raise ConfigError(f"file:{path} cannot be read ({reason}): correct it") from None
     if not found.strip() or len(found) > _LARGEST:
-        raise SecretUnavailable(f"file:{path} is empty or too large: it must hold the secret alone")
+        raise ConfigError(f"file:{path} is empty or too large: it must hold the secret alone")
     return found.strip("\r\n")

@@ -15,9 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-
-class NotAFile(OSError):
-    """Something else lies where a file of ours should be."""
+from earl_core.system.errors import NotOurs
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -75,7 +73,7 @@ def sync(path: Path) -> None:
 def read_file(path: Path, follow_links: bool = False) -> bytes:
     """A regular file's content. Never waits, whatever lies there.
 
-    follow_links: for files that people name; ours are never links. Raises `NotAFile` for anything
+    follow_links: for files that people name; ours are never links. Raises `NotOurs` for anything
     else, a folder or a FIFO, and other `OSError`.
     """
     links = 0 if follow_links else os.O_NOFOLLOW
@@ -83,11 +81,11 @@ def read_file(path: Path, follow_links: bool = False) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | links)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotAFile(errno.ELOOP, "a link, not a regular file", str(path)) from error
+            raise NotOurs(errno.ELOOP, "a link, not a regular file", str(path)) from error
         raise
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NotAFile(errno.EINVAL, "not a regular file", str(path))
+            raise NotOurs(errno.EINVAL, "not a regular file", str(path))
         with open(descriptor, "rb", closefd=False) as stream:
             return stream.read()
     finally:

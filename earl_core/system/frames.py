@@ -15,9 +15,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from earl_core.system.errors import EarlError
 
-class WireError(ValueError):
-    """A message that cannot cross between two processes: too large, or not JSON."""
+
+class WireError(EarlError, ValueError):
+    """What cannot cross between two processes: too large, not JSON, or not of their protocol."""
+
+    expected = False
 
 
 MESSAGE_LIMIT = 64 * 1024 * 1024

@@ -1,6 +1,6 @@
 """Running out of memory: one typed error for every stage, and how allocators say it.
 
-Imports nothing, so that controllers, engines and learners share it.
+Controllers, engines and learners share it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from earl_core.system.errors import EarlError
+
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _ASKED = re.compile(r"(?:allocate|mmap) ([\d.]+) (bytes|[KMGTP]iB)")
 _REFUSALS = re.compile(
     r"DefaultCPUAllocator|can't allocate memory|not enough memory|Cannot allocate memory"
-    r"|CUDA out of memory|CUDA error: out of memory|(?:CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+    r"|(?:CUDA|HIP|XPU|MPS backend) out of memory|CUDA error: out of memory"
+    r"|(?:CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
 )
 
 
-class OutOfMemory(MemoryError):
+class OutOfMemory(EarlError, MemoryError):
     """A stage did not fit into memory.
 
     stage: the one whose layout has to change. doing: what it was at, a noun. bytes_asked: what the
@@ -27,20 +30,25 @@ class OutOfMemory(MemoryError):
     more numbers. `payload` holds stage, bytes_asked and the details for whoever plans again.
     """
 
+    expected = False
+
     def __init__(
         self, stage: str, doing: str, bytes_asked: int | None = None, advice: str = "",
         **details: Any,
     ) -> None:  # fmt: skip
         asked = "" if bytes_asked is None else f" when it asked for {bytes_asked:,} bytes more"
-        super().__init__(f"{doing} ran out of memory{asked}" + (f": {advice}" if advice else ""))
-        self.stage, self.doing, self.advice = stage, doing, advice
-        self.payload: dict[str, Any] = {"stage": stage, "bytes_asked": bytes_asked, **details}
+        super().__init__(
+            f"{doing} ran out of memory{asked}",
+            remedy=advice,
+            payload={"stage": stage, "bytes_asked": bytes_asked, **details},
+        )
+        self.stage, self.doing = stage, doing
 
     def of(self, stage: str) -> OutOfMemory:
         """The same failure as one of another stage, which it was a part of."""
         details = {key: value for key, value in self.payload.items() if key != "stage"}
         asked = details.pop("bytes_asked")
-        return OutOfMemory(stage, self.doing, asked, self.advice, **details)
+        return OutOfMemory(stage, self.doing, asked, self.remedy, **details)
 
 
 @contextmanager
@@ -63,14 +71,12 @@ def guarded(stage: str, doing: str, advice: str = "") -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator refused.
 
-    Python raises a MemoryError, the system an OSError, CUDA's allocator a class of its own, and
-    torch on the CPU a plain RuntimeError that only its text tells apart.
+    Python raises a MemoryError, the system an OSError, and torch RuntimeErrors that only
+    their texts tell apart.
     """
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     return isinstance(error, Exception) and refused(str(error))
 

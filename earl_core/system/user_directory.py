@@ -6,15 +6,12 @@ nobody else can have put anything into it.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
 
-
-class NotPrivate(OSError):
-    """What lies in the place of this user's directory is not this user's alone."""
+from earl_core.system.errors import NotOurs
 
 
 def user_directory() -> Path:
@@ -23,7 +20,7 @@ def user_directory() -> Path:
 
 
 def check_user_directory(path: Path) -> None:
-    """Raise `NotPrivate` when `path` is this user's directory and others could reach into it.
+    """Raise `NotOurs` when `path` is this user's directory and others could reach into it.
 
     Nothing is asked of another directory: whoever names it chose it.
     """
@@ -42,10 +39,9 @@ def check_user_directory(path: Path) -> None:
         wrong = f"is open to others (mode {mode:04o})"
     else:
         return
-    raise NotPrivate(
-        errno.EPERM,
-        f"{path}, where shards of this user lie, {wrong}: remove it, or set dispatch.directory to "
-        "another folder on tmpfs",
+    raise NotOurs(
+        f"{path}, where shards of this user lie, {wrong}",
+        remedy="remove it, or set dispatch.directory to another folder on tmpfs",
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from earl_core.system.errors import EarlError
 
-class WeightsError(ValueError):
+
+class WeightsError(EarlError):
     """Published weights that are missing, damaged or of another model."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(EarlError):
     """A training state that is incomplete, damaged, or of another model."""

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from earl_core.dispatch.segments.mark import NotOurs, make_store, read_mark
+from earl_core.dispatch.segments.mark import make_store, read_mark
 from earl_core.dispatch.segments.names import (
     is_linking,
     is_own_file,
@@ -31,6 +31,8 @@ from earl_core.dispatch.segments.names import (
     unlink_own,
 )
 from earl_core.dispatch.segments.writable_mappings import writable_mappings
+from earl_core.system.errors import NotOurs
+from earl_core.system.user_directory import make_parent
 
 _HIDDEN = ".weights-pages."
 _LINKING = ".weights-linking."
@@ -79,6 +81,7 @@ def take(directory: Path, size: int) -> Pages:
 
     Free pages of other sizes are removed. Raises OSError when there is no room.
     """
+    make_parent(directory)
     with contextlib.suppress(NotOurs):  # weights may lie beside others' files, but once each
         make_store(directory)
     if read_mark(directory) is not None:

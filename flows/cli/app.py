@@ -237,10 +237,16 @@ def plan(
         elif run is not None:
             planning.explain_run(run, runs_directory, explain)
         else:
-            request = planning.PlanRequest(
-                model, hardware, context, responses, running, reference, engine_share
+            planning.explain_question(
+                model,
+                hardware,
+                context,
+                explain,
+                responses=responses,
+                running=running,
+                reference=reference,
+                engine_share=engine_share,
             )
-            planning.explain_question(request, explain)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from flows.cli.training import train
 def demo(overrides: list[str], plain: bool) -> None:
     """Train the recipe `demo`; where vLLM is missing, on the torch engine.
 
-    Raises `ModelBuildError` when the package with the model is missing.
+    Raises `EarlError` when the package with the model is missing.
     """
     if not (Path(load_config("demo", overrides).model.path) / "config.json").is_file():
         gguf_file()

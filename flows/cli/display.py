@@ -6,50 +6,57 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from flows.cli.progress import (
-    Activity,
-    EvaluationRow,
-    IterationRow,
-    Progress,
-    getting_model,
-    layout_news,
-    preparation,
-)
+from flows.cli.progress import EvaluationRow, IterationRow, Progress, preparation, switch_line
 from flows.cli.tables import activity_numbers, interval, number, screen, signed
 
 _PER_SECOND = 4.0
 _OWN_LOGGERS = ("earl", "earl_core", "flows", "tasks")
 
 
-class Display(Protocol):
-    """Shows a run. `listen` takes the flow's events from any thread."""
+class Display(logging.Handler):
+    """Shows a run between `with` and its end, with our own warnings; the flow's libraries keep
+    theirs to themselves. `listen` takes the flow's events from any thread."""
 
-    progress: Progress
+    def __init__(self, iterations: int) -> None:
+        super().__init__(logging.WARNING)
+        self.progress = Progress(iterations)
+        self._propagated: dict[str, bool] = {}
 
-    def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None: ...
+    def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
+        """Take one event."""
+        self.progress.handle(stage, iteration, event)
 
     def say(self, text: str) -> None:
         """Show what is going on outside the stages."""
+        self.progress.say(text)
 
     def warn(self, text: str) -> None:
         """Show a line that stays."""
+        raise NotImplementedError
 
-    def __enter__(self) -> Display: ...
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a warning of ours."""
+        self.warn(f"{record.levelname.lower()}: {record.getMessage()}")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __enter__(self) -> Display:
+        for name in _OWN_LOGGERS:
+            logger = logging.getLogger(name)
+            self._propagated[name], logger.propagate = logger.propagate, False
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, propagated in self._propagated.items():
+            logger = logging.getLogger(name)
+            logger.propagate = propagated
+            logger.removeHandler(self)
 
 
 def make_display(iterations: int, plain: bool, console: Console) -> Display:
@@ -59,43 +66,7 @@ def make_display(iterations: int, plain: bool, console: Console) -> Display:
     return LiveDisplay(iterations, console)
 
 
-class _Warnings(logging.Handler):
-    """Brings our own warnings to the display; the flow's libraries keep theirs to themselves."""
-
-    def __init__(self, display: Display) -> None:
-        super().__init__(logging.WARNING)
-        self._display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        self._display.warn(f"{record.levelname.lower()}: {text}")
-
-
-class _Base:
-    """What both displays share: the progress, and our own warnings."""
-
-    def __init__(self, iterations: int) -> None:
-        self.progress = Progress(iterations)
-        self._handler: _Warnings | None = None
-        self._propagated: dict[str, bool] = {}
-
-    def _attach(self, display: Display) -> None:
-        self._handler = _Warnings(display)
-        for name in _OWN_LOGGERS:
-            logger = logging.getLogger(name)
-            self._propagated[name] = logger.propagate
-            logger.addHandler(self._handler)
-            logger.propagate = False
-
-    def _detach(self) -> None:
-        for name in _OWN_LOGGERS:
-            logger = logging.getLogger(name)
-            logger.propagate = self._propagated.get(name, True)
-            if self._handler is not None:
-                logger.removeHandler(self._handler)
-
-
-class LiveDisplay(_Base):
+class LiveDisplay(Display):
     """A screen that is redrawn a few times a second."""
 
     def __init__(self, iterations: int, console: Console) -> None:
@@ -110,67 +81,43 @@ class LiveDisplay(_Base):
         )
 
     def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
-        self.progress.handle(stage, iteration, event)
-        if told := layout_news(iteration, event):
+        super().listen(stage, iteration, event)
+        if told := switch_line(iteration, event):
             self._console.print(Text(told, style="cyan"))
-
-    def say(self, text: str) -> None:
-        self.progress.say(text)
 
     def warn(self, text: str) -> None:
         self._console.print(Text(text, style="yellow"))
 
-    def __enter__(self) -> LiveDisplay:
-        self._attach(self)
+    def __enter__(self) -> Display:
+        super().__enter__()
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
-        self._detach()
+        super().__exit__(*error)
 
 
-class PlainDisplay(_Base):
+class PlainDisplay(Display):
     """One line per event, for logs and pipes."""
 
     def __init__(self, iterations: int) -> None:
         super().__init__(iterations)
-        self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._told: set[tuple[str, int]] = set()
 
     def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
-        self.progress.handle(stage, iteration, event)
-        line = self._line(stage, iteration, event)
-        if line:
-            self._write(line)
+        super().listen(stage, iteration, event)
+        if line := self._line(stage, iteration, event):
+            self.warn(line)
 
     def say(self, text: str) -> None:
-        self.progress.say(text)
-        self._write(text)
+        super().say(text)
+        self.warn(text)
 
     def warn(self, text: str) -> None:
-        self._write(text)
-
-    def __enter__(self) -> PlainDisplay:
-        self._attach(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._detach()
-
-    def _write(self, line: str) -> None:
-        with self._lock:
-            sys.stdout.write(line + "\n")
+        with self._writing:
+            sys.stdout.write(text + "\n")
             sys.stdout.flush()
 
     def _line(self, stage: str, iteration: int, event: Mapping[str, Any]) -> str:
@@ -179,17 +126,13 @@ class PlainDisplay(_Base):
             return f"iteration {iteration}: {iteration_text(IterationRow.of(iteration, metrics))}"
         if event.get("finished") and stage == "evaluation":
             return evaluation_text(EvaluationRow.of(iteration, metrics))
-        if told := layout_news(iteration, event):
+        if told := switch_line(iteration, event) or preparation(event):
             return told
-        if preparing := preparation(event):
-            return preparing
-        if getting := getting_model(event):
-            return getting
         if event.get("stage_started"):
             return f"iteration {iteration}: {stage} started"
         # Progress comes several times a second; half of the way is enough of it.
-        activity: Activity = self.progress.snapshot().activity
-        half = activity.total and activity.done and activity.done * 2 >= activity.total
+        activity = self.progress.snapshot().activity
+        half = activity.total and activity.done * 2 >= activity.total
         if half and (stage, iteration) not in self._told:
             self._told.add((stage, iteration))
             return f"iteration {iteration}: {stage} {activity_numbers(activity)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -11,49 +12,23 @@ from contextlib import contextmanager
 
 import typer
 
-WRONG_INPUT = frozenset(
-    {"ConfigError", "EnvironmentConfigError", "AlgorithmConfigError", "ModelRefused"}
-)
-"""Errors in what was asked for; the command exits with 2."""
-
-EXPECTED = WRONG_INPUT | {
-    "ChatTemplateError",
-    "CheckpointError",
-    "EngineUnavailable",
-    "ManifestError",
-    "MismatchError",
-    "ModelBuildError",
-    "NonFiniteGradientError",
-    "NotOurs",
-    "NotPrivate",
-    "NothingFits",
-    "PoolFull",
-    "ProfileError",
-    "ReplicasLost",
-    "RolloutFailed",
-    "RunDamaged",
-    "RunInUse",
-    "ServerUnavailable",
-    "RunUnfinished",
-    "RunInterrupted",
-    "StateLost",
-    "TransportError",
-    "UntrustedResult",
-    "WeightsError",
-}
-"""Errors whose message says all that is needed. Named, for most live in modules that import torch
-and reach this process by name only."""
-
-WRONG_INPUT_CODE = 2
+from earl_core.cluster.errors import WorkerCallFailed, WorkerError
+from earl_core.system.errors import EarlError
 
 _TAIL_LINES = 12
-_TRACEBACK = "Traceback (most recent call last):"
 _LOG_PREFIX = "  | "
+_FRAMES = re.compile(
+    rf"^({re.escape(_LOG_PREFIX)}|)(.*?)[ ]*Traceback \(most recent call last\):\n"
+    r"(?:\1[ \t].*(?:\n|\Z))*",
+    re.MULTILINE,
+)
 _DEBUG_HINT = "Run the command again with --debug for the traceback."
 
 
-class UsageProblem(ValueError):
+class UsageProblem(EarlError):
     """The arguments of a command cannot be used; the message says what to change."""
+
+    exit_code = 2
 
 
 @contextmanager
@@ -83,84 +58,46 @@ def print_error(error: BaseException, debug: bool) -> None:
     """Write the block to stderr."""
     if debug:
         traceback.print_exception(error)
-        remote = getattr(error, "remote_traceback", "")
-        if remote:
-            print(f"In the worker:\n{remote}", file=sys.stderr)
+        if isinstance(error, WorkerCallFailed):
+            print(f"In the worker:\n{error.raised.traceback}", file=sys.stderr)
     print(describe(error), file=sys.stderr)
 
 
 def exit_code(error: BaseException) -> int:
     """2 when the input was wrong, 1 otherwise."""
-    wrong = isinstance(error, UsageProblem) or bool(_names(error) & WRONG_INPUT)
-    return WRONG_INPUT_CODE if wrong else 1
+    return error.exit_code if isinstance(error, EarlError) else 1
 
 
 def describe(error: BaseException) -> str:
     """The block: what happened and what to do, without a traceback. Notes of the error follow."""
     notes = [str(note) for note in getattr(error, "__notes__", ())]
-    return "\n".join([_without_frames(_block(error)), *notes])
+    return "\n".join([_without_frames("\n".join(_block(error))), *notes])
 
 
 def _without_frames(text: str) -> str:
     """Cut tracebacks out of a message (those of environments come in one); their errors stay."""
-    if _TRACEBACK not in text:
-        return text
-    lines, inside = [], False
-    for line in text.splitlines():
-        body = line.removeprefix(_LOG_PREFIX)
-        if _TRACEBACK in body:
-            inside = True
-            if before := body.partition(_TRACEBACK)[0].rstrip():
-                lines.append(before)
-            continue
-        inside = inside and body.startswith((" ", "\t"))
-        if not inside:
-            lines.append(line)
-    if _DEBUG_HINT not in lines:
-        lines.append(_DEBUG_HINT)
-    return "\n".join(lines)
+    cut, count = _FRAMES.subn(lambda m: f"{m[1]}{m[2]}\n" if m[2].strip() else "", text)
+    return f"{cut.rstrip()}\n{_DEBUG_HINT}" if count and _DEBUG_HINT not in cut else cut
 
 
-def _block(error: BaseException) -> str:
-    names = _names(error)
-    if isinstance(error, UsageProblem) or (names & EXPECTED and "WorkerError" not in names):
-        return f"error: {_sentence(error)}"
-    if "WorkerCallFailed" in names:
-        return _worker_call(error)
-    if "WorkerError" in names:
-        return f"error: {_shorten(str(error))}"
-    lines = [f"error: {type(error).__name__}: {_sentence(error)}"]
+def _block(error: BaseException) -> list[str]:
+    if isinstance(error, WorkerCallFailed):
+        if error.expected:
+            return [f"error: {error.raised.message}"]
+        where = error.where
+        log = [f"The worker's log is {where.log_path}."] if where.log_path else []
+        place = f"It happened in {where.sentence()}."
+        return [f"error: {error.reason}", place, *log, _DEBUG_HINT]
+    if isinstance(error, WorkerError):
+        return [f"error: {_shorten(str(error))}"]
+    if isinstance(error, EarlError) and error.expected:
+        return [f"error: {error}"]
     if isinstance(error, OSError) and error.filename:
-        lines = [f"error: {error.strerror}: {error.filename}"]
-    lines.append(_DEBUG_HINT)
-    return "\n".join(lines)
-
-
-def _worker_call(error: BaseException) -> str:
-    kind, message = getattr(error, "error_type", ""), getattr(error, "message", "")
-    if kind in EXPECTED:
-        return f"error: {message}"
-    where = getattr(error, "where", None)
-    reason = getattr(error, "reason", str(error))
-    place = where.sentence() if where is not None else "a worker"
-    lines = [f"error: {reason}", f"It happened in {place}."]
-    if where is not None and where.log_path:
-        lines.append(f"The worker's log is {where.log_path}.")
-    lines.append(_DEBUG_HINT)
-    return "\n".join(lines)
-
-
-def _names(error: BaseException) -> set[str]:
-    names = {kind.__name__ for kind in type(error).__mro__}
-    remote = getattr(error, "error_type", None)
-    return names | {remote} if isinstance(remote, str) else names
-
-
-def _sentence(error: BaseException) -> str:
+        return [f"error: {error.strerror}: {error.filename}", _DEBUG_HINT]
     # The text of an OSError made of (number, sentence) begins with the number.
-    if isinstance(error, OSError) and error.strerror and not error.filename:
-        return error.strerror
-    return str(error) or type(error).__name__
+    sentence = (isinstance(error, OSError) and error.strerror) or str(error)
+    named = ": ".join(part for part in (type(error).__name__, sentence) if part)
+    return [f"error: {named}", _DEBUG_HINT]
 
 
 def _shorten(text: str) -> str:

@@ -16,10 +16,6 @@ from flows.cli.errors import UsageProblem
 _GAMES = ("tic_tac_toe", "connect_four")
 
 
-class PersonLeft(Exception):
-    """The person ended the game."""
-
-
 class Person:
     """Chooses moves by asking on the terminal; stands in for a game's opponent."""
 
@@ -41,7 +37,7 @@ class Person:
         self.console.print(f"You are {self._mark} and move {order}. q ends the game.")
 
     def choose(self, state: Any, source: random.Random) -> int:
-        """The person's move, counted from 0. Raises `PersonLeft` at the end of the input."""
+        """The person's move, counted from 0. Raises `EOFError` at the end of the input."""
         assert self._game is not None, "the person sits at no game"
         rows = find_board(self._game.board_text(state))
         if rows:
@@ -54,12 +50,9 @@ class Person:
             self.console.print(f"{text!r} is not one of {', '.join(map(str, legal))}.")
 
     def _ask(self, legal: list[int]) -> str:
-        try:
-            text = self.console.input(f"your move ({', '.join(map(str, legal))}): ").strip()
-        except EOFError:
-            raise PersonLeft from None
+        text = self.console.input(f"your move ({', '.join(map(str, legal))}): ").strip()
         if text.lower() in ("q", "quit", "exit"):
-            raise PersonLeft
+            raise EOFError
         return text.strip("[]")
 
 

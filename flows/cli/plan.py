@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -25,7 +25,7 @@ from earl_core.selector import (
 )
 from earl_core.selector.choice.changes import misfit_text
 from earl_core.selector.choice.explain import (
-    Question,
+    PlannedLoad,
     Row,
     ask,
     candidate_rows,
@@ -42,19 +42,6 @@ from earl_core.selector.profile.observations import MISFITS, Observation
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
 from flows.cli.tables import make_console
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The options of `earl plan` without a run. context: such as `32K` or `1K,8K,128K`."""
-
-    model: str
-    hardware: str
-    context: str
-    responses: int
-    running: int
-    reference: bool
-    engine_share: float
 
 
 def explain_run(run: str, runs_directory: str, explain: bool) -> None:
@@ -168,25 +155,28 @@ def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) 
         _print_plan(again.again, console)
 
 
-def explain_question(request: PlanRequest, explain: bool) -> None:
-    """Print what would be run for a model, hardware and load."""
-    shape, hardware = find_model(request.model), find_hardware(request.hardware)
-    contexts = parse_contexts(request.context)
-    too_long = [context for context in contexts if context > shape.max_positions]
-    if too_long:
+def explain_question(model: str, place: str, context: str, explain: bool, **load: Any) -> None:
+    """Print what would be run for a model, on hardware by its name, and a load.
+
+    context: such as `32K` or `1K,8K,128K`. load: the other fields of `PlannedLoad`.
+    """
+    shape, hardware = find_model(model), find_hardware(place)
+    loads = [PlannedLoad(tokens, **load) for tokens in parse_contexts(context)]
+    longest = max(asked.context for asked in loads)
+    if longest > shape.max_positions:
         raise UsageProblem(
-            f"--context {too_long[0]} is longer than the model's position range of "
+            f"--context {longest} is longer than the model's position range of "
             f"{shape.max_positions:,}: ask for less"
         )
     console = make_console()
     device = device_of(hardware)
     count = f"{hardware.hosts} x {hardware.devices_per_host}" if hardware.gpus else hardware.devices
     console.print(
-        f"[bold]{request.model}[/bold] ({shape.parameters / 1e9:.3g} B parameters) on {count} "
-        f"{device.name}, {request.responses} responses an iteration, at most {request.running} "
+        f"[bold]{model}[/bold] ({shape.parameters / 1e9:.3g} B parameters) on {count} "
+        f"{device.name}, {loads[0].responses} responses an iteration, at most {loads[0].running} "
         "in an engine"
     )
-    inputs = [ask(shape, hardware, _question(request, context)) for context in contexts]
+    inputs = [ask(shape, hardware, asked) for asked in loads]
     try:
         if len(inputs) > 1:
             print_rows([summary(given) for given in inputs], console)
@@ -214,16 +204,6 @@ def explain_memory(hardware: str) -> None:
         " GiB; engines use 85 % of each device"
     )
     print_rows(memory_rows(MODELS, device), console)
-
-
-def _question(request: PlanRequest, context: int) -> Question:
-    return Question(
-        context=context,
-        responses=request.responses,
-        running=request.running,
-        reference=request.reference,
-        engine_share=request.engine_share,
-    )
 
 
 def _print_plan(plan: DeploymentPlan, console: Console) -> None:

@@ -18,7 +18,7 @@ from earl_core.config import RunConfig
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.system.seeds import derive_seed
 from flows.cli.board import board_panel, find_board
-from flows.cli.opponent import Person, PersonLeft, person_game
+from flows.cli.opponent import Person, person_game
 from flows.cli.runs import find_run, stored_config
 from flows.cli.tables import make_console
 
@@ -75,7 +75,7 @@ def play(run: tuple[str, str], request: PlayRequest, me: bool) -> None:
                 else:
                     outcome = _watch(player, console, place, request.temperature)
                 outcomes[outcome] += 1
-    except (KeyboardInterrupt, PersonLeft):
+    except (KeyboardInterrupt, EOFError):
         console.print()
     counted = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
     games_word = "game" if outcomes.total() == 1 else "games"

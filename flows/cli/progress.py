@@ -82,135 +82,123 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class Activity:
-    """What is going on now."""
+    """What is going on now, and the numbers that were last said of it."""
 
     stage: str = ""
-    iteration: int = 0
     preparing: str = ""
-    done: float | None = None
-    total: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
-    since: float = field(default_factory=time.monotonic)
 
     @property
     def text(self) -> str:
         """A few words, such as `rollout` or `rollout: starting the update worker`."""
         return ": ".join(part for part in (self.stage, self.preparing) if part)
 
+    @property
+    def unit(self) -> str:
+        """What is counted: `episodes`, `samples`, or nothing."""
+        return next((u for u in ("episodes", "samples") if f"{u}_done" in self.numbers), "")
+
+    @property
+    def done(self) -> float:
+        """How many of them are done."""
+        return self.numbers.get(f"{self.unit}_done", 0.0)
+
+    @property
+    def total(self) -> float:
+        """How many there are; 0 where that is not known."""
+        return self.numbers.get(self.unit, 0.0)
+
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A consistent copy of a `Progress`."""
+    """What a `Progress` knows, at one moment. iteration_seconds: the pace of the last ones."""
 
     iterations: int
-    finished: int
-    activity: Activity
-    rows: tuple[IterationRow, ...]
-    evaluations: tuple[EvaluationRow, ...]
-    seconds: float
-    iteration_seconds: float | None
+    finished: int = 0
+    activity: Activity = Activity("starting")
+    rows: tuple[IterationRow, ...] = ()
+    evaluations: tuple[EvaluationRow, ...] = ()
+    seconds: float = 0.0
+    iteration_seconds: float | None = None
 
 
 class Progress:
     """Gathers the flow's events; `handle` may be called from any thread."""
 
     def __init__(self, iterations: int) -> None:
-        self.iterations = iterations
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._started = time.monotonic()
-        self._finished = 0
         self._finish_times: deque[float] = deque(maxlen=_REMEMBERED)
-        self._activity = Activity(stage="starting")
-        self._rows: deque[IterationRow] = deque(maxlen=_REMEMBERED)
-        self._evaluations: list[EvaluationRow] = []
+        self._now = Snapshot(iterations)
 
     def recall(self, rows: Sequence[IterationRow], evaluations: Sequence[EvaluationRow]) -> None:
         """Begin with what earlier attempts of the run have done."""
-        with self._lock:
-            self._rows.extend(rows)
-            self._evaluations.extend(evaluations)
-            self._finished = rows[-1].iteration + 1 if rows else 0
+        finished = rows[-1].iteration + 1 if rows else 0
+        self._note(
+            rows=tuple(rows[-_REMEMBERED:]), evaluations=tuple(evaluations), finished=finished
+        )
 
     def say(self, text: str) -> None:
         """Show something that is not a stage."""
+        self._note(activity=Activity(text))
+
+    def _note(self, **changed: Any) -> None:
         with self._lock:
-            self._activity = Activity(stage=text)
+            self._now = replace(self._now, **changed)
 
     def handle(self, stage: str, iteration: int, event: Mapping[str, Any]) -> None:
         """Take one event of the flow, as `earl_core.control.worker_groups.Progress`."""
         with self._lock:
-            if event.get("finished"):
-                self._finish(stage, iteration, event.get("metrics", {}))
-            elif getting := getting_model(event):
-                self._activity = Activity(stage=getting)
-            elif layout_news(iteration, event):
-                # A line that stays; what goes on goes on.
-                return
-            elif preparing := preparation(event):
-                self._activity = replace(self._activity, preparing=preparing)
-            elif event.get("stage_started"):
-                self._activity = Activity(stage=stage, iteration=iteration)
-            elif "metrics" not in event:
-                self._advance(stage, iteration, event)
+            self._handle(stage, iteration, event)
 
-    def _finish(self, stage: str, iteration: int, metrics: Mapping[str, Any]) -> None:
-        if stage == "evaluation":
-            self._evaluations.append(EvaluationRow.of(iteration, metrics))
-        elif stage == "iteration":
-            self._finished = iteration + 1
+    def _handle(self, stage: str, iteration: int, event: Mapping[str, Any]) -> None:
+        metrics = event.get("metrics", {})
+        if event.get("finished") and stage == "evaluation":
+            made = EvaluationRow.of(iteration, metrics)
+            self._note(evaluations=(*self._now.evaluations, made))
+        elif event.get("finished") and stage == "iteration":
             self._finish_times.append(time.monotonic())
-            repeated = [row for row in self._rows if row.iteration >= iteration]
-            for row in repeated:
-                self._rows.remove(row)
-            self._rows.append(IterationRow.of(iteration, metrics))
-
-    def _advance(self, stage: str, iteration: int, event: Mapping[str, Any]) -> None:
-        numbers = {
-            name: float(value) for name, value in event.items() if isinstance(value, int | float)
-        }
-        done, total = None, None
-        for unit in ("episodes", "samples"):
-            if f"{unit}_done" in numbers:
-                done, total = numbers[f"{unit}_done"], numbers.get(unit)
-        now = self._activity
-        since = now.since if now.stage == stage else time.monotonic()
-        self._activity = Activity(stage, iteration, "", done, total, numbers, since)
+            rows = [row for row in self._now.rows if row.iteration < iteration]
+            rows.append(IterationRow.of(iteration, metrics))
+            self._note(rows=tuple(rows[-_REMEMBERED:]), finished=iteration + 1)
+        elif event.get("finished") or switch_line(iteration, event):
+            return  # a line that stays says it; what goes on goes on
+        elif "downloading" in event or "building" in event:
+            self.say(preparation(event))
+        elif preparing := preparation(event):
+            self._note(activity=replace(self._now.activity, preparing=preparing))
+        elif event.get("stage_started"):
+            self.say(stage)
+        elif "metrics" not in event:
+            numbers = {k: float(v) for k, v in event.items() if isinstance(v, int | float)}
+            self._note(activity=Activity(stage, "", numbers))
 
     def snapshot(self) -> Snapshot:
         """Everything, at one moment."""
-        with self._lock:
-            times = self._finish_times
-            pace = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
-            return Snapshot(
-                iterations=self.iterations,
-                finished=self._finished,
-                activity=self._activity,
-                rows=tuple(self._rows),
-                evaluations=tuple(self._evaluations),
-                seconds=time.monotonic() - self._started,
-                iteration_seconds=pace,
-            )
+        times = list(self._finish_times)
+        return replace(
+            self._now,
+            seconds=time.monotonic() - self._started,
+            iteration_seconds=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        )
 
 
-def getting_model(event: Mapping[str, Any]) -> str:
-    """What an event says about a model that is made first; empty: nothing."""
-    if "downloading" in event:
-        return f"downloading the model {event['downloading']} from the model hub"
-    return f"building the model {event['building']}" if "building" in event else ""
+_PREPARATIONS = {
+    "starting": "starting the {} worker",
+    "resharding": "resharding the {}",
+    "downloading": "downloading the model {} from the model hub",
+    "building": "building the model {}",
+}
 
 
 def preparation(event: Mapping[str, Any]) -> str:
-    """What an event says about workers that a stage waits for; empty: nothing."""
-    if "starting" in event:
-        return f"starting the {event['starting']} worker"
-    if "laying_out" in event:
-        return f"laying the {event['laying_out']} out anew"
-    return ""
+    """What an event says about workers or a model that a stage waits for; empty: nothing."""
+    return next((form.format(event[k]) for k, form in _PREPARATIONS.items() if k in event), "")
 
 
-def layout_news(iteration: int, event: Mapping[str, Any]) -> str:
-    """A line about a stage that is laid out otherwise, or repeated because it did not fit; empty:
-    the event says nothing of the kind."""
+def switch_line(iteration: int, event: Mapping[str, Any]) -> str:
+    """A line about a stage that takes another layout, or is repeated; empty: the event says nothing
+    of the kind."""
     told = event.get("switched") or event.get("repeated")
     return f"iteration {iteration}: {told}" if told else ""
 

@@ -70,7 +70,7 @@ def _activity(activity: Activity, spinner: Spinner) -> Table:
     line = Table.grid(padding=(0, 1))
     cells: list[RenderableType] = [spinner, Text(activity.text or "working", style="bold cyan")]
     if activity.total:
-        cells.append(ProgressBar(total=activity.total, completed=activity.done or 0, width=20))
+        cells.append(ProgressBar(total=activity.total, completed=activity.done, width=20))
     cells.append(Text(activity_numbers(activity), style="dim"))
     line.add_row(*cells)
     return line
@@ -79,9 +79,8 @@ def _activity(activity: Activity, spinner: Spinner) -> Table:
 def activity_numbers(activity: Activity) -> str:
     """The numbers that go with the current stage, such as `12/64 episodes, 840 tokens/s`."""
     numbers, parts = activity.numbers, []
-    for unit in ("episodes", "samples"):
-        if f"{unit}_done" in numbers and unit in numbers:
-            parts.append(f"{numbers[f'{unit}_done']:.0f}/{numbers[unit]:.0f} {unit}")
+    if activity.total:
+        parts.append(f"{activity.done:.0f}/{activity.total:.0f} {activity.unit}")
     if numbers.get("tokens_per_second"):
         parts.append(f"{numbers['tokens_per_second']:,.0f} tokens/s")
     if "return" in numbers:

@@ -9,26 +9,20 @@ from typing import Any
 
 from rich.console import Console
 
-from earl_core.config import ConfigError, RunConfig, check_references, load_config
-from earl_core.control.hardware import read_hardware, read_model_shape
-from earl_core.deployment.feasibility import check_devices, check_layout
-from earl_core.environments.registry import check as check_environment
-from earl_core.run.lock import RunInUse, is_locked
+from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished
 from earl_core.run.recovery import INITIAL, go_back
+from earl_core.system.errors import EarlError, InUse
 from flows import server
-from flows.cli.checks.model import missing_files
+from flows.cli.checks import configuration
 from flows.cli.display import Display, make_display
 from flows.cli.ending import print_ending, shell_name
-from flows.cli.errors import WRONG_INPUT_CODE, UsageProblem, exit_code
+from flows.cli.errors import UsageProblem, exit_code
 from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
 from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
 from flows.cli.tables import make_console, resolved_table
 from flows.server_watch import ServerLost, ServerWatch
-
-
-class RunUnfinished(RuntimeError):
-    """A command that trains came to its end, and the run did not."""
 
 
 def train(config: str, overrides: list[str], plain: bool) -> None:
@@ -128,7 +122,7 @@ def _open_display(settings: RunConfig, run: Path, plain: bool, console: Console)
 
 
 def _say_what_next(error: Exception, run: Path) -> None:
-    if exit_code(error) != WRONG_INPUT_CODE and (run / "config.yaml").is_file():
+    if exit_code(error) != ConfigError.exit_code and (run / "config.yaml").is_file():
         error.add_note(f"All logs of the run are in {run / 'logs'}.")
         error.add_note(f"Once it is repaired, continue with: earl resume {shell_name(run)}")
 
@@ -136,7 +130,7 @@ def _say_what_next(error: Exception, run: Path) -> None:
 def _require_finished(run: Path) -> None:
     """The run directory says whether a run is over, whatever the Prefect server says."""
     if not is_finished(run):
-        raise RunUnfinished(
+        raise EarlError(
             f"Prefect says that the run is over, its directory {run} says that it is not: continue "
             f"with earl resume {shell_name(run)}"
         )
@@ -145,36 +139,18 @@ def _require_finished(run: Path) -> None:
 def preflight(settings: RunConfig, run: Path) -> None:
     """Refuse at once what cannot work, before a server or a worker is started.
 
-    Raises `ConfigError`, `EnvironmentConfigError` or `RunInUse`. The controller checks again, and
+    Raises `ConfigError` or `InUse`. The controller checks again, and
     more: this is the part that takes no process.
     """
-    check_references(settings)
-    model = Path(settings.model.path)
-    if not (model / "config.json").is_file() and settings.model.maker is None:
-        raise ConfigError(
-            f"model.path {str(model)!r} is not a model directory (no config.json), and there is no "
-            "model.builder that could make it: correct the path, or prepare the model first"
-        )
-    hardware = read_hardware()
-    check_devices(settings, hardware)
-    if (model / "config.json").is_file():
-        check_layout(settings, read_model_shape(model), hardware)
-        missing = missing_files(model, settings.rollout.engine)
-        if missing is not None:
-            raise ConfigError(f"{missing.text}: {missing.advice}")
-    template = settings.model.chat_template
-    if template is not None and not Path(template).is_file():
-        raise ConfigError(f"model.chat_template {template!r} is not a file: correct the path")
-    environment = settings.environment
+    parts = [configuration.references, configuration.model, configuration.layout]
     # Code of the user's runs in worker processes only; the controller checks it there.
-    if ":" not in environment.name and environment.name != "textarena":
-        check_environment(environment.name, environment.options)
-        if settings.evaluation.options:
-            merged = {**environment.options, **settings.evaluation.options}
-            check_environment(environment.name, merged)
+    if ":" not in settings.environment.name and settings.environment.name != "textarena":
+        parts.append(configuration.environment)
+    for part in parts:
+        list(part(settings))
     if is_locked(run):
         owner = (run / "lock").read_text(encoding="utf-8").strip() or "unknown"
-        raise RunInUse(
+        raise InUse(
             f"the run directory {run} is in use by process {owner}: wait for it, stop it, or "
             "choose another name with --name"
         )

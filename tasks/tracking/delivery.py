@@ -13,7 +13,7 @@ from earl_core.selector import Hardware
 from tasks.reports.selector_chart import selector_chart
 from tasks.tracking import details
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers, open_mlflow_run
-from tasks.tracking.outbox import Chart, Checkpoint, Episode, Item, Plan
+from tasks.tracking.outbox import Chart, Checkpoint, Item, Plan, Trace
 from tasks.tracking.traces import episode_trace
 
 Waiting = Callable[[str], set[int]]
@@ -130,7 +130,7 @@ class Delivery:
             elif isinstance(item, Checkpoint):
                 path, iteration = str(item.path.resolve()), str(item.iteration)
                 self._mlflow.set_tags({"checkpoint": path, "checkpoint.iteration": iteration})
-            elif isinstance(item, Episode):
+            elif isinstance(item, Trace):
                 trace = episode_trace(self._run.uid, item.iteration, item.example, item.seconds)
                 self._mlflow.log_trace(trace)
 

@@ -33,7 +33,7 @@ PACKAGES = (
 def default_uri(config: RunConfig) -> str:
     """`tracking.uri`, else MLFLOW_TRACKING_URI, else an SQLite database beside the runs.
 
-    A reference is resolved; what lets in is hidden from now on. Raises `SecretUnavailable`.
+    A reference is resolved; what lets in is hidden from now on. Raises `ConfigError`.
     """
     given = resolve(config.tracking.uri) or os.environ.get("MLFLOW_TRACKING_URI")
     learn_url(given or "")

@@ -37,7 +37,7 @@ class Checkpoint:
 
 
 @dataclass(eq=False)
-class Episode:
+class Trace:
     """A played episode to show as a trace."""
 
     iteration: int
@@ -45,7 +45,7 @@ class Episode:
     seconds: float = field(default_factory=time.time)
 
 
-Item = Numbers | Plan | Chart | Checkpoint | Episode
+Item = Numbers | Plan | Chart | Checkpoint | Trace
 
 
 class Outbox:

@@ -23,7 +23,7 @@ from earl_core.selector import Hardware
 from tasks.tracking import details
 from tasks.tracking.delivery import Delivery
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, Numbers
-from tasks.tracking.outbox import Chart, Checkpoint, Episode, Item, Outbox, Plan
+from tasks.tracking.outbox import Chart, Checkpoint, Item, Outbox, Plan, Trace
 
 logger = logging.getLogger("earl.tracking")
 
@@ -134,7 +134,7 @@ class Tracker:
         if checkpoint is not None:
             items.append(Checkpoint(iteration, checkpoint))
         shown = examples[: self._run.config.tracking.trace_episodes]
-        items.extend(Episode(iteration, example) for example in shown)
+        items.extend(Trace(iteration, example) for example in shown)
         self._put(items)
 
     def _changed_plan(self, iteration: int, plan: dict[str, Any]) -> list[Item]:

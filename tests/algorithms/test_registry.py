@@ -14,12 +14,12 @@ from earl_core.algorithms import (
     AGGREGATIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
-    AlgorithmConfigError,
     EntropyBonus,
     ImportanceCorrection,
     Registry,
 )
 from earl_core.algorithms.advantages import AdvantageEstimator
+from earl_core.system.errors import ConfigError
 
 ALL: dict[str, tuple[Registry[Any], tuple[str, ...]]] = {
     "advantages": (
@@ -66,7 +66,7 @@ def test_a_member_survives_the_way_through_its_specification(
 def test_members_are_immutable_and_refuse_unknown_parameters(
     registry: Registry[Any], name: str
 ) -> None:
-    with pytest.raises(AlgorithmConfigError, match="no_such_parameter"):
+    with pytest.raises(ConfigError, match="no_such_parameter"):
         registry.build({"name": name, **REQUIRED.get(name, {}), "no_such_parameter": 1})
     built = registry.build({"name": name, **REQUIRED.get(name, {})})
     with pytest.raises(ValidationError):
@@ -78,7 +78,7 @@ def test_a_bare_name_means_its_defaults() -> None:
 
 
 def test_an_unknown_name_lists_the_names() -> None:
-    with pytest.raises(AlgorithmConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         POLICY_LOSSES.build({"name": "pppo"})
     assert "'pppo'" in str(caught.value)
     for name in POLICY_LOSSES.names():
@@ -87,7 +87,7 @@ def test_an_unknown_name_lists_the_names() -> None:
 
 @pytest.mark.parametrize("spec", [{}, {"name": ""}, {"name": 3}, ""])
 def test_a_missing_name_lists_the_names(spec: Any) -> None:
-    with pytest.raises(AlgorithmConfigError, match=r"needs a `name`.*ppo_clip"):
+    with pytest.raises(ConfigError, match=r"needs a `name`.*ppo_clip"):
         POLICY_LOSSES.build(spec)
 
 
@@ -109,7 +109,7 @@ def test_a_class_by_import_path() -> None:
     ],
 )
 def test_a_wrong_import_path_is_one_clear_error(path: str, message: str) -> None:
-    with pytest.raises(AlgorithmConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         ADVANTAGE_ESTIMATORS.build({"name": path})
 
 
@@ -135,7 +135,7 @@ def test_a_name_is_given_once() -> None:
     ],
 )
 def test_wrong_parameters_are_named(registry: Registry[Any], spec: dict[str, Any]) -> None:
-    with pytest.raises(AlgorithmConfigError, match="has wrong parameters") as caught:
+    with pytest.raises(ConfigError, match="has wrong parameters") as caught:
         registry.build(spec)
     parameter = next((key for key in spec if key != "name"), "length")
     assert parameter in str(caught.value)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.no_limit_game import ALPHABET, SIGNS, WAYS, Descent, demonstration, right_way
-from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.registry import create
+from earl_core.system.errors import ConfigError
 
 SMALL = {"wall": 5, "first_zone": 3, "zones": 3}
 
@@ -74,5 +74,5 @@ def test_demonstrations_take_as_much_care_as_asked() -> None:
 
 
 def test_wrong_options_say_what_to_change() -> None:
-    with pytest.raises(EnvironmentConfigError, match="'zones' must be from 1 to 26"):
+    with pytest.raises(ConfigError, match="'zones' must be from 1 to 26"):
         create("benchmarks.no_limit_game:Descent", {"zones": 27})

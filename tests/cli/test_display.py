@@ -92,10 +92,10 @@ def test_a_started_worker_is_shown_until_the_stage_reports() -> None:
 def test_workers_that_take_another_layout_are_shown() -> None:
     progress = Progress(iterations=1)
     progress.handle("update", 4, {"stage_started": True})
-    progress.handle("update", 4, {"laying_out": "update"})
-    assert "update: laying the update out anew" in rendered(progress)
+    progress.handle("update", 4, {"resharding": "update"})
+    assert "update: resharding the update" in rendered(progress)
     progress.handle("update", 4, {"samples_done": 1, "samples": 8})
-    assert "anew" not in rendered(progress)
+    assert "resharding" not in rendered(progress)
 
 
 NEWS: list[tuple[Event, str]] = [

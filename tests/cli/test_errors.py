@@ -7,9 +7,10 @@ import errno
 import pytest
 import typer
 
-from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerLost
+from earl_core.cluster.errors import Raised, Where, WorkerCallFailed, WorkerLost
 from earl_core.config import ConfigError
 from earl_core.dispatch import ManifestError, PoolFull
+from earl_core.rollout.errors import RolloutFailed
 from flows.cli.errors import UsageProblem, describe, exit_code, reported
 
 WHERE = Where("rollout", 0, "rollout", "rollout", 3, "/logs/rollout-0.log", "line\nTraceback: x")
@@ -21,13 +22,13 @@ def test_wrong_input_is_told_from_failure() -> None:
 
 
 def test_an_error_in_a_worker_counts_like_one_here() -> None:
-    error = WorkerCallFailed(WHERE, "ConfigError", "earl_core.config.settings", "correct the path")
+    error = WorkerCallFailed(WHERE, Raised.of(ConfigError("correct the path")))
     assert describe(error) == "error: correct the path"
     assert exit_code(error) == 2
 
 
 def test_an_unexpected_error_in_a_worker_names_place_and_log_without_traceback() -> None:
-    error = WorkerCallFailed(WHERE, "ValueError", "builtins", "bad shape", "Traceback ...")
+    error = WorkerCallFailed(WHERE, Raised("ValueError", "builtins", "bad shape", "Traceback ..."))
     text = describe(error)
     assert text.splitlines()[0] == "error: ValueError: bad shape"
     assert "worker group 'rollout', rank 0" in text
@@ -37,7 +38,7 @@ def test_an_unexpected_error_in_a_worker_names_place_and_log_without_traceback()
 
 
 def test_a_lost_worker_shows_the_end_of_its_log() -> None:
-    text = describe(WorkerLost(WHERE, "its process was killed by signal 9 (SIGKILL)", None, 9))
+    text = describe(WorkerLost(WHERE, "its process was killed by signal 9 (SIGKILL)", signal=9))
     assert text.startswith("error: Worker group 'rollout'")
     assert "  | line" in text
 
@@ -63,7 +64,7 @@ def test_tracebacks_inside_a_message_are_cut_out() -> None:
         'exception.\nTraceback (most recent call last):\n  File "moody.py", line 9, in step\n'
         '    raise RuntimeError("not today")\nRuntimeError: not today\nRepair it.'
     )
-    error = WorkerCallFailed(WHERE, "RolloutFailed", "earl_core.rollout.errors", message)
+    error = WorkerCallFailed(WHERE, Raised.of(RolloutFailed(message)))
     assert describe(error).splitlines() == [
         "error: 16 of 16 episodes failed. The first:",
         "exception.",

@@ -44,9 +44,9 @@ def test_logs_and_errors_of_workers_hold_no_secrets(
     with pytest.raises(WorkerCallFailed) as caught:
         group.call("talk", reference=f"file:{own}", **SITE)
     error = caught.value
-    assert error.message == "raised (hidden) and (hidden)"
+    assert error.raised.message == "raised (hidden) and (hidden)"
     assert "written (hidden)" in str(error)
-    for text in (str(error), error.remote_traceback, repr(error.args)):
+    for text in (str(error), error.raised.traceback, repr(error.args)):
         assert INHERITED not in text
         assert "read by the worker" not in text
     log = tmp_path / "logs" / "w-0.log"

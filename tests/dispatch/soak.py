@@ -24,7 +24,8 @@ import pyarrow as pa
 
 from earl_core.config import RunConfig, parse_config
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.run import RunDirectory, RunInUse
+from earl_core.run import RunDirectory
+from earl_core.system.errors import InUse
 from earl_core.trajectory.schema import per_token
 
 WORKERS = 2
@@ -242,7 +243,7 @@ def _resume(config: RunConfig) -> RunDirectory:
     while True:
         try:
             return RunDirectory.open(config)
-        except RunInUse:
+        except InUse:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)

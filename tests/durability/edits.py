@@ -30,8 +30,9 @@ from typing import Any
 from earl_core.config import RunConfig
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.run.shards import list_stores
+from earl_core.system.errors import EarlError
 from flows.cli.app import app
-from flows.cli.errors import EXPECTED, UsageProblem, describe
+from flows.cli.errors import describe
 from flows.cli.runs import evaluations_of, iterations_of, stored_config, tracking_uri
 from tests.durability.crash_sweep import SweepFailed, import_ahead, in_child
 from tests.durability.life import Life, life_config, open_run, weights_of
@@ -134,8 +135,7 @@ def _sentence(work: Callable[[], Any]) -> str:
     try:
         work()
     except Exception as error:
-        names = {kind.__name__ for kind in type(error).__mro__}
-        known = names & EXPECTED or isinstance(error, (OSError, UsageProblem))
+        known = isinstance(error, OSError) or (isinstance(error, EarlError) and error.expected)
         if not known or "Traceback" in describe(error):
             raise
         return f"refused: {describe(error)}"

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from earl_core.rollout.engines.engine import Completion, WeightSyncError
+from earl_core.rollout.engines.engine import (
+    Completion,
+)
+from earl_core.rollout.errors import (
+    WeightSyncError,
+)
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request

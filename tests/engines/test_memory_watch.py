@@ -12,7 +12,7 @@ import pytest
 from earl_core.config.rollout import VllmConfig
 from earl_core.rollout.engines import memory_watch
 from earl_core.rollout.engines.memory_watch import MemoryWatch
-from earl_core.rollout.errors import ContextOutgrown
+from earl_core.rollout.errors import ContextOverflow
 from earl_core.system.out_of_memory import OutOfMemory
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of
@@ -133,7 +133,7 @@ def test_a_vllm_engine_built_too_short_is_outgrown(tmp_path: Path) -> None:
             specs = [EpisodeSpec(i, i, i, seed=i) for i in range(4)]
             limits = PlaySettings(max_turns=50, positions=POSITIONS)
             pool = ScriptedEnvironments(lambda i: 50)
-            with pytest.raises(ContextOutgrown) as caught:
+            with pytest.raises(ContextOverflow) as caught:
                 driver.run(play(engine, pool, CHAT, specs, limits))  # type: ignore[arg-type]
             assert caught.value.payload["tokens"] > 64
             # It still answers: nothing was lost but the episodes.

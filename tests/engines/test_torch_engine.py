@@ -13,8 +13,14 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from earl_core.rollout.engines import torch_engine
 from earl_core.rollout.engines.counter_random import sample, uniform
-from earl_core.rollout.engines.engine import Completion, EngineError, EngineLost
+from earl_core.rollout.engines.engine import (
+    Completion,
+)
 from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.rollout.errors import (
+    EngineError,
+    EngineLost,
+)
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of, reference_logprobs
 

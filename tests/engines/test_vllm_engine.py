@@ -18,7 +18,13 @@ import torch
 
 from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines import vllm_environment
-from earl_core.rollout.engines.engine import Completion, EngineLost, ModelRefused
+from earl_core.rollout.engines.engine import (
+    Completion,
+)
+from earl_core.rollout.errors import (
+    EngineLost,
+)
+from earl_core.system.errors import ConfigError
 from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
 from tests.engines.models import make, prompt_of
@@ -120,10 +126,11 @@ def test_a_vllm_that_cannot_be_imported_says_what_to_install(tmp_path: Path) -> 
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('torchvision::nms')")
     script = """
-from earl_core.rollout.engines import base, vllm_environment
+from earl_core.rollout.engines import vllm_environment
+from earl_core.system.errors import ConfigError
 try:
     vllm_environment.load()
-except base.EngineUnavailable as error:
+except ConfigError as error:
     print(error)
 """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
@@ -187,8 +194,6 @@ def test_heads_that_vllm_would_die_of_are_refused_before_it_starts(tmp_path: Pat
     """It died at the first prompt, as EngineLost."""
     vllm_environment.load()
     directory = save_model(build("Llama"), tmp_path)
-    with pytest.raises(
-        ModelRefused, match=r"heads of 32, 64.*has heads of 16: use rollout\.engine"
-    ):
+    with pytest.raises(ConfigError, match=r"heads of 32, 64.*has heads of 16: use rollout\.engine"):
         vllm_environment.check_heads(model_config(directory))
     vllm_environment.check_heads(model_config(save_model(build("Qwen3", head_dim=32), tmp_path)))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.games import connect_four, tic_tac_toe
 from earl_core.environments.games.board_game import random_legal_game
 from earl_core.environments.registry import create
+from earl_core.system.errors import ConfigError
 
 GAMES = ("tic_tac_toe", "connect_four")
 OPPONENTS = ("random", "greedy", "perfect")
@@ -278,5 +278,5 @@ def test_messages_are_short_and_the_rules_come_once() -> None:
     ],
 )
 def test_wrong_options_say_what_to_change(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(EnvironmentConfigError, match=match):
+    with pytest.raises(ConfigError, match=match):
         create("tic_tac_toe", options)

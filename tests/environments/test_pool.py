@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from earl_core.environments.base import EnvironmentConfigError, EnvironmentFailed, StepResult
+from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.environments.registry import create
+from earl_core.system.errors import ConfigError
 from tests.environments.user_environments import SPEECHLESS
 
 USER = "tests.environments.user_environments"
@@ -422,13 +423,13 @@ async def test_mistakes_show_at_the_start(tmp_path: Path) -> None:
         ("nowhere", {}, "no environment 'nowhere'"),
     ):
         pool = EnvironmentPool(name, options, hosts=2, log_path=tmp_path / "hosts.log")
-        with pytest.raises(EnvironmentConfigError, match=match):
+        with pytest.raises(ConfigError, match=match):
             await pool.start()
-    with pytest.raises(EnvironmentConfigError, match="numbers, texts, lists and maps"):
+    with pytest.raises(ConfigError, match="numbers, texts, lists and maps"):
         EnvironmentPool("prompt", {"path": Path("x")})
-    with pytest.raises(EnvironmentConfigError, match="at least one host"):
+    with pytest.raises(ConfigError, match="at least one host"):
         EnvironmentPool("tic_tac_toe", hosts=0)
-    with pytest.raises(EnvironmentConfigError, match="one episode at a time"):
+    with pytest.raises(ConfigError, match="one episode at a time"):
         EnvironmentPool("tic_tac_toe", concurrency=0)
     with pytest.raises(RuntimeError, match="await start"):
         await EnvironmentPool("tic_tac_toe").reset(0, 0, 0)

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from earl_core.environments import rewards
-from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.registry import check, create
+from earl_core.system.errors import ConfigError
 
 USER = "tests.environments.user_environments"
 ROWS = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4"}]
@@ -98,7 +98,7 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}-{name}"
         if content:
             path.write_text(content)
-        with pytest.raises(EnvironmentConfigError, match=text):
+        with pytest.raises(ConfigError, match=text):
             check("prompt", {"path": str(path), **options})
 
     row = json.dumps(ROWS[0]) + "\n"
@@ -129,7 +129,7 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
     ],
 )
 def test_the_registry_explains(name: str, options: dict[str, Any], match: str) -> None:
-    with pytest.raises(EnvironmentConfigError, match=match):
+    with pytest.raises(ConfigError, match=match):
         check(name, options)
 
 

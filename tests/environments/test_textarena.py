@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from earl_core.environments.base import EnvironmentConfigError
 from earl_core.environments.registry import create
+from earl_core.system.errors import ConfigError
 
 pytest.importorskip("textarena")
 
@@ -174,5 +174,5 @@ def test_an_illegal_opponent_does_not_pay_the_agent() -> None:
     ],
 )
 def test_wrong_options_say_what_to_change(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(EnvironmentConfigError, match=match):
+    with pytest.raises(ConfigError, match=match):
         create("textarena", options)

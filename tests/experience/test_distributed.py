@@ -27,9 +27,10 @@ from earl_core.experience.advantage import (
     advantage_statistics,
 )
 from earl_core.experience.reward import REWARD_RULES
-from earl_core.experience.statistics import NothingToTrain, RankStatistics, merge_statistics
+from earl_core.experience.statistics import RankStatistics, merge_statistics
 from earl_core.run import RunDirectory
 from earl_core.run.shards import run_store
+from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Episode, RolloutRows, RowSource, Sample
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
@@ -215,7 +216,7 @@ def test_any_split_gives_what_one_place_gives(
         sent = in_every_rank(lambda own: advantage_statistics(own, algorithm).to_json())
         sent = json.loads(json.dumps(sent))
         if not expected:
-            with pytest.raises(NothingToTrain):
+            with pytest.raises(EarlError, match="group_size"):
                 merge_statistics(sent)
             return
         merged = RankStatistics.from_json(merge_statistics(sent))
@@ -339,7 +340,7 @@ def test_a_rank_without_rows_takes_part_and_only_all_without_any_is_an_error(
         rollout, reward, _ = made(ranks.store, [played(0, 0, [[2]], rng)], 1)
         statistics = ranks.call("advantage_statistics", [rollout, reward])
         assert [rank["episodes"] for rank in statistics] == [0, 0, 0]
-        with pytest.raises(NothingToTrain, match="group_size"):
+        with pytest.raises(EarlError, match="group_size"):
             merge_statistics(statistics)
         pair = [played(at, 0, [[2]], rng) for at in range(2)]
         rollout, reward, _ = made(ranks.store, pair, 1)

@@ -13,7 +13,8 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
-from earl_core.experience.statistics import NothingToTrain, RankStatistics, merge_statistics
+from earl_core.experience.statistics import RankStatistics, merge_statistics
+from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Episode, RolloutRows, RowSource, Sample
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
@@ -155,5 +156,5 @@ def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
     with Batch(store, [rollout]) as batch:
         columns, _, _ = reward_rows(batch)
     reward = sealed(store, "reward", REWARD_SCHEMA, columns)
-    with Batch(store, [rollout, reward]) as batch, pytest.raises(NothingToTrain):
+    with Batch(store, [rollout, reward]) as batch, pytest.raises(EarlError, match="group_size"):
         advantages(batch, AlgorithmConfig())

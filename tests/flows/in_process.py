@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.context import WorkerContext
-from earl_core.cluster.errors import Where, WorkerCallFailed
+from earl_core.cluster.errors import Raised, Where, WorkerCallFailed
 from earl_core.cluster.rank_process import load_target
 from earl_core.cluster.worker_group import Json, MemoryUse, Progress
 from earl_core.config import load_config
@@ -140,11 +140,7 @@ class GroupHere:
             return self._thread.submit(function).result()
         except Exception as error:
             where = Where(self.role, 0, method, stage, iteration, str(self._log))
-            kind = type(error)
-            payload = getattr(error, "payload", None)
-            raise WorkerCallFailed(
-                where, kind.__qualname__, kind.__module__, str(error), payload=payload
-            ) from error
+            raise WorkerCallFailed(where, Raised.of(error)) from error
 
 
 async def _wait(value: Any) -> Any:

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from earl_core.cluster.errors import DeadlineExceeded, Where, WorkerCallFailed, WorkerLost
+from earl_core.cluster.errors import Raised, Where, WorkerCallFailed, WorkerLost
 from earl_core.config import parse_config
 from earl_core.control.failure_diagnosis import diagnose
+from earl_core.rollout.errors import EngineLost
 from earl_core.selector import Hardware, ModelShape, ProfileTable
 from earl_core.selector.profile.profile_table import ProfilePoint, read_table, write_table
+from earl_core.system.out_of_memory import OutOfMemory
 from tasks.measure import fingerprint_of, profile_of
 from tests.flows.runs import REPOSITORY, Runs
 
@@ -141,18 +143,14 @@ def test_an_interrupted_profile_ends_cleanly_and_keeps_what_it_has(profiles: Pro
 
 def test_out_of_memory_is_told_from_other_failures() -> None:
     where = Where("update", 0, "measure", "update", 0)
-    assert (
-        diagnose(WorkerCallFailed(where, "OutOfMemory", "earl_core.system.out_of_memory", "no"))
-        is not None
-    )
-    assert (
-        diagnose(WorkerCallFailed(where, "EngineLost", "e", "gone", out_of_memory_kills=1))
-        is not None
-    )
-    assert diagnose(WorkerLost(where, "killed", None, 9, out_of_memory=True))
-    assert not diagnose(WorkerCallFailed(where, "ValueError", "builtins", "no"))
-    assert not diagnose(WorkerLost(where, "killed", None, 9))
-    assert not diagnose(DeadlineExceeded(where, "slow"))
+    refused = Raised.of(OutOfMemory("update", "a step"))
+    assert diagnose(WorkerCallFailed(where, refused)) is not None
+    lost = Raised.of(EngineLost("gone"), out_of_memory_kills=1)
+    assert diagnose(WorkerCallFailed(where, lost)) is not None
+    assert diagnose(WorkerLost(where, "killed", signal=9, out_of_memory=True))
+    assert not diagnose(WorkerCallFailed(where, Raised.of(ValueError("no"))))
+    assert not diagnose(WorkerLost(where, "killed", signal=9))
+    assert not diagnose(WorkerLost(where, "slow", "deadline"))
 
 
 def config_of(directory: Path, **update: object) -> dict[str, object]:

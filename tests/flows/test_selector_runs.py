@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerLost
+from earl_core.cluster.errors import Raised, Where, WorkerCallFailed, WorkerLost
 from earl_core.control.failure_diagnosis import ReplicasLost, diagnose
 from earl_core.control.policy_player import newest_engine
+from earl_core.rollout.errors import ContextOverflow, EngineLost, RolloutFailed, WeightSyncError
 from earl_core.run.journal import Journal, read_lines
 from earl_core.selector import DeploymentPlan
 from earl_core.selector.profile.observations import Observation
+from earl_core.system.errors import ConfigError
+from earl_core.system.out_of_memory import OutOfMemory
 from tests.cgroup import memory_cgroup
 from tests.flows.runs import KILLED, Runs
 
@@ -187,22 +190,28 @@ def test_a_learner_that_the_kernel_kills_goes_back_to_its_checkpoint(
     assert live.shared_memory() == []
 
 
-def call_failed(error: str, message: str = "", **fields: Any) -> WorkerCallFailed:
+def call_failed(error: BaseException, kills: int = 0) -> WorkerCallFailed:
     where = Where("update", 0, "update", "update", 3)
-    return WorkerCallFailed(where, error, "module", message, **fields)
+    return WorkerCallFailed(where, Raised.of(error, kills))
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names its own, whose module the controller does not import."""
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "stage"),
     [
-        (call_failed("OutOfMemory", payload={"stage": "reference"}), "out_of_memory", "reference"),
-        (call_failed("OutOfMemory", payload={"stage": "publish"}), "out_of_memory", "update"),
-        (call_failed("OutOfMemoryError", "CUDA out of memory"), "out_of_memory", ""),
-        (call_failed("MemoryError"), "out_of_memory", ""),
-        (call_failed("RuntimeError", "DefaultCPUAllocator: no"), "out_of_memory", ""),
-        (call_failed("EngineLost", out_of_memory_kills=1), "out_of_memory", ""),
-        (call_failed("ContextOutgrown", payload={"tokens": 9}), "outgrown", "rollout"),
-        (WorkerLost(Where("w", 0, "", "", 0), "gone", None, 9, True), "out_of_memory", ""),
+        (call_failed(OutOfMemory("reference", "x")), "out_of_memory", "reference"),
+        (call_failed(OutOfMemory("publish", "x")), "out_of_memory", "update"),
+        (call_failed(OutOfMemoryError("CUDA out of memory")), "out_of_memory", ""),
+        (call_failed(MemoryError()), "out_of_memory", ""),
+        (call_failed(RuntimeError("DefaultCPUAllocator: no")), "out_of_memory", ""),
+        (call_failed(EngineLost("x"), 1), "out_of_memory", ""),
+        (call_failed(WeightSyncError("x"), 1), "out_of_memory", ""),
+        (call_failed(OSError("x"), 1), "out_of_memory", ""),
+        (call_failed(ContextOverflow(9, 8, 99)), "outgrown", "rollout"),
+        (WorkerLost(Where("w", 0, "", "", 0), "gone", "lost", None, 9, True), "out_of_memory", ""),
         (MemoryError(), "out_of_memory", ""),
     ],
 )
@@ -217,10 +226,11 @@ def test_what_counts_as_a_misfit(error: BaseException, kind: str, stage: str) ->
 @pytest.mark.parametrize(
     "error",
     [
-        call_failed("ConfigError", out_of_memory_kills=3),
-        call_failed("RolloutFailed", out_of_memory_kills=1),
-        call_failed("EngineLost"),
-        WorkerLost(Where("w", 0, "", "", 0), "killed", None, 9, False),
+        call_failed(ConfigError("x"), 3),
+        call_failed(RolloutFailed("x"), 1),
+        call_failed(ValueError("x"), 1),
+        call_failed(EngineLost("x")),
+        WorkerLost(Where("w", 0, "", "", 0), "killed", signal=9),
         ValueError("no"),
     ],
 )

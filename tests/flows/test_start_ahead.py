@@ -13,9 +13,10 @@ import pytest
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import parse_config
 from earl_core.control import worker_groups as groups_module
-from earl_core.control.worker_groups import RunInterrupted, WorkerGroups
+from earl_core.control.worker_groups import WorkerGroups
 from earl_core.run import RunDirectory
 from earl_core.selector import Hardware, StageDeployment
+from earl_core.system.errors import Cancelled
 from earl_core.system.process_tree import inspect
 
 ROLLOUT = ("rollout", StageDeployment(stage="rollout"))
@@ -91,7 +92,7 @@ def assert_nothing_left(groups: WorkerGroups, pids: list[int]) -> None:
     groups.close()
     assert [pid for pid in pids if inspect(pid) is not None] == []
     assert groups.live("rollout") is groups.live("update") is None
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(Cancelled):
         groups.get(*ROLLOUT)
 
 
@@ -132,7 +133,7 @@ def test_an_interrupt_while_groups_start_ends_them(
     pids = started(groups)
     began = time.monotonic()
     groups.interrupt()
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(Cancelled):
         groups.get(*UPDATE)
     assert_nothing_left(groups, pids)
     assert time.monotonic() - began < 20

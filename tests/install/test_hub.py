@@ -98,9 +98,10 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def fetch(directory: Path, endpoint: str, name: str = "acme/tiny") -> str:
     """Build as the model worker does, in a process that is told to stay offline; its error."""
     code = (
-        "import pathlib; from earl_core.models import ModelBuildError, hub\n"
+        "import pathlib; from earl_core.models import hub\n"
+        "from earl_core.system.errors import EarlError\n"
         f"try: hub.build(pathlib.Path({name!r}))\n"
-        "except ModelBuildError as error: print(error)"
+        "except EarlError as error: print(error)"
     )
     environment = {
         **os.environ,

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from earl_core.config import ConfigError
 from earl_core.learner.attention.varlen_dense import attend_bucket
-from earl_core.rollout.engines.engine import ModelRefused
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.test_policy_learner import TEMPERATURE, make_learner
@@ -134,7 +133,7 @@ def test_the_torch_engine_advises_no_engine_for_what_training_refuses(
 ) -> None:
     directory = save_model(build(family, model, **more), tmp_path)
     engine = TorchEngine(directory)
-    with pytest.raises(ModelRefused, match=why):
+    with pytest.raises(ConfigError, match=why):
         asyncio.run(engine.start())
 
 

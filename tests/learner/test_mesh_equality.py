@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from earl_core.config.settings import ConfigError
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.learner.parallel.mesh import MeshShape, create_mesh
 from earl_core.learner.parallel.tensor_parallel import check_degree, working_degrees
 from earl_core.selector import StageDeployment
+from earl_core.system.errors import ConfigError
 from tests.learner import mesh_ranks
 from tests.learner.helpers import build_model
 from tests.learner.launched import launch

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_core.algorithms import MismatchError, MismatchWatch
+from earl_core.algorithms import MismatchWatch, UpdateRefused
 from earl_core.dispatch import Batch
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import training_samples
@@ -33,7 +33,7 @@ def test_an_update_with_samples_of_another_policy_is_stopped_before_its_first_st
     worker, context = recorded.alone()
     context.iteration = 0
     before = worker._digest()
-    with pytest.raises(MismatchError, match=r"update\.max_mismatch allows 0\.3 on average") as stop:
+    with pytest.raises(UpdateRefused, match=r"update\.max_mismatch allows 0\.3 on average") as stop:
         worker.update(recorded.manifests(0), None, {})
     assert re.search(
         r"differ by [0-9.]+ nats on average .* iteration 0 was stopped", str(stop.value)
@@ -103,10 +103,10 @@ def test_warnings_and_causes_follow_precision_position_and_temperature() -> None
     bf16.check(metrics(0.29), 0)
     assert fp32.warning(metrics(2e-5), 0) is None
     assert "precision" not in str(fp32.warning(metrics(2e-3), 0))
-    with pytest.raises(MismatchError, match=r"allows 0\.01"):
+    with pytest.raises(UpdateRefused, match=r"allows 0\.01"):
         fp32.check(metrics(0.02), 0)
     MismatchWatch(True, bound=0.5).check(metrics(0.4), 0)
-    with pytest.raises(MismatchError, match=r"Likely: position factors.*5\.0 times"):
+    with pytest.raises(UpdateRefused, match=r"Likely: position factors.*5\.0 times"):
         fp32.check(metrics(0.4, growth=5.0), 0)
-    with pytest.raises(MismatchError, match=r"Likely: stale weights.*; temperature .* is 0\.7"):
+    with pytest.raises(UpdateRefused, match=r"Likely: stale weights.*; temperature .* is 0\.7"):
         MismatchWatch(False, temperature=0.7).check(metrics(0.4), 3)

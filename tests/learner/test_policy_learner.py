@@ -13,14 +13,11 @@ import torch
 
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
-from earl_core.config.settings import ConfigError
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh
-from earl_core.learner.policy_learner import (
-    NonFiniteGradientError,
-    PolicyLearner,
-)
+from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
+from earl_core.system.errors import ConfigError
 from tests.learner.helpers import (
     ARCHITECTURES,
     eager_model,
@@ -267,7 +264,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path: Path) -> None:
     before = weights_of(learner)
     sample = random_samples(1)[0]
     broken = dataclasses.replace(sample, advantages=np.full_like(sample.advantages, np.inf))
-    with pytest.raises(NonFiniteGradientError, match="was not applied"):
+    with pytest.raises(UpdateRefused, match="was not applied"):
         learner.update([broken], iteration=0)
     assert all(torch.equal(before[name], now) for name, now in learner.named_weights().items())
 

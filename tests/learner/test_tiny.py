@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from earl_core.config.settings import ConfigError
 from earl_core.environments.games.tic_tac_toe import COMPACT_ALPHABET
 from earl_core.environments.registry import create
 from earl_core.models.tiny import build, character_tokenizer
 from earl_core.rollout.chat import ChatTokenizer
+from earl_core.system.errors import ConfigError
 
 SMALL = {"hidden": 32, "layers": 1, "heads": 2, "warm_start_games": 4}
 

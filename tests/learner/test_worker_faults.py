@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster import LocalWorkerGroup, WorkerCallFailed, WorkerLost, WorkerStalled
+from earl_core.cluster import LocalWorkerGroup, WorkerCallFailed, WorkerLost
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.results import same_results
+from earl_core.system.out_of_memory import OutOfMemory
 from tests.cluster.conftest import gone_within
 from tests.learner.recorded import Recorded
 from tests.learnt import assert_learnt, weights_in
@@ -98,7 +99,7 @@ def test_memory_that_runs_out_on_one_rank_is_a_typed_error(
     error, seconds = run_into("update.microbatch3@0:1=memory", group, recorded, given)
     assert isinstance(error, WorkerCallFailed)
     assert seconds < 60
-    assert (error.error_type, error.rank) == ("OutOfMemory", 1)
+    assert (error.kind, error.rank) == (OutOfMemory, 1)
     assert error.payload is not None
     assert error.payload["microbatch"] == 3
     assert error.payload["microbatches"] >= 3
@@ -147,7 +148,8 @@ def test_a_rank_that_hangs(
     group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
 ) -> None:
     error, seconds = run_into("update.microbatch2@0:1=stop", group, recorded, given)
-    assert isinstance(error, WorkerStalled)
+    assert isinstance(error, WorkerLost)
+    assert error.how == "stalled"
     assert seconds < 60
     assert error.rank == 1
     assert "no heartbeat" in str(error)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from earl_core.environments.base import Message
 from earl_core.rollout.chat import ChatTokenizer, Conversation
-from earl_core.rollout.errors import ChatTemplateError
+from earl_core.system.errors import ConfigError
 from tests.rollout import chat_models as make
 
 STABLE = {
@@ -102,12 +102,12 @@ def test_results_are_not_shared_with_the_cache() -> None:
 
 
 def test_templates_that_cannot_work_say_what_to_change() -> None:
-    with pytest.raises(ChatTemplateError, match="0 times instead of once"):
+    with pytest.raises(ConfigError, match="0 times instead of once"):
         ChatTokenizer(make.char_tokenizer(make.DROPS_ANSWERS))
     chat = chat_of("mistral")
-    with pytest.raises(ChatTemplateError, match=r"roles system, user: .*only user and assistant"):
+    with pytest.raises(ConfigError, match=r"roles system, user: .*only user and assistant"):
         chat.first_prompt([{"role": "system", "content": "x"}, user("y")])
-    with pytest.raises(ChatTemplateError, match=r"rollout\.stop holds 'end', which is 3 tokens"):
+    with pytest.raises(ConfigError, match=r"rollout\.stop holds 'end', which is 3 tokens"):
         chat_of("chatml", stop=("end",))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from earl_core.algorithms.moments import Moments
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.metrics import evaluation_results, rollout_metrics, wilson_interval
-from earl_core.rollout.rollout_stats import Load, RolloutStats, merge
+from earl_core.rollout.rollout_stats import RolloutLoad, RolloutStats, merge
 from earl_core.trajectory.samples import Episode, Sample
 
 GAME = st.tuples(
@@ -62,8 +62,8 @@ def test_parts_add_up(games: list[tuple[list[tuple[int, float]], str]], cuts: li
 
 
 def test_engines_work_side_by_side_and_their_calls_one_after_the_other() -> None:
-    slow = Load(seconds=4.0, generated_tokens=40, running_max=8, peak_memory_bytes=100)
-    fast = Load(seconds=1.0, generated_tokens=10, running_max=2, peak_memory_bytes=30)
+    slow = RolloutLoad(seconds=4.0, generated_tokens=40, running_max=8, peak_memory_bytes=100)
+    fast = RolloutLoad(seconds=1.0, generated_tokens=10, running_max=2, peak_memory_bytes=30)
     load = merge(
         [[RolloutStats(load=slow)], [RolloutStats(load=fast), RolloutStats(load=fast)]]
     ).load

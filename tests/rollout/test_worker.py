@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError
-from earl_core.rollout.errors import RolloutCancelled, RolloutFailed
+from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.metrics import check_failures, rollout_metrics
 from earl_core.rollout.rollout_stats import RolloutStats, merge
 from earl_core.rollout.rollout_worker import HELD_OUT_PROMPTS, RolloutWorker
 from earl_core.run.record import write_record
+from earl_core.system.errors import Cancelled
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
@@ -301,7 +302,7 @@ def test_in_a_worker_group(setting: Setting) -> None:
 def test_a_cancelled_rollout_leaves_a_usable_worker(setting: Setting) -> None:
     async def work(worker: RolloutWorker) -> Any:
         setting.cancelled.set()
-        with pytest.raises(RolloutCancelled):
+        with pytest.raises(Cancelled):
             await worker.rollout(0, 600)
         setting.cancelled.clear()
         return await worker.rollout(0, 2)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import ConfigError
-from earl_core.run import RunDirectory, RunInUse
+from earl_core.run import RunDirectory
 from earl_core.run.lock import RunLock, is_locked
 from earl_core.run.shards import list_stores, sweep
+from earl_core.system.errors import InUse
 from earl_core.system.locks import FileLock, is_held
 from tests.run.test_run_directory import config_in, seal
 
@@ -163,7 +164,7 @@ def test_what_lies_in_the_place_of_a_lock_is_one_sentence(tmp_path: Path, make: 
     lock = tmp_path / "runs" / "a" / "lock"
     lock.unlink()
     make(lock)  # type: ignore[operator]
-    with pytest.raises((ConfigError, RunInUse), match="cannot be locked"):
+    with pytest.raises((ConfigError, InUse), match="cannot be locked"):
         RunDirectory.open(config)
 
 

@@ -15,11 +15,12 @@ import pytest
 from earl_core.config import ConfigError, RunConfig, load_config, parse_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest
-from earl_core.run import RunDirectory, RunInUse, stage_key
+from earl_core.run import RunDirectory, stage_key
 from earl_core.run.checkpoints import holding_checkpoint
 from earl_core.run.journal import read_lines
 from earl_core.run.lock import is_locked
 from earl_core.run.shards import list_stores, sweep, sweep_unneeded
+from earl_core.system.errors import InUse
 from earl_core.trajectory.samples import Episode, RolloutRows, Sample
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 
@@ -76,7 +77,7 @@ def test_lock_keeps_a_second_process_out_and_dies_with_its_owner(tmp_path: Path)
     owner = subprocess.Popen([sys.executable, "-c", script, str(stored)], stdout=subprocess.PIPE)
     assert owner.stdout is not None
     owner.stdout.readline()
-    with pytest.raises(RunInUse, match=f"in use by process {owner.pid}"):
+    with pytest.raises(InUse, match=f"in use by process {owner.pid}"):
         RunDirectory.open(config)
     assert is_locked(tmp_path / "runs" / "a")
     os.kill(owner.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from earl_core.config.services import DispatchConfig
 from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep
 from earl_core.system import user_directory as module
-from earl_core.system.user_directory import NotPrivate
+from earl_core.system.errors import NotOurs
 from flows.cli.checks.shared_memory import check_shared_memory
 from tests.run.test_run_directory import config_in, seal
 
@@ -54,7 +54,7 @@ def test_what_others_can_reach_is_refused(
     tmp_path: Path, ours: Path, make: Callable[[Path], None], words: str
 ) -> None:
     make(ours)
-    with pytest.raises(NotPrivate, match=words):
+    with pytest.raises(NotOurs, match=words):
         RunDirectory.open(config_in(tmp_path))
     found = [f for f in check_shared_memory(config_in(tmp_path)) if f.level == "blocks"]
     assert len(found) == 1

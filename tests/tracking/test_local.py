@@ -20,7 +20,7 @@ import yaml
 from mlflow import MlflowClient
 
 from earl_core.run.keys import STAGES
-from tasks.tracking.outbox import Episode, Numbers, Outbox
+from tasks.tracking.outbox import Numbers, Outbox, Trace
 from tests.tracking.conftest import Runs, example, finish, history, plan, until, warnings_in
 
 
@@ -294,7 +294,7 @@ def test_more_than_fits_drops_the_oldest(runs: Runs) -> None:
     outbox = Outbox(numbers=3, others=2)
     for step in range(5):
         outbox.put(Numbers("iteration", step, {"x": 1.0}))
-        outbox.put(Episode(step, example(step)))
+        outbox.put(Trace(step, example(step)))
     assert outbox.dropped == 5
     assert outbox.lost_numbers
     assert outbox.steps("iteration") == {2, 3, 4}

@@ -20,6 +20,7 @@ from earl_core.dispatch.remote.transport import (
     TransportError,
     proof_for,
 )
+from earl_core.system.frames import WireError
 
 _VECTOR = 64
 
@@ -105,7 +106,7 @@ class Peer:
         self._expect_head()
 
     def take(self) -> None:
-        """Take what has come, without waiting. Raises `TransportError`, `Malformed`, `OSError`."""
+        """Take what has come, without waiting. Raises `TransportError`, `WireError`, `OSError`."""
         assert self.connection is not None
         while True:
             try:
@@ -146,12 +147,12 @@ class Peer:
             return
         number, status, size, checksum = protocol.read_response(self._head)
         if not self.in_flight or number != self.in_flight[0][0]:
-            raise protocol.Malformed("an answer came that was not asked for")
+            raise WireError("an answer came that was not asked for")
         question = self.in_flight[0][1]
         self._answer = status, checksum
         if status == protocol.Status.OK:
             if size != question.size:
-                raise protocol.Malformed("an answer has another length than what was asked for")
+                raise WireError("an answer has another length than what was asked for")
             self._wanted = list(question.into)
             return
         self._message = bytearray(size)

@@ -24,6 +24,7 @@ from enum import IntEnum
 import numpy as np
 
 from earl_core.dispatch.remote.transport import Proof, Range, TransportError
+from earl_core.system.frames import WireError
 
 MAGIC = b"EARLRNG3"
 NONCE_BYTES = 32
@@ -51,10 +52,6 @@ class Status(IntEnum):
 
     OK = 0
     FAILED = 1
-
-
-class Malformed(ValueError):
-    """What came is not of this protocol; the connection is out of step and has to be closed."""
 
 
 @dataclass(frozen=True)
@@ -102,38 +99,38 @@ def pack_request(number: int, proofs: Sequence[Proof], ranges: Sequence[Range]) 
 
 
 def read_request_head(head: bytes | bytearray) -> tuple[int, int, int, int]:
-    """(number, bytes of the body, files, ranges). Raises `Malformed`."""
+    """(number, bytes of the body, files, ranges). Raises `WireError`."""
     mark, number, size, files, ranges = REQUEST.unpack(head)
     if mark != REQUEST_MARK:
-        raise Malformed("this is no request")
+        raise WireError("this is no request")
     return number, size, files, ranges
 
 
 def read_request(number: int, body: memoryview, files: int, ranges: int) -> Request:
-    """Parse a request's body. Raises `Malformed` when its lengths contradict each other."""
+    """Parse a request's body. Raises `WireError` when its lengths contradict each other."""
     proofs: list[Proof] = []
     place = 0
     for _ in range(files):
         if place + _FILE.size > len(body):
-            raise Malformed("the request is shorter than its files")
+            raise WireError("the request is shorter than its files")
         size, generation, length, *spans, block, checksum, layout = _FILE.unpack_from(body, place)
         place += _FILE.size
         name = bytes(body[place : place + size])
         place += size
         if size > MAX_NAME or len(name) != size:
-            raise Malformed("a file name is longer than the request")
+            raise WireError("a file name is longer than the request")
         try:
             text = name.decode()
         except UnicodeDecodeError as error:
-            raise Malformed("a file name is not UTF-8") from error
+            raise WireError("a file name is not UTF-8") from error
         body_span, table_span = (spans[0], spans[1]), (spans[2], spans[3])
         sums = (f"{checksum:016x}", layout)
         proofs.append(Proof(text, generation, length, body_span, table_span, block, *sums))
     if len(body) - place != ranges * _RANGE.itemsize:
-        raise Malformed("the request's length does not match its number of ranges")
+        raise WireError("the request's length does not match its number of ranges")
     table = np.frombuffer(body[place:], dtype=_RANGE)
     if len(table) and int(table["file"].max()) >= files:
-        raise Malformed("a range names a file that the request does not describe")
+        raise WireError("a range names a file that the request does not describe")
     found = tuple(
         Range(proofs[file].file, proofs[file].generation, start, length)
         for file, start, length in table.tolist()
@@ -154,12 +151,12 @@ def pack_failure(number: int, error: BaseException) -> bytes:
 
 
 def read_response(head: bytes | bytearray) -> tuple[int, Status, int, int]:
-    """(number, status, bytes of the payload, checksum). Raises `Malformed`."""
+    """(number, status, bytes of the payload, checksum). Raises `WireError`."""
     mark, number, status, size, checksum = RESPONSE.unpack(head)
     if mark != RESPONSE_MARK or status > max(Status):
-        raise Malformed("this is no response")
+        raise WireError("this is no response")
     if status != Status.OK and size > MAX_MESSAGE:
-        raise Malformed("an error message of this length is no message")
+        raise WireError("an error message of this length is no message")
     return number, Status(status), size, checksum
 
 

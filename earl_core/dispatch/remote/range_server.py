@@ -24,6 +24,7 @@ from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.leased_ranges import leased_views
 from earl_core.dispatch.remote.sockets import drain, receive, send_all, tune
 from earl_core.dispatch.remote.transport import TransportError
+from earl_core.system.frames import WireError
 
 _log = logging.getLogger(__name__)
 _servers: weakref.WeakSet[RangeServer] = weakref.WeakSet()
@@ -131,7 +132,7 @@ class RangeServer:
             if self._welcome(client):
                 while self._answer(client):
                     pass
-        except (OSError, protocol.Malformed) as error:
+        except (OSError, WireError) as error:
             _log.debug("a connection ended: %s", error)
         except Exception:
             _log.exception("a connection ended by a fault of the range server")

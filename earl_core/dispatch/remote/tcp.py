@@ -23,6 +23,7 @@ from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.peer import Peer, cut
 from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
 from earl_core.dispatch.remote.transport import Proof, Range, RemoteRead, TransportError
+from earl_core.system.frames import WireError
 from earl_core.system.host import host_name
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
@@ -160,7 +161,7 @@ class TcpTransport:
     def _take(self, peer: Peer, selector: selectors.BaseSelector, deadline: float) -> None:
         try:
             peer.take()
-        except protocol.Malformed as error:
+        except WireError as error:
             peer.broken = True
             raise TransportError(
                 f"host {peer.host!r} does not speak this protocol: {error}"

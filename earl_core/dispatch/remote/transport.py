@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from earl_core.dispatch.shards.manifest import ShardEntry
+from earl_core.system.errors import EarlError
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}-(\d{1,20})\.arrow")
 """Names that may be asked for: a sealed shard, with its generation, in the run's own directory."""
 
 
-class TransportError(RuntimeError):
+class TransportError(EarlError):
     """Bytes could not be brought here: refused, late, out of reach, damaged or released."""
 
 

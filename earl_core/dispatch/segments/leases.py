@@ -28,12 +28,16 @@ from types import TracebackType
 
 import numpy as np
 
+from earl_core.system.errors import EarlError
+
 _MAX_IDLE = 128  # mappings without a lease that stay cached; each costs two descriptors
 _BUSY_SECONDS = 5.0  # a releaser holds its lock for microseconds; one that was stopped, for ever
 
 
-class ShardMismatch(OSError):
+class ShardMismatch(EarlError, OSError):
     """The file is not what its reader was told: of another size, empty, or no plain file."""
+
+    expected = False
 
 
 class Mapped:
@@ -123,7 +127,7 @@ class _Entry:
         os.close(self.descriptor)
 
 
-class _Cache:
+class _MappingCache:
     """Mappings of this process by inode, least recently used first."""
 
     def __init__(self) -> None:
@@ -311,7 +315,7 @@ def _not_a_file(path: Path) -> ShardMismatch:
     return ShardMismatch(errno.EINVAL, f"{path} is no plain file: a link, a folder or a pipe")
 
 
-_cache = _Cache()
+_cache = _MappingCache()
 _fork_ready = threading.local()
 
 

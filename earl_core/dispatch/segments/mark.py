@@ -17,15 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from earl_core.dispatch.segments.names import MARK, is_own_file, is_unfinished_mark, unlink_own
+from earl_core.system.errors import NotOurs
 from earl_core.system.files import write_all
 from earl_core.system.user_directory import make_parent
 
 _FORMAT = "earl.store/1"
 _MOST_BYTES = 64 * 1024
-
-
-class NotOurs(OSError):
-    """A directory that should hold a store holds files of others, or belongs to others."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,8 @@ def read_mark(directory: Path) -> StoreMark | None:
 def make_store(directory: Path) -> None:
     """Make a store's directory, mode 0700, and mark it; nothing happens to one that is marked.
 
-    Raises `NotOurs` for a link, a directory of another user, or one that holds anything,
-    `NotPrivate` when the user's directory is not the user's alone; other `OSError` when it cannot
-    be made.
+    Raises `NotOurs` for a link, a directory of another user, or one that holds anything, and when
+    the user's directory is not the user's alone; other `OSError` when it cannot be made.
     """
     make_parent(directory)
     if read_mark(directory) is not None:

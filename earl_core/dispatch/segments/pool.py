@@ -40,6 +40,7 @@ from earl_core.dispatch.segments.pool_directory import (
 from earl_core.dispatch.segments.segment import POISON, Segment
 from earl_core.dispatch.segments.size_classes import size_class
 from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
+from earl_core.system.errors import EarlError
 
 __all__ = ["PoolFull", "Segment", "SegmentPool"]
 
@@ -51,7 +52,7 @@ _SWEEP_SECONDS = 0.1
 _T = TypeVar("_T")
 
 
-class PoolFull(OSError):
+class PoolFull(EarlError, OSError):
     """Shared memory, or this run's share of it, is used up; `errno` is ENOSPC."""
 
 

@@ -19,13 +19,14 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from earl_core.dispatch.segments.names import SHARD_PATTERN
+from earl_core.system.errors import EarlError
 from earl_core.system.files import canonical_json, read_file, write_atomic
 
 TOKEN_AXIS = "tokens"
 """The axis of columns with one element per token."""
 
 
-class ManifestError(RuntimeError):
+class ManifestError(EarlError):
     """A manifest or shard that is missing, damaged or of another run."""
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
-from earl_core.dispatch.segments.mark import NotOurs
 from earl_core.dispatch.segments.names import is_sealed
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.dispatch.shards.checksums import (
@@ -22,7 +21,8 @@ from earl_core.dispatch.shards.checksums import (
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.shards.shard import ShardWriter
 from earl_core.dispatch.shards.skeleton import make_skeleton
-from earl_core.system.user_directory import NotPrivate, check_user_directory, remove_when_empty
+from earl_core.system.errors import NotOurs
+from earl_core.system.user_directory import check_user_directory, remove_when_empty
 from earl_core.trajectory.samples import RowSource
 
 # Texts of fixed width in the metadata, so that shards of one kind have one layout. No number equals
@@ -47,7 +47,7 @@ class ShardStore:
         check_user_directory(self.directory.parent)
         try:
             self.pool.make()
-        except (NotOurs, NotPrivate):
+        except NotOurs:
             raise
         except OSError as error:
             raise OSError(

@@ -29,6 +29,7 @@ from earl_core.dispatch.segments.names import is_shard, is_uid
 from earl_core.dispatch.shards.checksums import block_bounds, blocks_of
 from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardEntry
 from earl_core.secrets import redact, redact_error, resolve
+from earl_core.system.errors import EarlError
 from earl_core.system.files import private
 from earl_core.system.process_identity import ProcessId
 
@@ -38,8 +39,10 @@ _FORMAT = "earl.spill/1"
 _Blocks = dict[int, bytes]
 
 
-class SpillError(RuntimeError):
+class SpillError(EarlError):
     """The spill cannot be written or read; the message names it and says what to change."""
+
+    expected = False
 
 
 class Spill:

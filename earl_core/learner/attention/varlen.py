@@ -19,6 +19,7 @@ from earl_core.learner.attention import varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import attend_to_all_ranks
 from earl_core.pretrained.huggingface import AttentionInterface
+from earl_core.system.errors import EarlError
 
 __all__ = [
     "ATTENTION_NAME",
@@ -39,7 +40,7 @@ _REFUSED = {
 }
 
 
-class UnsupportedAttention(ValueError):
+class UnsupportedAttention(EarlError):
     """The model's attention needs what packed training does not compute."""
 
 

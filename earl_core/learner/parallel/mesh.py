@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from earl_core.config.settings import ConfigError
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

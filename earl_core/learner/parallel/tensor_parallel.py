@@ -24,12 +24,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from earl_core.config.settings import ConfigError
 from earl_core.deployment.feasibility import tensor_degrees
 from earl_core.learner.head import decoder_of, head_of
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.selector import ModelShape
+from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

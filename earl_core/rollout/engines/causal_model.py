@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from earl_core.pretrained.architecture import model_config
-from earl_core.rollout.engines.engine import ModelRefused
 from earl_core.rollout.engines.slot_cache import ATTENTION
+from earl_core.system.errors import ConfigError
 
 
 def load_causal_model(
@@ -23,19 +23,19 @@ def load_causal_model(
 ) -> tuple[PreTrainedModel, int]:
     """The model in evaluation mode, without gradients, and its context in tokens.
 
-    `max_model_len` 0 means the model's own position range. Raises `ModelRefused` for a model that
+    `max_model_len` 0 means the model's own position range. Raises `ConfigError` for a model that
     would be computed wrongly.
     """
     config = model_config(directory, trust_remote_code)
     positions = int(getattr(config, "max_position_embeddings", 0) or 0)
     if positions and max_model_len > positions:
-        raise ModelRefused(
+        raise ConfigError(
             f"max_model_len {max_model_len} exceeds the model's {positions} positions: "
             "lower rollout.max_model_len"
         )
     max_model_len = max_model_len or positions
     if not max_model_len:
-        raise ModelRefused("the model names no position range: set rollout.max_model_len")
+        raise ConfigError("the model names no position range: set rollout.max_model_len")
     _refuse_windows(config, max_model_len)
     model = AutoModelForCausalLM.from_pretrained(
         directory,
@@ -78,7 +78,7 @@ def _check_head(model: PreTrainedModel, dtype: torch.dtype, device: torch.device
         own = model.get_output_embeddings()(model.base_model(**inputs).last_hidden_state).float()
         full = model(**inputs).logits.float()
     except Exception as error:
-        raise ModelRefused(
+        raise ConfigError(
             f"the torch engine cannot run {kind} models ({type(error).__name__}: {error}): choose "
             "another model, or rollout.engine=vllm if training takes this one"
         ) from error
@@ -86,7 +86,7 @@ def _check_head(model: PreTrainedModel, dtype: torch.dtype, device: torch.device
     # Weights that have diverged are told when they answer.
     near = 1e-2 * float(full.nan_to_num().abs().max())
     if capped or not torch.allclose(own, full, atol=near, rtol=1e-2, equal_nan=True):
-        raise ModelRefused(
+        raise ConfigError(
             f"{kind} models change their logits after the output layer (scaling or soft caps), "
             "which neither the torch engine nor training reproduces: choose another model"
         )
@@ -97,14 +97,14 @@ def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     other = kinds - {"full_attention", "sliding_attention"}
     if other:
-        raise ModelRefused(
+        raise ConfigError(
             f"{config.model_type} models have layers of type {', '.join(sorted(other))}, which "
             "neither the torch engine nor training computes: choose another model"
         )
     window = getattr(config, "sliding_window", None)
     windowed = "sliding_attention" in kinds or not hasattr(config, "layer_types")
     if windowed and window and window < max_model_len:
-        raise ModelRefused(
+        raise ConfigError(
             f"{config.model_type} layers attend to the last {window} tokens only, not to the whole "
             f"context of {max_model_len}: set rollout.max_model_len to {window}, or use "
             "rollout.engine=vllm if training takes this model"

@@ -18,36 +18,6 @@ OUT_OF_MEMORY_ADVICE = (
 EngineFinishReason = Literal["stop", "length", "model_context", "cancelled"]
 
 
-class EngineError(RuntimeError):
-    """Anything an engine cannot do."""
-
-
-class EngineUnavailable(EngineError):
-    """The engine's library is missing or does not load; the message says what to install."""
-
-
-class ModelRefused(EngineError):
-    """The engine cannot compute this model, or not rightly; the message says why."""
-
-
-class EngineLost(EngineError):
-    """The engine died, or an update failed half-way: stop it and start a fresh one."""
-
-
-class WeightSyncError(EngineError):
-    """Weights did not arrive as their manifest describes them.
-
-    The engine still runs with its former weights when `engine_lost` is false; otherwise its
-    weights are undefined and every later call raises `EngineLost`. `payload` says it to those who
-    see this error from another process.
-    """
-
-    def __init__(self, message: str, *, engine_lost: bool = False) -> None:
-        super().__init__(message)
-        self.engine_lost = engine_lost
-        self.payload = {"engine_lost": engine_lost}
-
-
 @dataclass(frozen=True)
 class GenerationRequest:
     """One answer to sample.
@@ -107,7 +77,7 @@ class Engine(Protocol):
         """Most tokens a sequence can have, prompt and answer together."""
 
     async def start(self) -> None:
-        """Load the model. Raises `EngineUnavailable`, `OutOfMemory` or `EngineError`."""
+        """Load the model. Raises `ConfigError`, `OutOfMemory` or `EngineError`."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Sample all answers; results are in the order of the requests.

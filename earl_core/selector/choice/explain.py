@@ -30,7 +30,7 @@ from earl_core.selector.profile.observations import Observation
 Row = dict[str, str]
 
 
-class Question(NamedTuple):
+class PlannedLoad(NamedTuple):
     """A load nobody has run yet.
 
     context: tokens of an episode. responses: episodes of one iteration, over all engines together.
@@ -45,7 +45,7 @@ class Question(NamedTuple):
     engine_share: float = 0.85
 
 
-def ask(shape: ModelShape, hardware: Hardware, question: Question) -> SelectionInput:
+def ask(shape: ModelShape, hardware: Hardware, question: PlannedLoad) -> SelectionInput:
     """The input that `live_tokens` would see, had the last iteration shown just this load."""
     context, positions = question.context, shape.max_positions
     vllm = VllmConfig(gpu_memory_utilization=question.engine_share)

@@ -24,6 +24,7 @@ from earl_core.selector.model.memory_model import (
 )
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.profile.profile_table import Common, Correction, Guess, ProfilePoint
+from earl_core.system.errors import EarlError
 
 STAGES = ("rollout", "reference", "update")
 """Stages whose layout is a choice, in their order."""
@@ -57,7 +58,7 @@ class Prediction(NamedTuple):
         return self.measured < 0.5
 
 
-class NothingFits(RuntimeError):
+class NothingFits(EarlError):
     """No layout of a stage fits the memory. `nearest`: the candidate that came closest (its `peak`
     and `budget` are bytes on one device), None when no layout is on offer, for reasons in `out`."""
 

@@ -19,6 +19,7 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from earl_core.config.settings import Settings
+from earl_core.system.errors import EarlError, InUse
 from earl_core.system.files import canonical_json
 
 FORMAT = "earl.profile/1"
@@ -31,7 +32,7 @@ _REQUESTS_OCTAVES = 2.0
 much as one octave of live tokens."""
 
 
-class ProfileError(ValueError):
+class ProfileError(EarlError):
     """A profile file that cannot be used; the message says what to do."""
 
 
@@ -199,25 +200,17 @@ def table_path(directory: Path, mark: str) -> Path:
     return directory / f"{mark}.parquet"
 
 
-class ProfileBusy(RuntimeError):
-    """Another process writes the table. `holder`: its number, as far as it is known."""
-
-    def __init__(self, holder: str) -> None:
-        super().__init__(f"process {holder} writes this profile")
-        self.holder = holder
-
-
 @contextmanager
 def only_writer(directory: Path, mark: str) -> Iterator[None]:
     """Alone in writing the table of a fingerprint, in a directory that is made where it is missing;
-    raises `ProfileBusy`."""
+    raises `InUse`."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / f"{mark}.lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
-            raise ProfileBusy(lock.read().strip() or "unknown") from error
+            raise InUse(lock.read().strip() or "unknown") from error
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()

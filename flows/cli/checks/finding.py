@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from earl_core.system.errors import EarlError
 
 Level = Literal["good", "note", "warning", "blocks"]
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What was found and what to do about it. advice: empty when there is nothing to do."""
 
     level: Level
-    topic: str
     text: str
     advice: str = ""
+
+
+def judged(fine: bool, text: str, advice: str, level: Level = "warning") -> Finding:
+    """Good where it is fine, else of that level and with advice."""
+    return Finding("good", text) if fine else Finding(level, text, advice)
+
+
+def refused(error: EarlError) -> Finding:
+    """A finding that blocks a run with this error."""
+    return Finding("blocks", error.problem, error.remedy)

