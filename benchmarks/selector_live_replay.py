@@ -37,7 +37,7 @@ from earl_core.selector.profile.observations import (
 )
 
 STAGES = ("rollout", "update")
-_OBSERVED = {"rebuild": "switched", "relayout": "laid_out"}
+_OBSERVED = {"rebuild": "switched", "relayout": "resharded"}
 
 
 class Growth(NamedTuple):
@@ -371,7 +371,7 @@ def selection(
         context_max=past,
         generated_share=(1.0,),
         switch_seconds=seconds_of(seen, "switched"),
-        relayout_seconds=seconds_of(seen, "laid_out"),
+        relayout_seconds=seconds_of(seen, "resharded"),
     )
     return SelectionInput(
         iteration=iteration,

@@ -3,7 +3,7 @@
 select ─► rollout ─┬─► reward ────┬─► advantage ─► update ─► publish
                    └─► reference ─┘
 
-A stage that does not fit into memory, or into the engines' context, has `select` choose again; one
+A stage that runs out of memory, or overflows the engines' context, has `select` choose again; one
 that lost ranks is tried again as it was. What was finished stays finished, and the stage is
 repeated from its sealed inputs.
 """
@@ -21,12 +21,12 @@ from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from earl_core.config import ConfigError
-from earl_core.control.failure_diagnosis import RanksLost, StageDoesNotFit, require_another
+from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
 from earl_core.control.finished_stages import judge
 from earl_core.control.run_controller import RunController
 from earl_core.control.start_ahead import start_ahead
 from earl_core.dispatch import Manifest
-from earl_core.selector import NothingFits
+from earl_core.selector import NoFeasiblePlan
 from flows.running import HOOKS, controller_on, recorded
 from tasks.advantage import advantage
 from tasks.publish import input_weights, publish
@@ -135,26 +135,26 @@ async def _after_select(stages: Stages, plan: Plan) -> None:
 
 
 async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
-    """Choose a plan and do `work` under it; again as often as a stage does not fit and there is
+    """Choose a plan and do `work` under it; again as often as a stage is infeasible and there is
     another layout to try, or lost ranks and may be repeated.
 
-    Raises what the stage raised when the same layout comes back, `NothingFits` when none is left.
-    Every misfit rules out a layout, or doubles the engines' context, and losses are counted, so
-    this comes to an end.
+    Raises what the stage raised when the same layout comes back, `NoFeasiblePlan` when none is
+    left. Every infeasible stage rules out a layout, or doubles the engines' context, and losses are
+    counted, so this comes to an end.
     """
-    misfit = None
+    infeasible = None
     while True:
-        plan = await stages.choose(misfit)
+        plan = await stages.choose(infeasible)
         controller, chosen = stages.controller, plan_of(stages.controller, await result(plan))
         await asyncio.to_thread(
             start_ahead, controller.groups, controller.run, stages.iteration, chosen
         )
         try:
             return await work(plan)
-        except StageDoesNotFit as error:
-            misfit = error
+        except StageInfeasible as error:
+            infeasible = error
         except RanksLost:
-            misfit = None
+            infeasible = None
 
 
 class Stages:
@@ -166,15 +166,15 @@ class Stages:
         self.manifests: dict[str, Manifest] = {}
         self._done: dict[str, PrefectFuture[StageRef]] = {}
 
-    async def choose(self, misfit: StageDoesNotFit | None = None) -> Plan:
-        """The plan; another one than that under which a stage did not fit."""
+    async def choose(self, infeasible: StageInfeasible | None = None) -> Plan:
+        """The plan; another one than that under which a stage was infeasible."""
         inputs = select_inputs(self.controller, self.iteration)
         try:
             plan = await self._submit(select, inputs)
-        except NothingFits as nothing:
-            raise nothing from misfit
-        if misfit is not None:
-            require_another(misfit, plan_of(self.controller, await result(plan)))
+        except NoFeasiblePlan as nothing:
+            raise nothing from infeasible
+        if infeasible is not None:
+            require_another(infeasible, plan_of(self.controller, await result(plan)))
         return plan
 
     async def input_weights(self, plan: Plan) -> Manifest:

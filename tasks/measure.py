@@ -213,8 +213,8 @@ class Profiler:
         try:
             found = self._workers.measure(point)
         except WorkerError as error:
-            misfit = diagnose(error)
-            if misfit is not None and misfit.kind == "out_of_memory":
+            infeasible = diagnose(error)
+            if infeasible is not None and infeasible.kind == "out_of_memory":
                 found = {"out_of_memory": True}
             else:
                 self._note_failure(point, error)

@@ -17,7 +17,7 @@ from earl_core.control.run_controller import RunController, controller_of
 from earl_core.control.run_history import CandidateOf, LearntProfile
 from earl_core.selector import (
     DeploymentPlan,
-    NothingFits,
+    NoFeasiblePlan,
     ProfileTable,
     SelectionInput,
     Statistics,
@@ -29,7 +29,7 @@ from earl_core.selector.profile.observations import (
     attempts_of,
     calibration_of,
     forbidden_of,
-    outgrown_tokens,
+    overflow_tokens,
     peak_bytes_of,
     seconds_of,
 )
@@ -47,7 +47,7 @@ _REMEMBERED = 8
 def select(run: str, iteration: int) -> StageRef:
     """Pick every stage's deployment before anything of the iteration runs.
 
-    Once more for each stage of the iteration that did not fit what was picked before.
+    Once more for each stage of the iteration that was infeasible as picked before.
     """
     controller = controller_of(run)
 
@@ -63,13 +63,13 @@ def select(run: str, iteration: int) -> StageRef:
 def _chosen(controller: RunController, iteration: int) -> tuple[SelectionInput, DeploymentPlan]:
     """The choice and what it was made from.
 
-    Raises `NothingFits` when no layout is left, but not by what was seen before a resume: memory
+    Raises `NoFeasiblePlan` when no layout is left, but not by what was seen before a resume: memory
     that was short, or that others held, may have been another program's, and may be free now.
     """
     observed = controller.observed.through(iteration)
     try:
         return _as_far_as_it_fits(_selection_input(controller, iteration, observed))
-    except NothingFits:
+    except NoFeasiblePlan:
         fresh = controller.observed.since_start(iteration)
         if len(fresh) == len(observed):
             raise
@@ -88,8 +88,8 @@ def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Deploymen
     asked, looked = given.selector.forecast, chosen_from.selector.forecast
     if looked < asked:
         logger.warning(
-            "iteration %d: if contexts go on growing so, some stage will have no layout that fits "
-            "the memory within %d iterations; laid out for %d ahead",
+            "iteration %d: if contexts go on growing so, some stage becomes infeasible within %d "
+            "iterations: this plan looks %d ahead",
             given.iteration, asked, looked,
         )  # fmt: skip
     return chosen_from, plan
@@ -151,7 +151,7 @@ def _selection_input(
         calibration=calibration_of(observed),
         forbidden=forbidden_of(observed, iteration),
         reserved_bytes=_reserved(controller, observed),
-        outgrown=outgrown_tokens(observed),
+        context_overflow=overflow_tokens(observed),
     )
 
 
@@ -190,7 +190,7 @@ def _statistics(
         update_tokens_per_second=series("update/tokens_per_second"),
         peak_bytes=peak_bytes_of(observed),
         switch_seconds=seconds_of(observed, "switched"),
-        relayout_seconds=seconds_of(observed, "laid_out"),
+        relayout_seconds=seconds_of(observed, "resharded"),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from earl_core.control.run_controller import RunController
 from earl_core.selector import DeploymentPlan
-from earl_core.selector.choice.changes import layout_changes, misfit_text
+from earl_core.selector.choice.changes import infeasible_text, layout_changes
 from earl_core.selector.profile.observations import Observation
 
 
@@ -20,9 +20,9 @@ def announce_plan(
         controller.listener(change.stage, plan.iteration, {"switched": change.text})
 
 
-def announce_misfit(controller: RunController, seen: Observation) -> None:
-    """Say that a stage did not fit and is repeated under what is chosen next."""
-    controller.listener(seen.stage, seen.iteration, {"repeated": misfit_text(seen)})
+def announce_infeasible(controller: RunController, seen: Observation) -> None:
+    """Say that a stage was infeasible and is repeated under what is chosen next."""
+    controller.listener(seen.stage, seen.iteration, {"repeated": infeasible_text(seen)})
 
 
 def announce_loss(controller: RunController, iteration: int, stage: str, text: str) -> None:

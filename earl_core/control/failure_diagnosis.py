@@ -1,6 +1,6 @@
-"""When a stage does not fit or loses its ranks: what happened, and the error that has it repeated.
+"""When a stage is infeasible or loses its ranks: what happened, and the error that has it repeated.
 
-A stage that does not fit is repeated under another choice, one that lost ranks under the same.
+An infeasible stage is repeated under another choice, one that lost ranks under the same.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost
 from earl_core.rollout.errors import ContextOverflow, EngineError, EngineLost
 from earl_core.selector import DeploymentPlan
-from earl_core.selector.choice.changes import misfit_text
+from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.profile.observations import Kind, Observation
 from earl_core.system.errors import EarlError
 from earl_core.system.out_of_memory import refused
 
 _LEARNER = {"publish": "update"}
-"""Whose layout has to change when a step of this name does not fit."""
+"""Whose layout has to change when a step of this name is infeasible."""
 
 
 class ReplicasLost(EarlError):
@@ -55,16 +55,16 @@ class RanksLost(EarlError):
     """A stage lost ranks; it is repeated from its sealed inputs. `__cause__` is how."""
 
 
-class Misfit(NamedTuple):
-    """Why a stage failed. stage: the one to lay out anew, empty where the error does not say.
-    tokens: that the engines' context had no room for."""
+class Infeasible(NamedTuple):
+    """Why a stage is infeasible. stage: the one that needs another layout, empty where the error
+    does not say. tokens: of the context that overflowed."""
 
     kind: Kind
     stage: str = ""
     tokens: float = 0.0
 
 
-class StageDoesNotFit(EarlError):
+class StageInfeasible(EarlError):
     """A stage ran out of memory, or its engines out of context; the choice has to be made again.
 
     `seen`: what was observed, which `select` learns from. `__cause__` is the original error.
@@ -76,37 +76,37 @@ class StageDoesNotFit(EarlError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"iteration {self.seen.iteration}, {misfit_text(self.seen)}. {self.reason}"
+        return f"iteration {self.seen.iteration}, {infeasible_text(self.seen)}. {self.reason}"
 
 
-def diagnose(error: BaseException) -> Misfit | None:
-    """What kind of misfit an error is; None when it is something else."""
+def diagnose(error: BaseException) -> Infeasible | None:
+    """Whether an error says that a stage is infeasible, and how; None when it is something else."""
     if isinstance(error, ReplicasLost):
         return diagnose(error.last)
     if isinstance(error, WorkerLost):
-        return Misfit("out_of_memory") if error.out_of_memory else None
+        return Infeasible("out_of_memory") if error.out_of_memory else None
     if isinstance(error, WorkerCallFailed):
         return _raised(error)
-    return Misfit("out_of_memory") if isinstance(error, MemoryError) else None
+    return Infeasible("out_of_memory") if isinstance(error, MemoryError) else None
 
 
-def _raised(error: WorkerCallFailed) -> Misfit | None:
+def _raised(error: WorkerCallFailed) -> Infeasible | None:
     stage = str(error.payload.get("stage", ""))
     stage = _LEARNER.get(stage, stage)
     kind, raised = error.kind, error.raised
     if issubclass(kind, ContextOverflow):
-        return Misfit("outgrown", "rollout", float(error.payload["tokens"]))
+        return Infeasible("context_overflow", "rollout", float(error.payload["tokens"]))
     if issubclass(kind, MemoryError) or refused(raised.message):
-        return Misfit("out_of_memory", stage)
+        return Infeasible("out_of_memory", stage)
     # The kernel's counter may hold kills that are none of ours: it counts where something that
     # could be killed is gone, which shows up as one of these.
     starved = issubclass(kind, EngineError) or kind in (RuntimeError, OSError)
-    return Misfit("out_of_memory", stage) if starved and raised.out_of_memory_kills else None
+    return Infeasible("out_of_memory", stage) if starved and raised.out_of_memory_kills else None
 
 
-def require_another(misfit: StageDoesNotFit, plan: DeploymentPlan) -> None:
-    """Raise the original error when the plan lays the stage out as it was when it did not fit."""
-    seen = misfit.seen
+def require_another(infeasible: StageInfeasible, plan: DeploymentPlan) -> None:
+    """Raise the original error when the plan keeps the layout that was infeasible."""
+    seen = infeasible.seen
     if plan.stages.get(seen.stage) == seen.deployment:
-        cause = misfit.__cause__
-        raise cause if isinstance(cause, WorkerError | ReplicasLost | MemoryError) else misfit
+        cause = infeasible.__cause__
+        raise cause if isinstance(cause, WorkerError | ReplicasLost | MemoryError) else infeasible

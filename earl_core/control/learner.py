@@ -100,7 +100,7 @@ def _take_layout(
     try:
         if current.world_size == deployment.world_size:
             moved = controller.groups.relayout("update", deployment, iteration)
-            controller.run.note(iteration, "update", f"laid out anew in {moved['seconds']:.2f} s")
+            controller.run.note(iteration, "update", f"resharded in {moved['seconds']:.2f} s")
             return None
         covered = controller.run.checkpoint_path(controller.live_version - 1)
         if controller.live_version - 1 == controller.run.last_stable() and covered.is_dir():
@@ -111,7 +111,10 @@ def _take_layout(
         return handoff
     except WorkerCallFailed:
         # Its state is no use any more; the last checkpoint's may be as new.
-        logger.warning("the learner could not be laid out anew while it lives", exc_info=True)
+        logger.warning(
+            "the live learner could not be resharded: a new one is built",
+            exc_info=True,
+        )
         return None
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from earl_core.control.announce import announce_misfit
-from earl_core.control.failure_diagnosis import Misfit, StageDoesNotFit, diagnose
+from earl_core.control.announce import announce_infeasible
+from earl_core.control.failure_diagnosis import Infeasible, StageInfeasible, diagnose
 from earl_core.control.hardware import memory_in_use
 from earl_core.control.run_controller import RunController
 from earl_core.selector import Predictor, SelectionInput, StageDeployment
@@ -133,47 +133,49 @@ def fitting(
     deployment: StageDeployment,
     load: Load | None = None,
 ) -> Iterator[None]:
-    """Around a stage's work: what shows that it does not fit is written down and raised as
-    `StageDoesNotFit`; all else passes.
+    """Around a stage's work: what shows that it is infeasible is written down and raised as
+    `StageInfeasible`; all else passes.
 
     Under a policy that does not move the stage, running out of memory is an error like others.
     """
     try:
         yield
     except Exception as error:
-        misfit = diagnose(error)
-        if misfit is None:
+        infeasible = diagnose(error)
+        if infeasible is None:
             raise
-        if misfit.stage not in ("", stage):
+        if infeasible.stage not in ("", stage):
             # Its group holds the memory of another stage's work.
-            logger.info("%s failed for %s", stage, misfit.stage)
-        movable = misfit.kind == "outgrown" or stage in controller.config.selector.moves
-        seen = _misfit(controller, stage, iteration, deployment, misfit, load, movable)
+            logger.info("%s failed for %s", stage, infeasible.stage)
+        movable = infeasible.kind == "context_overflow" or stage in controller.config.selector.moves
+        seen = _infeasible(controller, stage, iteration, deployment, infeasible, load, movable)
         controller.observed.add(seen)
-        controller.run.note(iteration, stage, f"did not fit: {misfit.kind}")
+        controller.run.note(iteration, stage, f"infeasible: {infeasible.kind.replace('_', ' ')}")
         fault_points.point(f"{stage}.unfit", iteration)
         if not movable:
             raise
-        announce_misfit(controller, seen)
-        raise StageDoesNotFit(seen.model_dump(mode="json"), _reason(seen, error)) from error
+        announce_infeasible(controller, seen)
+        raise StageInfeasible(seen.model_dump(mode="json"), _reason(seen, error)) from error
 
 
 def observe_lost_engine(
     controller: RunController, iteration: int, deployment: StageDeployment, error: BaseException
 ) -> None:
     """Write down that an engine ran out of memory whose episodes others have played."""
-    misfit = diagnose(error)
-    if misfit is not None:
-        seen = _misfit(controller, "rollout", iteration, deployment, misfit, None, answered=False)
+    infeasible = diagnose(error)
+    if infeasible is not None:
+        seen = _infeasible(
+            controller, "rollout", iteration, deployment, infeasible, None, answered=False
+        )
         controller.observed.add(seen)
 
 
-def _misfit(
+def _infeasible(
     controller: RunController,
     stage: str,
     iteration: int,
     deployment: StageDeployment,
-    misfit: Misfit,
+    infeasible: Infeasible,
     load: Load | None,
     answered: bool,
 ) -> Observation:
@@ -181,13 +183,13 @@ def _misfit(
     seen = Observation(
         iteration=iteration,
         stage=stage,
-        kind=misfit.kind,
+        kind=infeasible.kind,
         deployment=deployment,
-        longest=misfit.tokens,
+        longest=infeasible.tokens,
         answered=answered,
         reserved_bytes=reserved_bytes(controller, stage),
     )
-    if ruler is None or misfit.kind == "outgrown":
+    if ruler is None or infeasible.kind == "context_overflow":
         return seen
     load = load or ruler.predictor.now
     devices = 1 if controller.hardware.gpus else ruler.devices
@@ -233,7 +235,7 @@ def timing_switch(
     elif layout is not None:
         old = Candidate.of(StageDeployment.model_validate(layout))
         if move_between(old, Candidate.of(deployment)) == "relayout":
-            observe_switch(controller, stage, deployment, iteration, seconds, "laid_out")
+            observe_switch(controller, stage, deployment, iteration, seconds, "resharded")
 
 
 def observe_switch(
@@ -244,7 +246,7 @@ def observe_switch(
     seconds: float,
     kind: Kind = "switched",
 ) -> None:
-    """Write down what bringing up a layout took. kind: `switched` or `laid_out`."""
+    """Write down what bringing up a layout took. kind: `switched` or `resharded`."""
     controller.observed.add(
         Observation(
             iteration=iteration,

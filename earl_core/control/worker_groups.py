@@ -190,7 +190,7 @@ class WorkerGroups:
         )
 
     def relayout(self, role: str, deployment: StageDeployment, iteration: int) -> dict[str, Any]:
-        """Lay the role's live ranks out anew, their number and their state unchanged.
+        """Reshard the role's live ranks, their number and their state unchanged.
 
         What rank 0 says of it: seconds and bytes. Raises what
         `WorkerGroup.relayout` raises; the group has then ended.

@@ -163,7 +163,7 @@ class LearnerWorker:
         Raises `EarlError` for a dirty state, `ConfigError` for a mesh that the model does not
         fit.
         """
-        self._require_clean("be laid out anew")
+        self._require_clean("be resharded")
         wanted = StageDeployment.model_validate(deployment)
         self._parking.take()
         moved = relayout(self._learner, wanted, update_settings(self._config, wanted))

@@ -114,7 +114,7 @@ class EpisodePlayer:
         """The next request, or None when the model's context has no room for an answer."""
         standing = 0 if self._new_sample else len(self._sample.tokens)
         if standing + len(self._pending) >= self._max_model_len:
-            self._check_outgrown(standing + len(self._pending) + 1)
+            self._check_overflow(standing + len(self._pending) + 1)
             if self._turn == 0:
                 self.fail(
                     "prompt_too_long",
@@ -147,7 +147,7 @@ class EpisodePlayer:
             self.fail("cancelled", "the engine gave the request up")
             return None
         if completion.finish_reason == "model_context":
-            self._check_outgrown(self._max_model_len + 1)
+            self._check_overflow(self._max_model_len + 1)
         self._answer = completion
         self._sample.answer(completion.tokens, completion.logprobs, completion.policy_version)
         self._turn += 1
@@ -207,7 +207,7 @@ class EpisodePlayer:
         """Whether the next request does not extend the tokens before it."""
         return self._new_sample and self._turn > 0
 
-    def _check_outgrown(self, tokens: int) -> None:
+    def _check_overflow(self, tokens: int) -> None:
         positions = self._settings.positions
         if positions is not None and positions > self._max_model_len:
             raise ContextOverflow(min(tokens, positions), self._max_model_len, positions)

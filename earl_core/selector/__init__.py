@@ -4,7 +4,7 @@ from earl_core.config.selector import SelectorConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import Basis, DeploymentPlan, Forbidden, StageDeployment
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import NothingFits, Predictor
+from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
 from earl_core.selector.choice.selection import SelectionInput, experience_deployment
 from earl_core.selector.choice.statistics import Statistics
 from earl_core.selector.model.memory_model import Calibration, Peak
@@ -17,7 +17,7 @@ __all__ = [
     "Forbidden",
     "Hardware",
     "ModelShape",
-    "NothingFits",
+    "NoFeasiblePlan",
     "Peak",
     "Predictor",
     "ProfilePoint",

@@ -6,14 +6,13 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from earl_core.control.policy_player import find_checkpoint, stop_players
 from flows import server
 from flows.cli.display import make_display
 from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
 from flows.cli.runs import find_run, stored_config
-from flows.cli.tables import duration, make_console, signed
+from flows.cli.tables import duration, make_console, rows_table
 
 
 def evaluate(
@@ -77,23 +76,13 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         f"{duration(metrics['seconds'])}",
         highlight=False,
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("outcome")
-    for heading in ("games", "share", "95 % interval"):
-        table.add_column(heading, justify="right")
-    for name, parts in result["outcomes"].items():
-        table.add_row(
-            name,
-            f"{parts['count']:.0f}",
-            f"{parts['share']:.1%}",
-            f"{parts['low']:.1%} - {parts['high']:.1%}",
-        )
-    console.print(table)
-    console.print(
-        f"return {signed(metrics['return/mean'], 3)}, {metrics['turns/mean']:.1f} turns a game, "
-        f"context up to {metrics['context/max']:.0f} tokens, "
-        f"{metrics['tokens_per_second']:,.0f} tokens/s",
-        highlight=False,
-    )
-    if result["failed"]:
-        console.print(f"{result['failed']} games failed and are not counted.", style="yellow")
+    rows = [
+        {
+            "outcome": name,
+            "games": f"{parts['count']:.0f}",
+            "share": f"{parts['share']:.1%}",
+            "95 % interval": f"{parts['low']:.1%} - {parts['high']:.1%}",
+        }
+        for name, parts in result["outcomes"].items()
+    ]
+    console.print(rows_table(rows))

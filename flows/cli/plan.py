@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from earl_core.dispatch import read_manifest
@@ -19,14 +18,13 @@ from earl_core.selector import (
     DeploymentPlan,
     Hardware,
     ModelShape,
-    NothingFits,
+    NoFeasiblePlan,
     SelectionInput,
     select,
 )
-from earl_core.selector.choice.changes import misfit_text
+from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.explain import (
     PlannedLoad,
-    Row,
     ask,
     candidate_rows,
     considered,
@@ -38,16 +36,16 @@ from earl_core.selector.choice.explain import (
     summary,
 )
 from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster, device_of
-from earl_core.selector.profile.observations import MISFITS, Observation
+from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
-from flows.cli.tables import make_console
+from flows.cli.tables import make_console, rows_table
 
 
 def explain_run(run: str, runs_directory: str, explain: bool) -> None:
     """Print the choices of RUN@ITERATION, made again from their sealed inputs.
 
-    explain: all attempts of the iteration with all candidates, what each stage that did not fit
+    explain: all attempts of the iteration with all candidates, what each infeasible stage
     taught, and what was predicted beside what was measured.
     """
     name, at, number = run.partition("@")
@@ -120,15 +118,15 @@ def _print_attempt(given: SelectionInput, seen: Sequence[Observation], console: 
     """An attempt that no sealed plan stands for any more: its choice, and what it taught."""
     try:
         plan = select(given)
-    except NothingFits as error:
-        console.print(f"Nothing fitted: {error}", markup=False)
+    except NoFeasiblePlan as error:
+        console.print(f"No feasible plan: {error}", markup=False)
         return
     _print_plan(plan, console)
     _print_considered(given, plan, console)
     for item in seen:
         own = plan.stages.get(item.stage) == item.deployment
-        if own and item.kind in MISFITS:
-            console.print(misfit_text(item), style="yellow", markup=False)
+        if own and item.kind in INFEASIBLE:
+            console.print(infeasible_text(item), style="yellow", markup=False)
 
 
 def _print_outcome(
@@ -137,13 +135,13 @@ def _print_outcome(
     rows = outcome_rows(given, plan, seen)
     if rows:
         console.print("\n[bold]Predicted and measured[/bold]")
-        print_rows(rows, console)
+        console.print(rows_table(rows))
 
 
 def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
     try:
         again = replay(given, plan)
-    except NothingFits as error:
+    except NoFeasiblePlan as error:
         console.print(
             f"Choosing again gives no plan: this version of earl finds that {error}", markup=False
         )
@@ -151,7 +149,7 @@ def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) 
     if again.agrees:
         console.print("Choosing again from the sealed input gives the same plan.")
     else:
-        console.print("Choosing again gives another plan: this version of earl chooses anew:")
+        console.print("Choosing again gives another plan: this version of earl chooses otherwise:")
         _print_plan(again.again, console)
 
 
@@ -179,7 +177,7 @@ def explain_question(model: str, place: str, context: str, explain: bool, **load
     inputs = [ask(shape, hardware, asked) for asked in loads]
     try:
         if len(inputs) > 1:
-            print_rows([summary(given) for given in inputs], console)
+            console.print(rows_table([summary(given) for given in inputs]))
         else:
             _print_plan(select(inputs[0]), console)
         if explain:
@@ -189,7 +187,7 @@ def explain_question(model: str, place: str, context: str, explain: bool, **load
                 if len(inputs) > 1:
                     _print_plan(plan, console)
                 _print_considered(given, plan, console)
-    except NothingFits as error:
+    except NoFeasiblePlan as error:
         raise UsageProblem(str(error)) from error
     if explain:
         _print_figures(hardware, console)
@@ -203,12 +201,12 @@ def explain_memory(hardware: str) -> None:
         f"One sample of 8,192 tokens; GiB on one {device.name} of {device.memory_bytes / 2**30:.0f}"
         " GiB; engines use 85 % of each device"
     )
-    print_rows(memory_rows(MODELS, device), console)
+    console.print(rows_table(memory_rows(MODELS, device)))
 
 
 def _print_plan(plan: DeploymentPlan, console: Console) -> None:
     rows = plan_rows(plan)
-    print_rows([{k: v for k, v in row.items() if k != "why"} for row in rows], console)
+    console.print(rows_table([{k: v for k, v in row.items() if k != "why"} for row in rows]))
     for row in rows:
         console.print(Text.assemble((f"{row['stage']}: ", "bold"), row["why"]))
 
@@ -226,11 +224,11 @@ def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Cons
     for stage in choice.predictions:
         offered = len(choice.predictions[stage])
         console.print(f"\n[bold]{stage}[/bold], {offered} candidates")
-        print_rows(candidate_rows(choice, stage), console)
+        console.print(rows_table(candidate_rows(choice, stage)))
     refused = refused_rows(choice)
     if refused:
         console.print("\nNot offered")
-        print_rows(refused, console)
+        console.print(rows_table(refused))
 
 
 def _print_figures(hardware: Hardware, console: Console) -> None:
@@ -242,20 +240,6 @@ def _print_figures(hardware: Hardware, console: Console) -> None:
         f"links, {hardware.network_bandwidth / 1e9:.0f} GB/s between hosts ({device.source}).",
         style="dim",
     )
-
-
-def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """Rows as a table of all columns in which any of them has something."""
-    named = dict.fromkeys(key for row in rows for key in row)
-    columns = [name for name in named if any(row.get(name) for row in rows)]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        values = [row.get(column, "") for row in rows]
-        numeric = all(re.match(r"^[-+]?[\d,.]*( [%KMGTi]*B?)?$", value) for value in values)
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
-    for row in rows:
-        table.add_row(*(row.get(column, "") for column in columns))
-    console.print(table)
 
 
 def find_model(name: str) -> ModelShape:

@@ -11,8 +11,8 @@ from earl_core.config import load_config
 from flows import server
 from flows.cli.display import make_display
 from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
-from flows.cli.plan import parse_contexts, print_rows
-from flows.cli.tables import duration, make_console
+from flows.cli.plan import parse_contexts
+from flows.cli.tables import duration, make_console, rows_table
 
 
 def profile(
@@ -68,13 +68,13 @@ def print_result(result: dict[str, Any], minutes: float, console: Console) -> No
             highlight=False,
         )
     console.print(f"\n[bold]Measured[/bold] ({result['points']} points, {spent})")
-    print_rows(result["measured"], console)
+    console.print(rows_table(result["measured"]))
     if result["choices"]:
         console.print("\n[bold]What live_tokens would choose now[/bold]")
-        print_rows(result["choices"], console)
+        console.print(rows_table(result["choices"]))
     if result["memory_errors"]:
         console.print("\n[bold]Memory model[/bold], each measured peak predicted from the others")
-        print_rows(result["memory_errors"], console)
+        console.print(rows_table(result["memory_errors"]))
     for failure in result["failures"]:
         console.print(f"Left out: {failure}", style="yellow", highlight=False, markup=False)
     console.print(f"\nProfile: {result['path']}", highlight=False, soft_wrap=True)

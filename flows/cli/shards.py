@@ -9,17 +9,16 @@ from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
-from rich.table import Table
 
 from earl_core.config import load_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
 from earl_core.dispatch.shards.arrow_file import open_batch
 from earl_core.dispatch.shards.manifest import ManifestError
-from earl_core.run.shards import list_stores, run_store, sweep
+from earl_core.run.shards import StoreState, list_stores, run_store, sweep
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
-from flows.cli.tables import duration, make_console
+from flows.cli.tables import duration, make_console, rows_table
 
 _VALUES_SHOWN = 256
 _LONGEST_PATH = 4096
@@ -40,29 +39,31 @@ def list_shards(directory: Path) -> None:
     if not stores:
         console.print(f"Nothing in {directory}.", highlight=False)
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("run", "state", "size", "age", "folder"):
-        justify = "right" if heading in ("size", "age") else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
-    for store in stores:
-        known = store.run_directory is not None
-        state = "running" if store.live else "finished or deleted" if store.finished else "stopped"
-        table.add_row(
-            str(store.run_directory) if known else "unknown",
-            state,
-            megabytes(store.bytes),
-            duration(3600 * store.age_hours),
-            str(store.directory),
-        )
+    rows = [
+        {
+            "run": str(store.run_directory or "unknown"),
+            "state": _state(store),
+            "size": megabytes(store.bytes),
+            "age": duration(3600 * store.age_hours),
+            "folder": str(store.directory),
+        }
+        for store in stores
+    ]
     if not console.is_terminal:
         console.width = 2 * _LONGEST_PATH  # a line for each, whatever their paths
-    console.print(table)
+    console.print(rows_table(rows))
     if any(not store.live for store in stores):
         console.print(
             "A stopped run adopts its folder on `earl resume`. "
             f"`{shards_command('sweep', directory)}` removes every folder without a running owner.",
             style="dim",
         )
+
+
+def _state(store: StoreState) -> str:
+    if store.live:
+        return "running"
+    return "finished or deleted" if store.finished else "stopped"
 
 
 def sweep_shards(directory: Path) -> None:
@@ -137,13 +138,11 @@ def _show_file(path: Path, row: int, console: Console) -> None:
 
 def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) -> None:
     console.print(f"\n[bold]{path}[/bold]  {megabytes(path.stat().st_size)}", highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("column", "type", "values"):
-        table.add_column(heading, justify="right" if heading == "values" else "left")
+    rows = []
     for field, column in zip(batch.schema, batch.columns, strict=True):
         count = len(column.values) if pa.types.is_large_list(field.type) else len(column)
-        table.add_row(field.name, str(field.type), f"{count:,}")
-    console.print(table)
+        rows.append({"column": field.name, "type": str(field.type), "values": f"{count:,}"})
+    console.print(rows_table(rows))
     for key, value in (batch.schema.metadata or {}).items():
         text = f"{key.decode(errors='replace')}: {value.decode(errors='replace')}"
         console.print(text, style="dim", highlight=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -20,9 +21,14 @@ from flows.cli.progress import (
     outcome_names,
 )
 
+Row = Mapping[str, str]
+
 _EVALUATIONS_SHOWN = 4
 _PIPE_WIDTH = 140
 _LONG = 1e6
+_NUMERIC = re.compile(
+    r"[-+]?[\d,.]*(e[-+]\d+)?%?( \([\d-]+\)| - [\d.]+%| [%KMGTik]*B?| [sh]| (min|h) \d+ (s|min))?"
+)
 _COLORS = {"win": "green", "draw": "yellow", "loss": "red", "illegal": "magenta"}
 
 
@@ -88,43 +94,51 @@ def activity_numbers(activity: Activity) -> str:
     return ", ".join(parts)
 
 
+def rows_table(rows: Sequence[Row], styles: Mapping[str, str] | None = None) -> Table:
+    """Rows as a table of all columns in which any of them has something; numbers to the right."""
+    columns = dict.fromkeys(name for row in rows for name, cell in row.items() if cell)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        numeric = all(_NUMERIC.fullmatch(row.get(column, "")) for row in rows)
+        style = (styles or {}).get(column, "")
+        justify: JustifyMethod = "right" if numeric else "left"
+        table.add_column(column, justify=justify, no_wrap=numeric, style=style, overflow="fold")
+    for row in rows:
+        table.add_row(*(row.get(column, "") for column in columns))
+    return table
+
+
 def iteration_table(rows: Sequence[IterationRow]) -> Table:
     """The last iterations, newest last."""
     names = outcome_names([row.outcomes for row in rows])
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("iteration", justify="right")
-    table.add_column("return", justify="right")
-    for name in names:
-        table.add_column(f"{name} %", justify="right", style=_COLORS.get(name, ""))
-    for heading in ("context", "max", "rollout tok/s", "update tok/s", "seconds"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            str(row.iteration),
-            signed(row.mean_return, 2),
-            *[number(row.outcomes.get(name, 0.0) * 100, "{:.0f}") for name in names],
-            number(row.context_mean, "{:.0f}"),
-            number(row.context_max, "{:.0f}"),
-            number(row.rollout_tokens_per_second, "{:,.0f}"),
-            number(row.update_tokens_per_second, "{:,.0f}"),
-            f"{row.seconds:.1f}",
-        )
-    return table
+    cells = [
+        {
+            "iteration": str(row.iteration),
+            "return": signed(row.mean_return, 2),
+            **{f"{name} %": f"{row.outcomes.get(name, 0.0) * 100:.0f}" for name in names},
+            "context": number(row.context_mean, "{:.0f}"),
+            "max": number(row.context_max, "{:.0f}"),
+            "rollout tok/s": number(row.rollout_tokens_per_second, "{:,.0f}"),
+            "update tok/s": number(row.update_tokens_per_second, "{:,.0f}"),
+            "seconds": f"{row.seconds:.1f}",
+        }
+        for row in rows
+    ]
+    return rows_table(cells, {f"{name} %": color for name, color in _COLORS.items()})
 
 
 def evaluation_table(rows: Sequence[EvaluationRow]) -> Table:
     """Held-out evaluations with their intervals."""
     names = outcome_names([row.outcomes for row in rows])
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("evaluation", justify="right")
-    table.add_column("return", justify="right")
-    for name in names:
-        heading = f"{name} % (95 %)"
-        table.add_column(heading, justify="right", style=_COLORS.get(name, ""), no_wrap=True)
-    for row in rows:
-        cells = [interval(row.outcomes[name]) if name in row.outcomes else "" for name in names]
-        table.add_row(str(row.version), signed(row.mean_return, 2), *cells)
-    return table
+    cells = [
+        {
+            "evaluation": str(row.version),
+            "return": signed(row.mean_return, 2),
+            **{f"{n} % (95 %)": interval(row.outcomes[n]) for n in names if n in row.outcomes},
+        }
+        for row in rows
+    ]
+    return rows_table(cells, {f"{name} % (95 %)": color for name, color in _COLORS.items()})
 
 
 def interval(value: tuple[float, float, float]) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from earl_core.run import RunDirectory
-from earl_core.selector import DeploymentPlan, NothingFits, SelectionInput
-from earl_core.selector.choice.changes import layout_changes, misfit_text
+from earl_core.selector import DeploymentPlan, NoFeasiblePlan, SelectionInput
+from earl_core.selector.choice.changes import infeasible_text, layout_changes
 from earl_core.selector.choice.explain import (
     Row,
     candidate_rows,
@@ -16,7 +16,7 @@ from earl_core.selector.choice.explain import (
     plan_rows,
     refused_rows,
 )
-from earl_core.selector.profile.observations import MISFITS, Observation
+from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.files import read_file
 
 _REFUSED_SHOWN = 24
@@ -42,10 +42,10 @@ def _history(
     plan: DeploymentPlan, before: DeploymentPlan | None, seen: Sequence[Observation]
 ) -> list[str]:
     lines = [f"- {change.text}" for change in layout_changes(before, plan)]
-    misfits = [item for item in seen if item.kind in MISFITS]
-    lines += [f"- {misfit_text(item)}" for item in misfits]
+    infeasible = [item for item in seen if item.kind in INFEASIBLE]
+    lines += [f"- {infeasible_text(item)}" for item in infeasible]
     if plan.attempt:
-        lines.append(f"- chosen {plan.attempt + 1} times, because a stage did not fit")
+        lines.append(f"- chosen {plan.attempt + 1} times, because a stage was infeasible")
     return ["\n".join(lines)] if lines else []
 
 
@@ -57,7 +57,7 @@ def _considered(run: RunDirectory, plan: DeploymentPlan) -> list[str]:
         choice = considered(given, plan)
     except (OSError, ValidationError) as error:
         return [f"What was considered cannot be shown: {error}"]
-    except (NothingFits, ValueError) as error:
+    except (NoFeasiblePlan, ValueError) as error:
         return [f"Nothing else was considered: {error}"]
     parts = []
     for stage in choice.predictions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from earl_core.selector import NothingFits, ProfilePoint, ProfileTable, SelectionInput
+from earl_core.selector import NoFeasiblePlan, ProfilePoint, ProfileTable, SelectionInput
 from earl_core.selector.choice.explain import Row, summary
 from earl_core.selector.choice.predict import gib
 from earl_core.selector.held_out import HeldOutError, held_out_errors
@@ -51,7 +51,7 @@ def choice_rows(given: SelectionInput, table: ProfileTable) -> list[Row]:
     for context in (c for c in _CONTEXTS if c <= given.model.max_positions):
         try:
             rows.append(summary(at_context(asked, context, table)))
-        except NothingFits as error:
+        except NoFeasiblePlan as error:
             rows.append({"context": f"{context:,}", "rollout": str(error)})
     return rows
 

@@ -66,7 +66,7 @@ def selector_metrics(
 
 
 _KINDS = ("predicted", "measured")
-_SWITCHES = ("switched", "laid_out")
+_SWITCHES = ("switched", "resharded")
 
 
 def load_metrics(

@@ -109,7 +109,7 @@ def test_a_context_that_is_outgrown_is_rebuilt_and_nothing_is_cut(
 ) -> None:
     """Under `fixed` too; checkpoints are evaluated with engines of the length that was reached."""
     runs.train("rollout.max_model_len=16")
-    (seen, *_) = observations(runs, "outgrown")
+    (seen, *_) = observations(runs, "context_overflow")
     assert seen.deployment.max_model_len == 16
     length = plan(runs, 1)["rollout"].max_model_len or 0
     assert length >= 32
@@ -210,12 +210,12 @@ class OutOfMemoryError(RuntimeError):
         (call_failed(EngineLost("x"), 1), "out_of_memory", ""),
         (call_failed(WeightSyncError("x"), 1), "out_of_memory", ""),
         (call_failed(OSError("x"), 1), "out_of_memory", ""),
-        (call_failed(ContextOverflow(9, 8, 99)), "outgrown", "rollout"),
+        (call_failed(ContextOverflow(9, 8, 99)), "context_overflow", "rollout"),
         (WorkerLost(Where("w", 0, "", "", 0), "gone", "lost", None, 9, True), "out_of_memory", ""),
         (MemoryError(), "out_of_memory", ""),
     ],
 )
-def test_what_counts_as_a_misfit(error: BaseException, kind: str, stage: str) -> None:
+def test_what_counts_as_infeasible(error: BaseException, kind: str, stage: str) -> None:
     found = diagnose(error)
     assert found is not None
     assert (found.kind, found.stage) == (kind, stage)

@@ -13,7 +13,7 @@ from earl_core.selector import (
     Statistics,
     select,
 )
-from earl_core.selector.choice.changes import layout_changes, misfit_text
+from earl_core.selector.choice.changes import infeasible_text, layout_changes
 from earl_core.selector.profile.observations import Observation
 from tests.selector.examples import given
 
@@ -88,16 +88,16 @@ def test_a_stage_that_did_not_fit_says_why() -> None:
     memory = Observation(
         iteration=3, stage="update", kind="out_of_memory", deployment=UPDATE, peak_bytes=2**30
     )
-    assert misfit_text(memory) == (
+    assert infeasible_text(memory) == (
         "update: ran out of memory at 1.0 GiB a device under TP 1, 2 threads, microbatch 8192; "
         "the stage is repeated from its sealed inputs"
     )
     outgrown = Observation(
-        iteration=3, stage="rollout", kind="outgrown", deployment=ROLLOUT, longest=4096
+        iteration=3, stage="rollout", kind="context_overflow", deployment=ROLLOUT, longest=4096
     )
-    assert "an episode reached 4,096 tokens" in misfit_text(outgrown)
+    assert "an episode reached 4,096 tokens" in infeasible_text(outgrown)
     unanswered = memory.model_copy(update={"answered": False})
-    assert "repeated" not in misfit_text(unanswered)
+    assert "repeated" not in infeasible_text(unanswered)
 
 
 def test_a_longer_context_has_a_reason_that_is_true() -> None:

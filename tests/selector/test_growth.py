@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from earl_core.selector import DeploymentPlan, Hardware, NothingFits, Predictor, select
+from earl_core.selector import DeploymentPlan, Hardware, NoFeasiblePlan, Predictor, select
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
 from earl_core.selector.choice.statistics import forecast
 from earl_core.selector.model.candidates import Candidate
@@ -71,7 +71,7 @@ def test_growth_that_would_fit_nowhere_ends_no_run_before_it_is_there() -> None:
         growing, model="smollm2-135m", episodes=8, hardware=host,
         rollout={"max_model_len": None, "engine": "torch"},
     )  # fmt: skip
-    with pytest.raises(NothingFits):
+    with pytest.raises(NoFeasiblePlan):
         select(item)
     shorter, plan = choose_as_far_as_it_fits(item)
     assert shorter.selector.forecast == 1
@@ -79,5 +79,5 @@ def test_growth_that_would_fit_nowhere_ends_no_run_before_it_is_there() -> None:
     roomy = item.model_copy(update={"hardware": host.model_copy(update={"memory_bytes": 2**34})})
     assert choose_as_far_as_it_fits(roomy) == (roomy, select(roomy))
     tight = item.model_copy(update={"hardware": host.model_copy(update={"memory_bytes": 2**30})})
-    with pytest.raises(NothingFits, match=r"[GM]iB may be used"):
+    with pytest.raises(NoFeasiblePlan, match=r"[GM]iB may be used"):
         choose_as_far_as_it_fits(tight)

@@ -18,7 +18,7 @@ from earl_core.selector.profile.observations import (
     decode_rate,
     forbidden_of,
     offered_requests,
-    outgrown_tokens,
+    overflow_tokens,
     peak_bytes_of,
     refined,
     seconds_of,
@@ -44,7 +44,7 @@ def taught(base: SelectionInput, observations: list[Observation]) -> SelectionIn
             "profile": profile,
             "calibration": calibration_of(observations),
             "forbidden": forbidden_of(observations, base.iteration),
-            "outgrown": outgrown_tokens(observations),
+            "context_overflow": overflow_tokens(observations),
         }
     )
 
@@ -152,20 +152,20 @@ def test_what_is_last_counts() -> None:
         seen("switched", seconds=5.0),
         seen("switched", ROLLOUT, seconds=9.0),
         seen("switched", seconds=0.1),
-        seen("laid_out", seconds=0.2),
+        seen("resharded", seconds=0.2),
         seen("measured", peak_bytes=3.0),
         seen("measured", peak_bytes=2.0),
         seen("measured", ROLLOUT),
     ]
     assert seconds_of(lines, "switched") == {"update": 0.1, "rollout": 9.0}
-    assert seconds_of(lines, "laid_out") == {"update": 0.2}
+    assert seconds_of(lines, "resharded") == {"update": 0.2}
     assert peak_bytes_of(lines) == {"update": 2.0}
 
 
 def test_attempts_are_the_failures_that_had_the_choice_made_again() -> None:
     lines = [
         seen("out_of_memory"),
-        seen("outgrown", ROLLOUT, longest=99.0),
+        seen("context_overflow", ROLLOUT, longest=99.0),
         seen("out_of_memory", ROLLOUT, answered=False),
         seen("measured"),
     ]
@@ -179,7 +179,9 @@ def test_an_outgrown_context_is_at_least_doubled(tokens: int, policy: str) -> No
     base = given(256.0, selector={"policy": policy}, rollout={"max_model_len": 1024})
     base = base.model_copy(update={"current": select(base)})
     before = base.current["rollout"].max_model_len or 0
-    lesson = seen("outgrown", base.current["rollout"], longest=float(max(tokens, before + 1)))
+    lesson = seen(
+        "context_overflow", base.current["rollout"], longest=float(max(tokens, before + 1))
+    )
     length = select(taught(base, [lesson]))["rollout"].max_model_len or 0
     assert length >= min(2 * before, base.model.max_positions)
     assert length > lesson.longest or length == base.model.max_positions

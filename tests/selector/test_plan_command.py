@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import write_manifest
 from earl_core.run.journal import Journal
-from earl_core.selector import DeploymentPlan, Forbidden, NothingFits, SelectionInput, select
+from earl_core.selector import DeploymentPlan, Forbidden, NoFeasiblePlan, SelectionInput, select
 from earl_core.selector.profile.observations import Observation
 from flows.cli.app import app
 from flows.cli.errors import UsageProblem
@@ -104,7 +104,9 @@ def test_numbers_that_no_model_has_are_refused(
 
 
 def test_too_few_episodes_for_any_mesh_are_not_called_a_lack_of_memory() -> None:
-    with pytest.raises(NothingFits, match=r"is on offer.* for 1 episodes: some would stand idle"):
+    with pytest.raises(
+        NoFeasiblePlan, match=r"is on offer.* for 1 episodes: some would stand idle"
+    ):
         select(given(8192.0, model="llama-3.1-8b", hosts=16, episodes=1))
 
 
@@ -196,7 +198,7 @@ def test_an_iteration_for_which_nothing_fitted(tmp_path: Path) -> None:
     code, text = run("--explain", "demo@12", "--runs-directory", str(tmp_path))
     assert code == 0, text
     assert "No plan was sealed" in text
-    assert "Nothing fitted" in text
+    assert "No feasible plan" in text
 
 
 def test_neither_selector_nor_command_imports_torch() -> None:

@@ -15,7 +15,7 @@ from earl_core.selector import (
     DeploymentPlan,
     Forbidden,
     Hardware,
-    NothingFits,
+    NoFeasiblePlan,
     Predictor,
     ProfilePoint,
     ProfileTable,
@@ -68,7 +68,7 @@ def test_the_same_input_gives_the_same_plan_which_fits(
     )  # fmt: skip
     try:
         plan = select(item)
-    except NothingFits:
+    except NoFeasiblePlan:
         return
     again = select(SelectionInput.model_validate_json(item.model_dump_json()))
     assert plan == again
@@ -92,13 +92,13 @@ def test_a_forbidden_candidate_is_never_picked(
         stage = data.draw(st.sampled_from(["rollout", "update"]))
         try:
             plan = select(item)
-        except NothingFits:
+        except NoFeasiblePlan:
             return
         forbidden.append(Forbidden(deployment=plan[stage]))
         item = item.model_copy(update={"forbidden": tuple(forbidden), "current": plan})
         try:
             chosen = layouts(select(item))
-        except NothingFits:
+        except NoFeasiblePlan:
             return
         assert not set(chosen.values()) & {Candidate.of(one.deployment) for one in forbidden}
 
@@ -117,7 +117,7 @@ def test_more_memory_is_never_slower(
         item = given(context, model=model, episodes=episodes, hardware=machine)
         try:
             times.append(iteration_seconds(item, select(item)))
-        except NothingFits:
+        except NoFeasiblePlan:
             times.append(float("inf"))
     assert times[1] <= times[0] * (1 + 1e-9)
 
@@ -145,7 +145,7 @@ def test_noise_below_the_hysteresis_never_causes_a_switch(
         )
         try:
             chosen = select(item)
-        except NothingFits:
+        except NoFeasiblePlan:
             assert plan is None or _at_the_edge(item, plan)
             return
         if plan is not None and layouts(chosen) != layouts(plan):
@@ -172,7 +172,7 @@ def test_short_contexts_have_no_context_parallelism(model: str, episodes: int) -
 
 def test_ladder_ends_in_an_error_that_names_the_bytes() -> None:
     with pytest.raises(
-        NothingFits, match=r"of the update fits .* needs [\d.]+ GiB on a device where"
+        NoFeasiblePlan, match=r"of the update fits .* needs [\d.]+ GiB on a device where"
     ):
         select(given(8192.0, model="qwen2.5-72b"))
     assert gib(3 * 2**30) == "3.0 GiB"
@@ -339,7 +339,7 @@ def test_the_host_must_hold_what_is_offloaded() -> None:
     problems = [row.problem for row in choice.predictions["update"] if row.problem]
     assert any("optimizer state of a host's ranks needs" in problem for problem in problems)
     cpu = Hardware(cpu_cores=4, memory_bytes=8 * 2**30)
-    with pytest.raises(NothingFits) as error:
+    with pytest.raises(NoFeasiblePlan) as error:
         select(given(1024.0, model="llama-3.1-8b", hardware=cpu, selector={"stages": ("update",)}))
     assert error.value.nearest is not None
     assert not error.value.nearest.candidate.offload

@@ -15,7 +15,7 @@ from earl_core.selector import (
     Calibration,
     Forbidden,
     Hardware,
-    NothingFits,
+    NoFeasiblePlan,
     Peak,
     Predictor,
     ProfilePoint,
@@ -67,7 +67,7 @@ def test_a_smaller_microbatch_holds_the_longest_sample(asked: int, longest: floa
     assert coarse(longest) <= longest <= coarse_above(longest) <= 2 * longest
 
 
-def ladder(context: float) -> tuple[list[Candidate], NothingFits]:
+def ladder(context: float) -> tuple[list[Candidate], NoFeasiblePlan]:
     """What is chosen for the update with ever less memory, and the error in the end."""
     seen: list[Candidate] = []
     item = host(24.0, context, selector={"stages": ("update",)})
@@ -76,11 +76,11 @@ def ladder(context: float) -> tuple[list[Candidate], NothingFits]:
         item = item.model_copy(update={"hardware": machine})
         try:
             found = chosen(item)
-        except NothingFits:
+        except NoFeasiblePlan:
             break
         if not seen or seen[-1] != found:
             seen.append(found)
-    with pytest.raises(NothingFits) as error:
+    with pytest.raises(NoFeasiblePlan) as error:
         select(item)
     return seen, error.value
 
@@ -116,7 +116,7 @@ def test_what_others_hold_is_not_there() -> None:
     assert predictor.budget("update") == pytest.approx(0.9 * 8 * GIB - 2 * GIB)
     assert predictor.budget("rollout") == pytest.approx(0.9 * 8 * GIB)
     full = free.model_copy(update={"reserved_bytes": {"update": 6.5 * GIB}})
-    with pytest.raises(NothingFits, match=r"\d MiB may be used, for others hold 6\.5 GiB"):
+    with pytest.raises(NoFeasiblePlan, match=r"\d MiB may be used, for others hold 6\.5 GiB"):
         select(full)
     # Devices have memory of their own.
     gpu = given(8192.0, reserved_bytes={"update": 1e15, "rollout": 1e15})
@@ -148,7 +148,7 @@ def test_the_torch_engine_runs_fewer_sequences_when_its_cache_would_not_fit() ->
     assert limits == sorted(limits, reverse=True)
     assert 1 <= limits[-1] < 64
     too_little = host(0.9, 4000.0, selector={"stages": ("rollout",)})
-    with pytest.raises(NothingFits, match=r"on this host of 922 MiB, where 829 MiB may be used"):
+    with pytest.raises(NoFeasiblePlan, match=r"on this host of 922 MiB, where 829 MiB may be used"):
         select(too_little)
 
 
@@ -227,11 +227,11 @@ def test_measured_peaks_move_the_choice() -> None:
 
 def test_where_nothing_is_on_offer_memory_is_not_blamed() -> None:
     engines = {"engine": "vllm", "max_model_len": 1024}
-    with pytest.raises(NothingFits, match=r"on offer: .*TP 2: 2 does not divide the 9") as error:
+    with pytest.raises(NoFeasiblePlan, match=r"on offer: .*TP 2: 2 does not divide the 9") as error:
         select(host(24.0, selector={"tensor_parallel": (2,)}, rollout=engines))
     assert "memory" not in str(error.value)
     copies = LayoutConfig.model_validate({"update": {"replicate": 2}})
-    with pytest.raises(NothingFits, match=r"on offer: .*selector\.fixed_fields holds a field"):
+    with pytest.raises(NoFeasiblePlan, match=r"on offer: .*selector\.fixed_fields holds a field"):
         select(host(24.0, layout=copies, selector={"fixed_fields": ("update.replicas",)}))
 
 
@@ -252,7 +252,7 @@ def test_an_engine_that_was_measured_to_fit_has_room_for_its_cache() -> None:
     assert chosen(small, "rollout").running == 256
     (row,) = (r for r in choose(small).predictions["rollout"] if r.candidate == engine)
     assert row.allowed
-    with pytest.raises(NothingFits):
+    with pytest.raises(NoFeasiblePlan):
         select(small.model_copy(update={"calibration": Calibration()}))
 
 
@@ -260,7 +260,7 @@ def seconds_of(item: SelectionInput) -> float:
     predictor = Predictor(item)
     try:
         plan = select(item)
-    except NothingFits:
+    except NoFeasiblePlan:
         return math.inf
     layouts = [predictor.candidate_of(plan[stage]) for stage in item.selector.stages]
     rows = [predictor.predict(layout, predictor.now) for layout in layouts]
@@ -318,7 +318,7 @@ def test_on_a_cpu_the_same_input_gives_the_same_plan_and_forbidden_ones_stay_awa
     for _ in range(3):
         try:
             plan = select(item)
-        except NothingFits:
+        except NoFeasiblePlan:
             return
         assert plan == select(SelectionInput.model_validate_json(item.model_dump_json()))
         layouts = {Candidate.of(stage) for stage in plan.stages.values()}

@@ -79,14 +79,14 @@ def layout_changes(before: DeploymentPlan | None, after: DeploymentPlan) -> list
     ]
 
 
-def misfit_text(seen: Observation) -> str:
-    """What went wrong with a stage that did not fit, and what follows, in one line."""
-    if seen.kind == "outgrown":
+def infeasible_text(seen: Observation) -> str:
+    """Why a stage was infeasible, and what follows, in one line."""
+    if seen.kind == "context_overflow":
         length = seen.deployment.max_model_len
         built = f" of {length:,} tokens" if length else ""
         what = (
-            f"an episode reached {seen.longest:,.0f} tokens, beyond the context{built} that the "
-            "engine was built for"
+            f"context overflow: an episode reached {seen.longest:,.0f} tokens, beyond the "
+            f"engine's context{built}"
         )
     else:
         used = f" at {gib(seen.peak_bytes)} a device" if seen.peak_bytes else ""

@@ -89,8 +89,8 @@ class Considered(NamedTuple):
 def considered(given: SelectionInput, plan: DeploymentPlan | None = None) -> Considered:
     """Every candidate under this input. plan: the one taken; by default what the policy takes.
 
-    Pure, like the choice itself. Raises `NothingFits` when there is no plan to take, `ValueError`
-    for a model that nothing can be predicted for.
+    Pure, like the choice itself. Raises `NoFeasiblePlan` when there is no plan to take,
+    `ValueError` for a model that nothing can be predicted for.
     """
     plan = plan or select(given)
     predictor, found, out = evaluate(given)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from earl_core.deployment.stage_deployment import Basis, DeploymentPlan
-from earl_core.selector.choice.predict import STAGES, NothingFits, Prediction, Predictor
+from earl_core.selector.choice.predict import STAGES, NoFeasiblePlan, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, tokens
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import (
@@ -47,7 +47,7 @@ def select(given: SelectionInput) -> DeploymentPlan:
 
     The configured policy decides; under `fixed` only the rollout's context length moves: it is
     doubled before the longest episode seen would reach it, up to the model's position range.
-    Raises `NothingFits`, naming the bytes needed, when no layout of a stage fits the memory.
+    Raises `NoFeasiblePlan`, naming the bytes needed, when no layout of a stage fits the memory.
     """
     return POLICIES[given.selector.policy](given)
 
@@ -56,7 +56,7 @@ def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Dep
     """`select` by as much of the forecast as some layout fits, and the input with that much.
 
     The growth may end before, and so may the run: as long as the next iteration fits, it goes on.
-    Raises `NothingFits` when that does not.
+    Raises `NoFeasiblePlan` when that does not.
     """
     ahead = given.selector.forecast
     while True:
@@ -64,7 +64,7 @@ def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Dep
         shorter = given.model_copy(update={"selector": selector})
         try:
             return shorter, select(shorter)
-        except NothingFits:
+        except NoFeasiblePlan:
             if not ahead:
                 raise
             ahead //= 2
@@ -114,7 +114,7 @@ def choose(given: SelectionInput, predictor: Predictor | None = None) -> Choice:
     for stage, rows in found.items():
         if not rows or rows[0].problem or not math.isfinite(rows[0].seconds):
             nearest = min(rows, key=lambda row: (row.peak / row.budget, row.filled), default=None)
-            raise NothingFits(stage, nearest, [each for each in out if each.stage == stage])
+            raise NoFeasiblePlan(stage, nearest, [each for each in out if each.stage == stage])
     current = _current(given, predictor, found)
     chosen = _joint(given, predictor, found, current)
     reasons = {stage: reason_of(given, predictor, found, current, row) for stage, row in chosen}

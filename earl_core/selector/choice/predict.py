@@ -58,7 +58,7 @@ class Prediction(NamedTuple):
         return self.measured < 0.5
 
 
-class NothingFits(EarlError):
+class NoFeasiblePlan(EarlError):
     """No layout of a stage fits the memory. `nearest`: the candidate that came closest (its `peak`
     and `budget` are bytes on one device), None when no layout is on offer, for reasons in `out`."""
 

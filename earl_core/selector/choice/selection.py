@@ -20,10 +20,10 @@ from earl_core.selector.profile.profile_table import ProfileTable
 class SelectionInput(Settings):
     """Everything that a choice depends on; sealed beside the plan, so that it can be replayed.
 
-    attempt: how often the iteration's choice was made before, because a stage did not fit.
+    attempt: how often the iteration's choice was made before, because a stage was infeasible.
     current: the plan that the running worker groups follow. forbidden: what ran out of memory in
-    this run. reserved_bytes: by stage, bytes of the host that others hold while it runs
-    (on CPU hosts, where nothing is given back between stages). outgrown: the most tokens that an
+    this run. reserved_bytes: by stage, bytes of the host that others hold while it runs (on CPU
+    hosts, where nothing is given back between stages). context_overflow: the most tokens that an
     engine of this run was built too small for. trained_share: part of the parameters that has
     gradients (1 without adapters).
     """
@@ -44,7 +44,7 @@ class SelectionInput(Settings):
     calibration: Calibration = Calibration()
     forbidden: tuple[Forbidden, ...] = ()
     reserved_bytes: dict[str, float] = Field(default_factory=dict)
-    outgrown: float = Field(default=0.0, ge=0)
+    context_overflow: float = Field(default=0.0, ge=0)
     iterations_left: int | None = Field(default=None, ge=1)
     trained_share: float = Field(default=1.0, gt=0, le=1)
 
@@ -126,7 +126,7 @@ def experience_reason(config: ExperienceConfig) -> str:
 def model_length(given: SelectionInput, expected: float = 0.0) -> tuple[int, str]:
     """The context that engines are built for, and why. expected: tokens of the longest episode that
     the forecast sees; the longest that was played or that an engine had no room for counts too."""
-    seen = max(*given.statistics.context_max, given.outgrown, 0.0)
+    seen = max(*given.statistics.context_max, given.context_overflow, 0.0)
     longest = max(seen, expected)
     limit = given.model.max_positions
     asked = min(given.rollout.max_model_len or limit, limit)

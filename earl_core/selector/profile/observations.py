@@ -20,9 +20,9 @@ from earl_core.selector.model.memory_model import Calibration, Peak
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable
 
-Kind = Literal["measured", "out_of_memory", "outgrown", "switched", "laid_out"]
+Kind = Literal["measured", "out_of_memory", "context_overflow", "switched", "resharded"]
 
-MISFITS = ("out_of_memory", "outgrown")
+INFEASIBLE = ("out_of_memory", "context_overflow")
 """Kinds that end a stage, which is then repeated under another layout."""
 
 _PEAKS = 32
@@ -40,12 +40,12 @@ reading prompts may be more than the rollout took."""
 
 class Observation(Settings):
     """One thing seen of one stage under one layout; `switched`: its processes were started,
-    `laid_out`: those that ran exchanged their state.
+    `resharded`: those that ran exchanged their state.
 
-    context, longest: mean tokens of an episode, and of the longest (of `outgrown`: the tokens that
-    the engine had no room for). requests: episodes offered to one engine, or samples of a training
-    stage. tokens_per_second: as `ProfilePoint` has it. seconds: of the stage's work, or of the
-    switch. peak_bytes: of one device or rank; of `out_of_memory`: what was not enough.
+    context, longest: mean tokens of an episode, and of the longest (of `context_overflow`: the
+    tokens that the engine had no room for). requests: episodes offered to one engine, or samples of
+    a training stage. tokens_per_second: as `ProfilePoint` has it. seconds: of the stage's work, or
+    of the switch. peak_bytes: of one device or rank; of `out_of_memory`: what was not enough.
     formula_bytes: what the uncalibrated memory formula said for the same. reserved_bytes: host
     bytes that others held.
     """
@@ -64,15 +64,15 @@ class Observation(Settings):
     reserved_bytes: float = Field(default=0.0, ge=0)
     answered: bool = Field(
         default=True,
-        description="Of a misfit: whether the iteration's choice is made again. It is not under "
-        "`fixed`, nor where the other engines went on without the one that was lost.",
+        description="Of an infeasible stage: whether the iteration's choice is made again. It is "
+        "not under `fixed`, nor where the other engines went on without the one that was lost.",
     )
 
 
 def attempts_of(observations: Iterable[Observation], iteration: int) -> int:
     """How often the iteration's choice had to be made again."""
     return sum(
-        seen.kind in MISFITS and seen.answered and seen.iteration == iteration
+        seen.kind in INFEASIBLE and seen.answered and seen.iteration == iteration
         for seen in observations
     )
 
@@ -147,9 +147,11 @@ def peak_bytes_of(observations: Iterable[Observation]) -> dict[str, float]:
     }
 
 
-def outgrown_tokens(observations: Iterable[Observation]) -> float:
+def overflow_tokens(observations: Iterable[Observation]) -> float:
     """The most tokens that an engine was built too small for; 0 when none was."""
-    return max((seen.longest for seen in observations if seen.kind == "outgrown"), default=0.0)
+    return max(
+        (seen.longest for seen in observations if seen.kind == "context_overflow"), default=0.0
+    )
 
 
 def refined(

