@@ -13,6 +13,7 @@ from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.layout import check_layout
 from earl_core.dispatch import PoolFull
+from earl_core.memory_release import give_back_free_memory
 from earl_core.run import RunDirectory
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
@@ -84,6 +85,8 @@ class Session:
     def finish_iteration(self, iteration: int) -> None:
         """Remember that this session finished an iteration, with or without a checkpoint."""
         self._finished_here = iteration
+        # Else the controller's memory grows by what each iteration's records took for a moment.
+        give_back_free_memory()
 
     def go_back(self) -> None:
         """Forget what this session finished after the last checkpoint: it is done again."""
