@@ -27,6 +27,7 @@ from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment
 from earl_core.system.errors import EarlError
+from earl_core.system.memory_release import give_back_free_memory
 
 
 class StateLost(EarlError):
@@ -133,6 +134,8 @@ class RunController:
     def finish_iteration(self, iteration: int) -> None:
         """Remember that this controller finished an iteration, with or without a checkpoint."""
         self._finished_here = iteration
+        # Otherwise the controller's memory grows by each iteration's short-lived records.
+        give_back_free_memory()
 
     def go_back(self) -> None:
         """Forget what this controller finished after the last checkpoint: it is done again."""
