@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 import flows.running
+from earl_core.system.errors import EarlError
 from flows import server
 from flows.cli.errors import exit_code
-from flows.cli.training import RunUnfinished, train
+from flows.cli.training import train
 from flows.server_access import Access, read_access
 from tests.cli.conftest import CONFIG, Earl
 
@@ -88,6 +89,6 @@ def test_a_run_is_over_when_its_directory_says_so(
     # As with a server that takes every state for a finished one.
     monkeypatch.setattr(flows.running, "run_flow", lambda *_, **__: {})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunUnfinished, match=r"its directory .* says that it is not") as caught:
+    with pytest.raises(EarlError, match=r"its directory .* says that it is not") as caught:
         train(str(CONFIG), ["model.path=model"], plain=True)
     assert exit_code(caught.value) == 1
