@@ -27,6 +27,8 @@ from earl_core.control.worker_environment import worker_environment
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
 from earl_core.rollout.errors import ContextOverflow
+from earl_core.rollout.metrics import evaluation_results
+from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
 from earl_core.run.recovery import newest_whole
 from earl_core.run.training_state import verify_checkpoint
@@ -143,13 +145,16 @@ class PolicyPlayer:
         self._close(keep_logs=isinstance(error, Exception))
 
     def evaluate(self, episodes: int, temperature: float | None) -> dict[str, Any]:
-        """`RolloutWorker.evaluate`: the same prompts and seeds as `train` evaluates with."""
-        return self._call(
+        """`outcomes` and `metrics` as in `evaluation_results`, with the same prompts and seeds as
+        `train` evaluates with; `episodes` played to an end, and `failed` ones."""
+        result = self._call(
             "evaluate",
             episodes=episodes,
             temperature=temperature,
             options=self.config.evaluation.options,
         )
+        tally = RolloutStats.model_validate(result["tally"])
+        return {"episodes": tally.episodes, "failed": tally.failed, **evaluation_results(tally)}
 
     def play_one(self, prompt: int, seed: int, temperature: float | None) -> dict[str, Any]:
         """One game's transcript."""

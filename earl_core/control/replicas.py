@@ -48,6 +48,11 @@ class Played:
     member: int
     result: dict[str, Any]
 
+    @property
+    def tally(self) -> RolloutStats:
+        """What the engine counted."""
+        return RolloutStats.model_validate(self.result["tally"])
+
 
 @dataclass(frozen=True)
 class Job:
@@ -112,11 +117,9 @@ def play_evaluation(
     )
     done, engines = run(controller, deployment, job)
     tally = merged(done)
-    return {
-        "outcomes": metrics.evaluation_results(tally),
-        "metrics": {**metrics.rollout_metrics(tally), **engines.metrics()},
-        "examples": _examples(done),
-    }
+    results = metrics.evaluation_results(tally)
+    results["metrics"] |= engines.metrics()
+    return {**results, "examples": _examples(done)}
 
 
 def run(
@@ -138,7 +141,7 @@ def merged(done: list[Played]) -> RolloutStats:
     """One tally of what all engines played."""
     calls: dict[int, list[RolloutStats]] = {}
     for played in done:
-        calls.setdefault(played.member, []).append(RolloutStats.from_json(played.result["tally"]))
+        calls.setdefault(played.member, []).append(played.tally)
     return merge(calls[member] for member in sorted(calls))
 
 
@@ -237,7 +240,7 @@ class Engines:
             self._playing.pop(played.member)
             self._progress.pop(played.member, None)
             self.done.append(played)
-            tally = RolloutStats.from_json(played.result["tally"])
+            tally = played.tally
             self._finished.append((tally.episodes + tally.failed, tally.returns.mean))
             self._changed.notify_all()
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
@@ -48,20 +48,20 @@ async def play(
     settings: PlaySettings,
     *,
     meter: LoadMeter | None = None,
-    on_progress: Callable[[LoadMeter], None] | None = None,
 ) -> list[Episode]:
     """Play every episode of `specs`; returns them in that order, failed ones included.
 
     `Episode.finish_reason` is one of done, max_turns, max_tokens, model_context, or one of
-    `FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may hold `outcome`,
-    `metrics` and, for the first `settings.transcripts` episodes, `transcript` and `closing`. An
-    episode that was lost by infrastructure is played anew, twice at most; the meter counts it.
+    `trajectory.samples.FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may
+    hold `outcome`, `metrics` and, for the first `settings.transcripts` episodes, `transcript` and
+    `closing`. An episode that was lost by infrastructure is played anew, twice at most; the meter
+    counts it.
 
     Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed,
     `ContextOverflow` when one needs a longer context than the engine's and the model has it, and
     what the engine raises. When its task is cancelled, requests and environments are ended too.
     """
-    loop = _Loop(engine, pool, chat, specs, settings, meter, on_progress)
+    loop = _Loop(engine, pool, chat, specs, settings, meter)
     try:
         if engine.lockstep:
             await loop.lockstep()
@@ -82,13 +82,11 @@ class _Loop:
         specs: Sequence[EpisodeSpec],
         settings: PlaySettings,
         meter: LoadMeter | None,
-        on_progress: Callable[[LoadMeter], None] | None,
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._settings = settings
         self._meter = meter or LoadMeter(len(specs))
-        self._on_progress = on_progress or (lambda _: None)
         self._open: dict[int, EpisodePlayer] = {}
         self._lost: Counter[int] = Counter()
         self._episodes = settings.episodes or len(specs)
@@ -111,7 +109,7 @@ class _Loop:
             live = self.players[start : start + size]
             await self._all_environments([self._reset(player) for player in live])
             while live := await self._lockstep_turn(live):
-                self._on_progress(self._meter)
+                self._meter.progressed()
 
     async def _lockstep_turn(self, players: list[EpisodePlayer]) -> list[EpisodePlayer]:
         self.check_failures()
@@ -154,7 +152,7 @@ class _Loop:
                     await self._environment(self._step(player, text))
         await self._retire([player])
         self.check_failures()
-        self._on_progress(self._meter)
+        self._meter.progressed()
 
     def _request(self, player: EpisodePlayer) -> GenerationRequest | None:
         if player.begins_new_sample:
@@ -163,12 +161,12 @@ class _Loop:
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         meter, count = self._meter, len(requests)
-        meter.requests_began(count)
+        meter.requests_running(count)
         started = time.perf_counter()
         try:
             return await self._engine.generate(requests)
         finally:
-            meter.requests_ended(count)
+            meter.requests_running(-count)
             meter.generation_wait += count * (time.perf_counter() - started)
 
     async def _reset(self, player: EpisodePlayer) -> None:
@@ -238,7 +236,7 @@ class _Loop:
             raise self._failure(failed)
 
     def _failure(self, failed: int) -> RolloutFailed:
-        lost = [player.episode for player in self.players if player.failed]
+        lost = [player.episode for player in self.players if player.episode.failed]
         reasons = dict(Counter(episode.finish_reason for episode in lost))
         named = [
             f"  episode {episode.episode_id} ({episode.finish_reason}): {episode.info['failure']}"

@@ -18,11 +18,6 @@ from earl_core.rollout.load_meter import LoadMeter
 from earl_core.system.seeds import derive_seed
 from earl_core.trajectory.samples import Episode, Sample
 
-FAILED_REASONS = frozenset(
-    {"environment_error", "environment_timeout", "cancelled", "prompt_too_long"}
-)
-"""Finish reasons of failed episodes: they are counted, leave their group and are not trained."""
-
 
 @dataclass(frozen=True)
 class EpisodeSpec:
@@ -198,11 +193,6 @@ class EpisodePlayer:
         self._finish(reason)
 
     @property
-    def failed(self) -> bool:
-        """Whether the episode ended by a failure, which keeps it out of its group."""
-        return self.episode.finish_reason in FAILED_REASONS
-
-    @property
     def begins_new_sample(self) -> bool:
         """Whether the next request does not extend the tokens before it."""
         return self._new_sample and self._turn > 0
@@ -230,7 +220,7 @@ class EpisodePlayer:
         self._count_live(-self._live)
         meter = self._meter
         meter.episodes_done += 1
-        if self.failed:
+        if self.episode.failed:
             meter.episodes_failed += 1
         else:
             meter.reward_total += self.episode.total_reward

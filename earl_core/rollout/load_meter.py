@@ -3,65 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_PROGRESS_SECONDS = 0.3
 
 
-class LoadMeter:
-    """Counters of one rollout, updated by the agent loop; all methods are O(1).
+@dataclass
+class RolloutLoad:
+    """What episodes kept busy and cost. Seconds, tokens, bytes.
 
     Waits are summed over episodes: a lockstep turn of n episodes that takes s seconds counts
     n * s, so that shares mean the same under both schedules.
     """
 
-    def __init__(self, episodes: int) -> None:
-        self.episodes = episodes
-        self.episodes_done = 0
-        self.episodes_failed = 0
-        self.episodes_played_anew = 0
-        self.reward_total = 0.0
-        self.generated_tokens = 0
-        self.prompt_tokens = 0
-        self.generation_wait = 0.0
-        self.environment_wait = 0.0
-        self.environment_steps = 0
-        self.running_max = 0
-        self.live_tokens_max = 0
-        self._live_tokens = 0
-        self._running = 0
-        self.request_seconds = 0.0
-        self.busy_seconds = 0.0
-        self._started = self._changed = time.perf_counter()
-        self._ended: float | None = None
-
-    def requests_began(self, count: int) -> None:
-        """`count` requests went to the engine."""
-        self._account()
-        self._running += count
-        self.running_max = max(self.running_max, self._running)
-
-    def requests_ended(self, count: int) -> None:
-        """`count` requests came back, or were given up."""
-        self._account()
-        self._running -= count
-
-    def tokens_live(self, change: int) -> None:
-        """The contexts of the live episodes grew (or, when one ends, shrank) by `change` tokens."""
-        self._live_tokens += change
-        self.live_tokens_max = max(self.live_tokens_max, self._live_tokens)
-
-    def end(self) -> None:
-        """Stop the clock."""
-        self._account()
-        self._ended = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Wall time since the start, or until `end`."""
-        return (self._ended or time.perf_counter()) - self._started
-
-    @property
-    def running_mean(self) -> float:
-        """Requests in the engine, averaged over the time in which there were any."""
-        return self.request_seconds / self.busy_seconds if self.busy_seconds > 0 else 0.0
+    seconds: float = 0.0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_wait: float = 0.0
+    environment_wait: float = 0.0
+    environment_steps: int = 0
+    episodes_played_anew: int = 0
+    request_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    running_max: int = 0
+    live_tokens_max: int = 0
+    peak_memory_bytes: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -74,9 +42,77 @@ class LoadMeter:
         waits = self.environment_wait + self.generation_wait
         return self.environment_wait / waits if waits > 0 else 0.0
 
-    def _account(self) -> None:
+    def then(self, other: RolloutLoad) -> RolloutLoad:
+        """What one engine did in two calls, one after the other."""
+        return self._joined(other, "running_max", "live_tokens_max", "peak_memory_bytes")
+
+    def beside(self, other: RolloutLoad) -> RolloutLoad:
+        """What two engines did at the same time. The most requests and live tokens are those of
+        one engine, for they fill one engine's memory."""
+        return self._joined(other, "seconds", "running_max", "live_tokens_max")
+
+    def _joined(self, other: RolloutLoad, *largest: str) -> RolloutLoad:
+        mine, theirs = asdict(self), asdict(other)
+        return RolloutLoad(
+            **{
+                name: max(value, theirs[name]) if name in largest else value + theirs[name]
+                for name, value in mine.items()
+            }
+        )
+
+
+class LoadMeter(RolloutLoad):
+    """The load of one rollout while it runs, updated by the agent loop; all methods are O(1).
+
+    report: gets the progress as JSON, a few times a second at most. `seconds` is 0 until `end`.
+    """
+
+    def __init__(
+        self, episodes: int, report: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> None:
+        super().__init__()
+        self.episodes = episodes
+        self.episodes_done = 0
+        self.episodes_failed = 0
+        self.reward_total = 0.0
+        self._live_tokens = 0
+        self._running = 0
+        self._report = report
+        self._report_due = 0.0
+        self._started = self._changed = time.perf_counter()
+
+    def requests_running(self, change: int) -> None:
+        """So many more requests are in the engine; negative when they came back."""
         now = time.perf_counter()
         if self._running:
             self.request_seconds += self._running * (now - self._changed)
             self.busy_seconds += now - self._changed
         self._changed = now
+        self._running += change
+        self.running_max = max(self.running_max, self._running)
+
+    def tokens_live(self, change: int) -> None:
+        """The contexts of the live episodes grew (or, when one ends, shrank) by `change` tokens."""
+        self._live_tokens += change
+        self.live_tokens_max = max(self.live_tokens_max, self._live_tokens)
+
+    def progressed(self, last: bool = False) -> None:
+        """Report how far the rollout is, unless that was just done; the last time always."""
+        now = time.perf_counter()
+        if now < self._report_due and not last:
+            return
+        self._report_due = now + _PROGRESS_SECONDS
+        played = self.episodes_done - self.episodes_failed
+        self._report(
+            {
+                "episodes_done": self.episodes_done,
+                "episodes": self.episodes,
+                "tokens_per_second": self.generated_tokens / max(now - self._started, 1e-9),
+                "return": self.reward_total / max(played, 1),
+            }
+        )
+
+    def end(self) -> None:
+        """Stop the clock."""
+        self.requests_running(0)
+        self.seconds = time.perf_counter() - self._started

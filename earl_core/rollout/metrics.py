@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from earl_core.rollout.engines.processes import peak_bytes
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.trajectory.samples import Episode
@@ -65,17 +64,15 @@ def rollout_metrics(tally: RolloutStats) -> dict[str, float]:
 
 def _load_metrics(tally: RolloutStats) -> dict[str, float]:
     load = tally.load
-    waits = load.environment_wait + load.generation_wait
-    share = load.environment_wait / waits if waits > 0 else 0.0
     return {
         "episodes_failed": float(tally.failed),
         "episodes_played_anew": float(load.episodes_played_anew),
         "generated_tokens": float(load.generated_tokens),
         "prompt_tokens": float(load.prompt_tokens),
-        "tokens_per_second": load.generated_tokens / max(load.seconds, 1e-9),
+        "tokens_per_second": load.tokens_per_second,
         "seconds": load.seconds,
-        "environment_seconds": share * load.seconds,
-        "environment_share": share,
+        "environment_seconds": load.environment_share * load.seconds,
+        "environment_share": load.environment_share,
         "peak_memory_bytes": float(load.peak_memory_bytes),
     }
 
@@ -96,19 +93,20 @@ def selector_statistics(tally: RolloutStats) -> dict[str, float]:
         "live_tokens_max": float(load.live_tokens_max),
         "turns_mean": turns / max(tally.episodes, 1),
         "tool_wait_seconds": load.environment_wait / max(load.environment_steps, 1),
-        "tokens_per_second": load.generated_tokens / max(load.seconds, 1e-9),
+        "tokens_per_second": load.tokens_per_second,
         "peak_memory_bytes": float(load.peak_memory_bytes),
     }
 
 
-def evaluation_results(tally: RolloutStats) -> dict[str, dict[str, float]]:
-    """For each outcome its count, share and 95 % Wilson interval (`low`, `high`)."""
+def evaluation_results(tally: RolloutStats) -> dict[str, Any]:
+    """`metrics`, and `outcomes`: of each its count, share and 95 % Wilson interval (`low`,
+    `high`)."""
     results = {}
     for name, count in outcome_counts(tally).items():
         low, high = wilson_interval(count, tally.episodes)
         share = count / max(tally.episodes, 1)
         results[name] = {"count": count, "share": share, "low": low, "high": high}
-    return results
+    return {"outcomes": results, "metrics": rollout_metrics(tally)}
 
 
 def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
@@ -148,11 +146,6 @@ def example(episode: Episode) -> dict[str, Any]:
         "return": episode.total_reward,
         "finish_reason": episode.finish_reason,
     }
-
-
-def peak_memory_bytes(pids: Sequence[int]) -> int:
-    """Sum of the processes' peak resident memory; processes that are gone count nothing."""
-    return sum(peak_bytes(pid) for pid in pids)
 
 
 def _context_metrics(tally: RolloutStats) -> dict[str, float]:

@@ -33,8 +33,8 @@ from earl_core.rollout.engines.engine import (
     Engine,
     GenerationRequest,
 )
-from earl_core.rollout.engines.processes import reset_peak
-from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
+from earl_core.rollout.engines.processes import peak_bytes, reset_peak
+from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import (
     ContextOverflow,
     EngineLost,
@@ -42,7 +42,6 @@ from earl_core.rollout.errors import (
 )
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
-from earl_core.rollout.progress import ProgressReport
 from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.shards import run_store
 from earl_core.system import fault_points
@@ -165,9 +164,9 @@ class RolloutWorker:
         Group ids are the prompts' indices in the run, episode_id = group_id * group_size + k.
         share: tells this call's shard from the iteration's others. of_prompts: how many prompts
         the whole rollout has, if more than these. transcripts: how many of the first episodes are
-        recorded; None as configured. Returns `shards` (entries for the manifest), `metrics`,
-        `statistics` (for the selector), `examples` (transcripts) and `tally`, from which the
-        numbers of several shares follow. Raises `RolloutFailed` when too many episodes failed.
+        recorded; None as configured. Returns `shards` (entries for the manifest), `examples`
+        (transcripts) and `tally`, a dumped `RolloutStats`, from which the numbers of all shares
+        follow. Raises `RolloutFailed` when too many episodes failed.
         """
         config = self._config
         iteration = self._context.iteration or 0
@@ -194,15 +193,12 @@ class RolloutWorker:
                 iteration=iteration,
                 rank=share,
                 schema=ROLLOUT_SCHEMA,
-                rows=RolloutRows(_kept(episodes)),
+                rows=RolloutRows(e for e in episodes if not e.failed),
             )
         fault_points.point(f"rollout.sealed{share}", iteration)
         return {
             "shards": [entry.model_dump(mode="json")],
-            "metrics": metrics.rollout_metrics(tally),
-            "statistics": metrics.selector_statistics(tally),
-            "examples": [metrics.example(e) for e in episodes if "transcript" in e.info],
-            "tally": tally.to_json(),
+            **_told(episodes, tally),
         }
 
     async def evaluate(
@@ -210,7 +206,6 @@ class RolloutWorker:
         episodes: int,
         temperature: float | None = None,
         options: dict[str, Any] | None = None,
-        key: str = "evaluation",
         *,
         first: int = 0,
         of_episodes: int | None = None,
@@ -218,29 +213,18 @@ class RolloutWorker:
     ) -> dict[str, Any]:
         """Play held-out episodes, one for each prompt, and train on none.
 
-        The same `key` gives the same prompts and seeds at every iteration, so that curves compare
-        like with like. temperature: None as in the rollout, 0 greedy. options: environment
+        Every iteration plays the same prompts with the same seeds, so that curves compare like with
+        like. temperature: None as in the rollout, 0 greedy. options: environment
         options that differ from training. first: where a share of `of_episodes` begins. Returns
-        `outcomes` ({name: count, share, low, high}, 95 % Wilson intervals), `metrics`, `examples`,
-        `episodes`, `failed` and `tally`.
+        `examples` and `tally` as `rollout` does.
         """
-        prompts = range(HELD_OUT_PROMPTS + first, HELD_OUT_PROMPTS + first + episodes)
+        seed, begin = self._config.seed, HELD_OUT_PROMPTS + first
         specs = [
-            EpisodeSpec(prompt, prompt, prompt, derive_seed(self._config.seed, key, prompt))
-            for prompt in prompts
+            EpisodeSpec(prompt, prompt, prompt, derive_seed(seed, "evaluation", prompt))
+            for prompt in range(begin, begin + episodes)
         ]
         settings = self._settings(temperature, transcripts, of_episodes)
-        played, tally = await self._play(specs, settings, options or {})
-        return {
-            "iteration": self._context.iteration,
-            "key": key,
-            "episodes": tally.episodes,
-            "failed": tally.failed,
-            "outcomes": metrics.evaluation_results(tally),
-            "metrics": metrics.rollout_metrics(tally),
-            "examples": [metrics.example(e) for e in played if "transcript" in e.info],
-            "tally": tally.to_json(),
-        }
+        return _told(*await self._play(specs, settings, options or {}))
 
     async def play_one(
         self,
@@ -309,18 +293,16 @@ class RolloutWorker:
     ) -> tuple[list[Episode], RolloutStats]:
         engine, chat = self._ready()
         pool = await self._pool(options, settings.max_live_episodes or len(specs))
-        meter, report = LoadMeter(len(specs)), ProgressReport(self._context)
+        meter = LoadMeter(len(specs), self._context.report)
         for pid in self._processes():
             reset_peak(pid)
-        task = asyncio.ensure_future(
-            play(engine, pool, chat, specs, settings, meter=meter, on_progress=report)
-        )
+        task = asyncio.ensure_future(play(engine, pool, chat, specs, settings, meter=meter))
         try:
             while not task.done():
                 if self._context.cancelled.is_set():
                     raise Cancelled("the rollout was cancelled; nothing of it is kept")
                 await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
-            report(meter, last=True)
+            meter.progressed(last=True)
             episodes = task.result()
         except (EngineLost, OutOfMemory):
             await self._drop_engine()
@@ -329,10 +311,9 @@ class RolloutWorker:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-        peak = metrics.peak_memory_bytes(self._processes())
+        meter.peak_memory_bytes = sum(map(peak_bytes, self._processes()))
         give_back_free_memory()
-        failed = [episode for episode in episodes if episode.finish_reason in FAILED_REASONS]
-        return episodes, RolloutStats.of(_kept(episodes), meter, peak, failed)
+        return episodes, RolloutStats.of(episodes, meter)
 
     def _settings(
         self,
@@ -394,5 +375,9 @@ class RolloutWorker:
         return sorted({os.getpid(), *pids})
 
 
-def _kept(episodes: Sequence[Episode]) -> list[Episode]:
-    return [episode for episode in episodes if episode.finish_reason not in FAILED_REASONS]
+def _told(episodes: Sequence[Episode], tally: RolloutStats) -> dict[str, Any]:
+    """What the controller learns of played episodes besides their samples."""
+    return {
+        "examples": [metrics.example(e) for e in episodes if "transcript" in e.info],
+        "tally": tally.model_dump(mode="json"),
+    }

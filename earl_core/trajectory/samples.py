@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
+
+FAILED_REASONS = frozenset(
+    {"environment_error", "environment_timeout", "cancelled", "prompt_too_long"}
+)
+"""Finish reasons of failed episodes: they are counted, leave their group and are not trained."""
 
 
 @dataclass
@@ -60,6 +65,11 @@ class Episode:
     info: dict[str, object] = field(default_factory=dict)
 
     @property
+    def failed(self) -> bool:
+        """Whether the episode ended by a failure, which keeps it out of its group."""
+        return self.finish_reason in FAILED_REASONS
+
+    @property
     def turns(self) -> int:
         """Answers given, over all samples."""
         return sum(len(sample.turn_starts) for sample in self.samples)
@@ -101,7 +111,7 @@ class RowSource(Protocol):
 class RolloutRows:
     """All samples of the episodes as rows of `ROLLOUT_SCHEMA`, sorted by sample_id."""
 
-    def __init__(self, episodes: Sequence[Episode]) -> None:
+    def __init__(self, episodes: Iterable[Episode]) -> None:
         ordered = sorted(episodes, key=lambda episode: episode.episode_id)
         rows = [(episode, sample) for episode in ordered for sample in episode.samples]
         self._samples = [sample for _, sample in rows]

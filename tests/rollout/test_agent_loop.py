@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
-from earl_core.rollout.episode_player import FAILED_REASONS, EpisodeSpec, PlaySettings
+from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.metrics import rollout_metrics, selector_statistics
 from earl_core.rollout.rollout_stats import RolloutStats
-from earl_core.trajectory.samples import Episode, RolloutRows
+from earl_core.trajectory.samples import FAILED_REASONS, Episode, RolloutRows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
@@ -161,8 +161,7 @@ def test_what_infrastructure_lost_is_played_anew_twice_at_most(lockstep: bool) -
     assert episodes[6].finish_reason == "environment_error"
     assert "its host burnt" in str(episodes[6].info["failure"])
     assert (meter.episodes_done, meter.episodes_failed) == (8, 1)
-    kept = [e for e in episodes if e.finish_reason not in FAILED_REASONS]
-    assert rollout_metrics(RolloutStats.of(kept, meter, 7))["episodes_played_anew"] == 1 + 2 + 2
+    assert rollout_metrics(RolloutStats.of(episodes, meter))["episodes_played_anew"] == 1 + 2 + 2
     assert sorted(pool.closed) == list(range(8))
 
 
@@ -241,15 +240,11 @@ def test_a_template_that_rewrites_answers_begins_new_samples() -> None:
 def test_transcripts_and_numbers() -> None:
     engine = ScriptedEngine(lambda i, _: 1, STOP)
     pool = ScriptedEnvironments(lambda i: 2, failing={3: "hang"})
-    meter = LoadMeter(4)
-    limits = PlaySettings(max_turns=9, transcripts=1, max_failed_share=0.5)
     seen: list[int] = []
-
-    def progress(state: LoadMeter) -> None:
-        seen.append(state.episodes_done)
-
+    meter = LoadMeter(4, lambda progress: seen.append(progress["episodes_done"]))
+    limits = PlaySettings(max_turns=9, transcripts=1, max_failed_share=0.5)
     episodes = asyncio.run(
-        play(engine, pool, CHAT, specs_of(4), limits, meter=meter, on_progress=progress)  # type: ignore[arg-type]
+        play(engine, pool, CHAT, specs_of(4), limits, meter=meter)  # type: ignore[arg-type]
     )
     transcript: Any = episodes[0].info["transcript"]
     assert [turn["observation"] for turn in transcript] == ["start", "next"]
@@ -258,8 +253,8 @@ def test_transcripts_and_numbers() -> None:
     assert episodes[0].info["closing"] == "over"
     assert all("transcript" not in episode.info for episode in episodes[1:])
     assert seen == [1]
-    kept = [e for e in episodes if e.finish_reason not in FAILED_REASONS]
-    tally = RolloutStats.of(kept, meter, 7)
+    kept = [e for e in episodes if not e.failed]
+    tally = RolloutStats.of(episodes, meter)
     numbers = rollout_metrics(tally)
     assert numbers["episodes"] == 3
     assert numbers["episodes_failed"] == 1

@@ -18,7 +18,12 @@ from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError
 from earl_core.rollout.errors import RolloutFailed
-from earl_core.rollout.metrics import check_failures, rollout_metrics
+from earl_core.rollout.metrics import (
+    check_failures,
+    evaluation_results,
+    rollout_metrics,
+    selector_statistics,
+)
 from earl_core.rollout.rollout_stats import RolloutStats, merge
 from earl_core.rollout.rollout_worker import HELD_OUT_PROMPTS, RolloutWorker
 from earl_core.run.record import write_record
@@ -107,6 +112,10 @@ def setting(tmp_path: Path, model: Path) -> Setting:
     return Setting(tmp_path, model)
 
 
+def tally_of(result: dict[str, Any]) -> RolloutStats:
+    return RolloutStats.model_validate(result["tally"])
+
+
 def test_rollout_publishes_samples_metrics_and_examples(setting: Setting) -> None:
     result = setting.run(lambda worker: worker.rollout(first_prompt=12, prompts=6))
     table = setting.table(result)
@@ -115,14 +124,15 @@ def test_rollout_publishes_samples_metrics_and_examples(setting: Setting) -> Non
     assert table["episode_id"].to_pylist() == list(range(24, 36))
     assert table["group_id"].to_pylist() == [group for group in range(12, 18) for _ in range(2)]
     assert set(table["policy_version_first"].combine_chunks().values.to_pylist()) == {0}
-    numbers = result["metrics"]
+    numbers = rollout_metrics(tally_of(result))
     assert numbers["episodes"] == 12
     assert numbers["samples_per_episode"] == 1.0
     shares = [numbers[f"outcome/{name}"] for name in ("win", "draw", "loss", "illegal")]
     ended = numbers.get("finish/done", 0.0)
     assert sum(shares) == pytest.approx(ended)
-    assert result["statistics"]["context_max"] == numbers["context/max"] > 0
-    assert result["statistics"]["peak_memory_bytes"] > 10**7
+    statistics = selector_statistics(tally_of(result))
+    assert statistics["context_max"] == numbers["context/max"] > 0
+    assert statistics["peak_memory_bytes"] > 10**7
     assert len(result["examples"]) == 2
     assert result["examples"][0]["turns"][0]["observation"]
     assert setting.progress[-1]["episodes_done"] == setting.progress[-1]["episodes"] == 12
@@ -151,9 +161,9 @@ def test_shares_of_one_rollout_are_what_one_call_plays(setting: Setting) -> None
     for name in ("episode_id", "group_id", "tokens", "loss_mask", "turn_rewards"):
         assert together[name].to_pylist() == alone[name].to_pylist()
     assert [len(share["examples"]) for share in shares] == [2, 0]
-    tally = merge([[RolloutStats.from_json(share["tally"])] for share in shares])
+    tally = merge([[tally_of(share)] for share in shares])
     numbers = rollout_metrics(tally)
-    for name, value in rollout_metrics(RolloutStats.from_json(whole["tally"])).items():
+    for name, value in rollout_metrics(tally_of(whole)).items():
         if not any(word in name for word in ("second", "share", "memory")):
             assert numbers[name] == pytest.approx(value), name
 
@@ -187,16 +197,18 @@ def test_evaluation_is_held_out_and_repeatable(setting: Setting) -> None:
         return [
             await worker.evaluate(8),
             await worker.evaluate(8),
-            await worker.evaluate(8, temperature=0.0, options=options, key="hard"),
+            await worker.evaluate(8, temperature=0.0, options=options),
         ]
 
-    first, second, _ = setting.run(work, iteration=1)
-    *_, hard = setting.run(work, iteration=2)
-    assert first["outcomes"] == second["outcomes"]
-    assert first["metrics"]["return/mean"] == second["metrics"]["return/mean"]
+    first, second, hard = setting.run(work, iteration=1)
+    later, *_ = setting.run(work, iteration=2)
+    results = [evaluation_results(tally_of(found)) for found in (first, second, later, hard)]
+    assert results[0]["outcomes"] == results[1]["outcomes"] == results[2]["outcomes"]
+    assert results[0]["metrics"]["return/mean"] == results[1]["metrics"]["return/mean"]
     assert first["examples"][0]["prompt_id"] == HELD_OUT_PROMPTS
-    assert (first["episodes"], hard["key"], hard["iteration"]) == (8, "hard", 2)
-    for outcome in first["outcomes"].values():
+    assert [found["metrics"]["episodes"] for found in results] == [8] * 4
+    assert results[3]["metrics"]["return/mean"] != results[0]["metrics"]["return/mean"]
+    for outcome in results[0]["outcomes"].values():
         assert 0 <= outcome["low"] <= outcome["share"] <= outcome["high"] <= 1
         assert outcome["count"] == round(outcome["share"] * 8)
     assert not (setting.root / "shm").exists()
@@ -217,8 +229,9 @@ def test_episodes_whose_environment_fails_leave_the_shard(setting: Setting) -> N
     }
     result = setting.run(lambda worker: worker.rollout(0, 6))
     assert sorted(set(setting.table(result)["group_id"].to_pylist())) == [0, 2, 3, 5]
-    assert result["metrics"]["episodes_failed"] == 4
-    assert result["metrics"]["return/mean"] == 2.0
+    numbers = rollout_metrics(tally_of(result))
+    assert numbers["episodes_failed"] == 4
+    assert numbers["return/mean"] == 2.0
     setting.config["environment"]["max_failed_share"] = 0.1
     with pytest.raises(RolloutFailed, match=r"(?s)4 of 12 episodes.*this prompt has no answer"):
         setting.run(lambda worker: worker.rollout(0, 6))
@@ -234,11 +247,12 @@ def test_episodes_that_lost_their_host_and_cannot_be_replayed_are_played_anew(
     }
     result = setting.run(lambda worker: worker.rollout(0, 6))
     # The call over its deadline failed its own episode, and cost the host of all others.
-    assert result["metrics"]["episodes_failed"] == 1
-    assert result["metrics"]["episodes"] == 11
-    assert result["metrics"]["episodes_played_anew"] >= 1
-    assert result["metrics"]["return/mean"] == 3.0
-    assert result["metrics"]["turns/mean"] == 3.0
+    numbers = rollout_metrics(tally_of(result))
+    assert numbers["episodes_failed"] == 1
+    assert numbers["episodes"] == 11
+    assert numbers["episodes_played_anew"] >= 1
+    assert numbers["return/mean"] == 3.0
+    assert numbers["turns/mean"] == 3.0
     assert setting.table(result)["group_id"].to_pylist().count(3) == 1
 
 
@@ -255,7 +269,7 @@ def test_failures_of_a_share_are_judged_against_the_whole(setting: Setting) -> N
 
     shares = setting.run(play_shares)
     assert [setting.table(share).num_rows for share in shares] == [0, 4, 4]
-    tally = merge([[RolloutStats.from_json(share["tally"])] for share in shares])
+    tally = merge([[tally_of(share)] for share in shares])
     check_failures(tally, 0.4)
     words = r"4 of 12 episodes failed, more than.*\(4 of 4\) is .*this prompt has no answer"
     with pytest.raises(RolloutFailed, match=words):
@@ -307,7 +321,7 @@ def test_a_cancelled_rollout_leaves_a_usable_worker(setting: Setting) -> None:
         setting.cancelled.clear()
         return await worker.rollout(0, 2)
 
-    assert setting.run(work)["metrics"]["episodes"] == 4
+    assert tally_of(setting.run(work)).episodes == 4
 
 
 def test_a_missing_model_is_one_clear_error(setting: Setting) -> None:
