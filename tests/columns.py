@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from earl_core.dispatch import ShardEntry, ShardStore
-from earl_core.trajectory.samples import ColumnTarget
+from earl_core.trajectory.samples import Rows
 
 
 @dataclass(frozen=True)
@@ -30,34 +31,25 @@ def list_column(rows: Sequence[Sequence[float] | np.ndarray], dtype: str) -> Lis
 Columns = dict[str, "np.ndarray | ListColumn | list[str]"]
 
 
-class CopiedRows:
-    """Rows whose columns are copied; scalars are arrays, strings are lists."""
-
-    def __init__(self, columns: Columns) -> None:
-        self.lengths: dict[str, np.ndarray] = {}
-        self.strings: dict[str, list[str]] = {}
-        self._flat: dict[str, np.ndarray] = {}
-        for name, column in columns.items():
-            if isinstance(column, ListColumn):
-                self.lengths[name], self._flat[name] = np.diff(column.offsets), column.values
-            elif isinstance(column, np.ndarray):
-                self._flat[name] = column
-            else:
-                self.strings[name] = column
-
-    def __len__(self) -> int:
-        return len(self._flat["sample_id"])
-
-    def fill(self, target: ColumnTarget) -> None:
-        for name, values in self._flat.items():
-            place = target.values(name)
-            assert (place.dtype, place.shape) == (values.dtype, values.shape)
-            place[:] = values
+def copied_rows(columns: Columns) -> Rows:
+    """Rows of these columns; scalars are arrays, strings are lists."""
+    numbers: dict[str, Any] = {}
+    lengths: dict[str, np.ndarray] = {}
+    strings: dict[str, list[str]] = {}
+    for name, column in columns.items():
+        if isinstance(column, ListColumn):
+            lengths[name] = np.diff(column.offsets)
+            numbers[name] = np.split(column.values, column.offsets[1:-1])[: len(lengths[name])]
+        elif isinstance(column, np.ndarray):
+            numbers[name] = column
+        else:
+            strings[name] = column
+    return Rows(numbers, lengths, strings)
 
 
 def write_columns(
     store: ShardStore, *, stage: str, iteration: int, rank: int, schema: pa.Schema, columns: Columns
 ) -> ShardEntry:
     """Publish columns as a shard; returns the completed entry."""
-    rows = CopiedRows(columns)
+    rows = copied_rows(columns)
     return store.publish(stage=stage, iteration=iteration, rank=rank, schema=schema, rows=rows)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from earl_core.dispatch import ShardStore
-from earl_core.trajectory.samples import RowSource
+from earl_core.trajectory.samples import Rows
 
 
-def published(rows: RowSource, schema: pa.Schema) -> tuple[pa.RecordBatch, str]:
+def published(rows: Rows, schema: pa.Schema) -> tuple[pa.RecordBatch, str]:
     """A validated copy of what stock pyarrow reads of the rows' shard, and the data's checksum."""
     with tempfile.TemporaryDirectory() as directory:
         store = ShardStore(Path(directory), 2**30)

@@ -1,13 +1,8 @@
 """From the rewards of a batch of episodes to the advantages of its trained tokens.
 
-Each rank calls :func:`local_statistics` on its episodes, which hold every group whole, all merge
-the moments of the batch in one order, each calls :func:`apply_statistics` on its episodes. One rank
-that has all episodes is the special case without a merge.
-
-Layout: E episodes; T trained tokens, flat, episode after episode and within an episode in the
-    order they were sampled, over all its samples. ``token_counts`` int64 [E] sums to T.
-    ``token_penalties`` float64 [T] is what is taken off the reward at each token: the KL
-    coefficient times the KL estimate.
+Each rank calls :func:`batch_moments` on its episodes, all merge the moments in one order, and each
+calls :func:`token_advantages` on its episodes, which hold every group whole. One rank that has all
+episodes is the special case without a merge.
 """
 
 from __future__ import annotations
@@ -15,92 +10,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from earl_core.algorithms.advantages import AdvantageEstimator
 from earl_core.algorithms.moments import (
     Float64Array,
-    GroupedMoments,
     Int64Array,
     Moments,
     finite_float64,
+    group_moments,
     integer_ids,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchStatistics:
-    """``groups``: moments of the rank's own groups; ``batch``: of its episodes, or of all ranks'
-    together. Each is None if not needed."""
-
-    groups: GroupedMoments | None
-    batch: Moments | None
-
-
-def local_statistics(
-    estimator: AdvantageEstimator,
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
-    token_counts: ArrayLike,
-    token_penalties: ArrayLike | None = None,
-) -> BatchStatistics:
-    """The statistics of these episodes alone. Failed ones must have been filtered out before.
+def filter_episodes(group_ids: ArrayLike, *, group_relative: bool) -> NDArray[np.bool_]:
+    """Which of E episodes are trained on, bool [E].
 
     Args:
-        estimator: Built by ``ADVANTAGE_ESTIMATORS``.
-        rewards: Reward of each episode, [E].
-        group_ids: Group of each episode, integers [E].
-        token_counts: Trained tokens of each episode, [E].
-        token_penalties: Taken off the reward at each trained token, [T]; None for no penalty.
+        group_ids: Group of each episode, integers [E]; every group is whole.
+        group_relative: ``AdvantageEstimator.needs_groups``: a lone episode has nothing to compare
+            with, so its group leaves the batch.
 
     Raises:
-        ValueError: Shapes that do not fit together, or numbers that are not finite.
-
-    Each episode must be counted by exactly one rank, whole, and so must each group whose moments
-    are needed. Group moments are over the episodes' returns; for a token-level estimator over their
-    plain rewards.
+        ValueError: Ids that are not integers in one dimension.
     """
-    episodes = _Episodes.checked(rewards, group_ids, token_counts, token_penalties)
-    batch: Moments | None = None
-    if estimator.needs_batch:
-        if not estimator.token_level:
-            batch = Moments.from_values(episodes.episode_returns())
-        elif episodes.penalties is None:
-            batch = Moments.from_values(episodes.rewards, frequencies=episodes.token_counts)
-        else:
-            batch = Moments.from_values(episodes.token_returns())
-    groups: GroupedMoments | None = None
-    if estimator.needs_groups:
-        values = episodes.rewards if estimator.token_level else episodes.episode_returns()
-        groups = GroupedMoments.from_values(values, episodes.group_ids)
-    return BatchStatistics(groups, batch)
-
-
-def apply_statistics(
-    estimator: AdvantageEstimator,
-    statistics: BatchStatistics,
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
-    token_counts: ArrayLike,
-    token_penalties: ArrayLike | None = None,
-) -> Float64Array:
-    """The advantage of every trained token of these episodes, float64 [T], given the moments of
-    their groups and of the whole batch; other arguments and errors as in
-    :func:`local_statistics`."""
-    episodes = _Episodes.checked(rewards, group_ids, token_counts, token_penalties)
-    per_token = estimator.token_level and episodes.penalties is not None
-    returns = episodes.token_returns() if per_token else episodes.episode_returns()
-    groups = None
-    if statistics.groups is not None:
-        ids = episodes.group_ids
-        groups = statistics.groups.at(np.repeat(ids, episodes.token_counts) if per_token else ids)
-    values = estimator.advantages(returns, groups, statistics.batch)
-    return values if per_token else np.repeat(values, episodes.token_counts)
+    ids = integer_ids(group_ids, np.size(group_ids))
+    if not group_relative:
+        return np.ones(ids.size, dtype=np.bool_)
+    _, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    return counts[inverse] > 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Episodes:
-    """Checked inputs in the layout of the module docstring."""
+class Episodes:
+    """E episodes that are trained on, with T trained tokens, flat: episode after episode and within
+    an episode in the order they were sampled, over all its samples.
+
+    rewards: [E]. group_ids: integers [E]. token_counts: of trained tokens, [E], sum T. penalties:
+    what is taken off the reward at each token, [T]: the KL coefficient times the KL estimate; None
+    for nothing.
+    """
 
     rewards: Float64Array
     group_ids: Int64Array
@@ -113,8 +62,9 @@ class _Episodes:
         rewards: ArrayLike,
         group_ids: ArrayLike,
         token_counts: ArrayLike,
-        token_penalties: ArrayLike | None,
-    ) -> _Episodes:
+        token_penalties: ArrayLike | None = None,
+    ) -> Episodes:
+        """Raises ValueError for shapes that do not fit together, or numbers that are not finite."""
         numbers = finite_float64(rewards, "rewards")
         ids = integer_ids(group_ids, numbers.size)
         counts = np.asarray(token_counts, dtype=np.int64)
@@ -153,3 +103,38 @@ class _Episodes:
         for start, end in zip(ends - self.token_counts, ends, strict=True):
             returns[start:end] -= np.cumsum(self.penalties[start:end][::-1])[::-1]
         return returns
+
+
+def batch_moments(estimator: AdvantageEstimator, episodes: Episodes) -> Moments | None:
+    """The moments of these episodes alone; None if the estimator needs none of the batch.
+
+    Failed episodes must have been filtered out before, and each must be counted by exactly one
+    rank, whole.
+    """
+    if not estimator.needs_batch:
+        return None
+    if not estimator.token_level:
+        return Moments.from_values(episodes.episode_returns())
+    if episodes.penalties is None:
+        return Moments.from_values(episodes.rewards, frequencies=episodes.token_counts)
+    return Moments.from_values(episodes.token_returns())
+
+
+def token_advantages(
+    estimator: AdvantageEstimator, episodes: Episodes, batch: Moments | None
+) -> Float64Array:
+    """The advantage of every trained token of these episodes, float64 [T].
+
+    batch: the moments of the whole batch. Those of the groups are over the episodes' returns; for a
+    token-level estimator over their plain rewards.
+    """
+    per_token = estimator.token_level and episodes.penalties is not None
+    groups = None
+    if estimator.needs_groups:
+        values = episodes.rewards if estimator.token_level else episodes.episode_returns()
+        groups = group_moments(values, episodes.group_ids)
+        if per_token:
+            groups = groups.take(np.repeat(np.arange(len(values)), episodes.token_counts))
+    returns = episodes.token_returns() if per_token else episodes.episode_returns()
+    advantages = estimator.advantages(returns, groups, batch)
+    return advantages if per_token else np.repeat(advantages, episodes.token_counts)

@@ -7,9 +7,7 @@ rewards.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -71,7 +69,10 @@ class Moments:
         return cls(count, mean, float(((numbers - mean) ** 2 * times).sum()))
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets together (Chan, Golub and LeVeque 1979, pairwise update)."""
+        """Moments of both sets together (Chan, Golub and LeVeque 1979, pairwise update).
+
+        Merge in one order on all ranks, so that all get the same bits.
+        """
         count = self.count + other.count
         if other.count == 0:
             return self
@@ -85,14 +86,6 @@ class Moments:
             self.m2 + other.m2 + delta * delta * self.count * share,
         )
 
-    @classmethod
-    def merge_all(cls, parts: Iterable[Moments]) -> Moments:
-        """Merge in the given order; use one order on all ranks so that all get the same bits."""
-        total = cls()
-        for part in parts:
-            total = total.merge(part)
-        return total
-
     def variance(self, ddof: int = 0) -> float:
         """``m2 / (count - ddof)``; 0 where that has no meaning (``count <= ddof``)."""
         return self.m2 / (self.count - ddof) if self.count > ddof else 0.0
@@ -100,15 +93,6 @@ class Moments:
     def std(self, ddof: int = 0) -> float:
         """Square root of :meth:`variance`."""
         return math.sqrt(self.variance(ddof))
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object; Python's json keeps every bit of the floats."""
-        return {"count": self.count, "mean": self.mean, "m2": self.m2}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Moments:
-        """Inverse of :meth:`to_json`."""
-        return cls(int(data["count"]), float(data["mean"]), float(data["m2"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,46 +117,18 @@ class MomentArrays:
         return MomentArrays(self.counts[index], self.means[index], self.m2s[index])
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedMoments:
-    """Moments of each group: ``group_ids`` int64 [G], ascending and unique, and their ``moments``
-    [G]. A group is whole on one rank, so they are never merged.
-    """
-
-    group_ids: Int64Array
-    moments: MomentArrays
-
-    @classmethod
-    def from_values(cls, values: ArrayLike, group_ids: ArrayLike) -> GroupedMoments:
-        """Moments of ``values`` [E] by ``group_ids`` [E] (integers)."""
-        numbers = finite_float64(values, "values")
-        ids = integer_ids(group_ids, numbers.size)
-        unique, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        size = unique.size
-        counts = np.bincount(inverse, minlength=size).astype(np.int64)
-        shift = numbers[first]
-        sums = np.bincount(inverse, weights=numbers - shift[inverse], minlength=size)
-        means = shift + sums / np.maximum(counts, 1)
-        squares = (numbers - means[inverse]) ** 2
-        m2s = np.bincount(inverse, weights=squares, minlength=size).astype(np.float64)
-        return cls(unique, MomentArrays(counts, means, m2s))
-
-    def at(self, group_ids: ArrayLike) -> MomentArrays:
-        """The moments of each episode's group, aligned to ``group_ids`` [E].
-
-        Raises:
-            KeyError: A group that was never counted.
-        """
-        ids = np.asarray(group_ids, dtype=np.int64)
-        place = np.searchsorted(self.group_ids, ids)
-        known = place < self.group_ids.size
-        known[known] = self.group_ids[place[known]] == ids[known]
-        if not known.all():
-            raise KeyError(
-                f"Group {int(ids[~known][0])} has no statistics; a group's episodes must all lie "
-                "on one rank."
-            )
-        return self.moments.take(place)
+def group_moments(values: Float64Array, group_ids: Int64Array) -> MomentArrays:
+    """For each of E values the moments of its group. A group is whole on one rank, so these are
+    never merged."""
+    _, first, inverse = np.unique(group_ids, return_index=True, return_inverse=True)
+    size = first.size
+    counts = np.bincount(inverse, minlength=size).astype(np.int64)
+    shift = values[first]
+    sums = np.bincount(inverse, weights=values - shift[inverse], minlength=size)
+    means = shift + sums / np.maximum(counts, 1)
+    squares = (values - means[inverse]) ** 2
+    m2s = np.bincount(inverse, weights=squares, minlength=size).astype(np.float64)
+    return MomentArrays(counts, means, m2s).take(inverse)
 
 
 def integer_ids(group_ids: ArrayLike, count: int) -> Int64Array:

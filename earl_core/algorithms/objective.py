@@ -3,11 +3,10 @@ aggregation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from earl_core.algorithms.aggregation import Aggregation, Totals
-from earl_core.algorithms.entropy import EntropyBonus
 from earl_core.algorithms.kl import KLEstimator
 from earl_core.algorithms.policy_losses import LossInputs, PolicyLoss
 
@@ -39,14 +38,15 @@ class Objective:
         aggregation: Weights of the tokens.
         kl: Estimator of the KL in the loss; None if there is none or it is in the reward.
         kl_coefficient: Loss per nat of KL; positive if ``kl`` is given.
-        entropy_bonus: Its coefficient may be 0.
+        entropy_coefficient: What a nat of entropy takes off a token's loss. With 0 the entropy need
+            not carry a gradient.
     """
 
     policy_loss: PolicyLoss
     aggregation: Aggregation
     kl: KLEstimator | None = None
     kl_coefficient: float = 0.0
-    entropy_bonus: EntropyBonus = field(default_factory=EntropyBonus)
+    entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.kl is not None) != (self.kl_coefficient > 0.0):
@@ -93,12 +93,12 @@ class Objective:
             bounded = self.kl.bounded(both[0].detach(), both[1])
             if bounded is not None:
                 diagnostics["kl_bounded_share"] = bounded
-        if self.entropy_bonus.active:
+        if self.entropy_coefficient > 0.0:
             if entropy is None:
                 raise ValueError(
                     "The entropy bonus needs `entropy`; compute it with the log-probs."
                 )
-            bonus = self.entropy_bonus.loss(entropy)
+            bonus = -self.entropy_coefficient * entropy.float()
             total = total + bonus
             metrics["loss/entropy"] = (weights * bonus.detach()).sum()
         if entropy is not None:

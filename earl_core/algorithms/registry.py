@@ -76,14 +76,6 @@ class Registry(Generic[T]):
         except (ValidationError, TypeError) as error:
             raise ConfigError(self._explain(name, cls, error)) from error
 
-    def spec(self, item: T) -> dict[str, Any]:
-        """The full specification of ``item``, defaults filled in; ``build(spec(item)) == item``."""
-        for name, cls in self._classes.items():
-            if type(item) is cls:
-                return {"name": name, **item.model_dump()}
-        cls = type(item)
-        return {"name": f"{cls.__module__}:{cls.__qualname__}", **item.model_dump()}
-
     def _resolve(self, name: str) -> type[T]:
         if name in self._classes:
             return self._classes[name]

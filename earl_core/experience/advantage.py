@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from earl_core.algorithms.advantage_batch import (
-    BatchStatistics,
-    apply_statistics,
-    local_statistics,
+    Episodes,
+    batch_moments,
+    filter_episodes,
+    token_advantages,
 )
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
-from earl_core.algorithms.batch_filter import filter_episodes
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.cluster.results import Rule
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.statistics import RankStatistics
-from earl_core.trajectory.samples import ColumnTarget
+from earl_core.trajectory.samples import Rows
 
 # A mean over several ranks ends in other last bits than one over all: below this is no advantage.
 _ROUNDING = 1e-6
@@ -45,52 +45,17 @@ def advantage_statistics(batch: Batch, algorithm: AlgorithmConfig) -> RankStatis
     """What other ranks must know of this rank's episodes: never a reward, never a group's mean."""
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
     if not len(batch):
-        return RankStatistics(0, None)
-    part = _Part.of(batch, algorithm, estimator)
-    if not estimator.needs_batch:
-        return RankStatistics(len(part.rewards), None)
-    return RankStatistics(len(part.rewards), part.statistics(estimator).batch)
-
-
-class AdvantageRows:
-    """Rows of `ADVANTAGE_SCHEMA`: the advantages of trained tokens, 0 on all others.
-
-    sample_ids: int64 [rows], ascending. trained: the trained positions of each row.
-    advantages: float [trained tokens], row after row.
-    """
-
-    def __init__(
-        self,
-        sample_ids: np.ndarray,
-        lengths: np.ndarray,
-        trained: list[np.ndarray],
-        advantages: np.ndarray,
-    ) -> None:
-        self.lengths = {"advantages": lengths}
-        self.strings: dict[str, list[str]] = {}
-        self._sample_ids = sample_ids
-        self._trained = trained
-        self._advantages = advantages
-
-    def __len__(self) -> int:
-        return len(self._sample_ids)
-
-    def fill(self, target: ColumnTarget) -> None:
-        """Write both columns."""
-        target.values("sample_id")[:] = self._sample_ids
-        flat = target.values("advantages")
-        flat[:] = 0.0
-        first = read = 0
-        for length, at in zip(self.lengths["advantages"].tolist(), self._trained, strict=True):
-            flat[first + at] = self._advantages[read : read + len(at)]
-            first, read = first + length, read + len(at)
+        return RankStatistics(episodes=0)
+    episodes = _Part.of(batch, algorithm, estimator).episodes
+    moments = batch_moments(estimator, episodes)
+    return RankStatistics(episodes=len(episodes.rewards), batch=moments)
 
 
 def advantage_rows(
     batch: Batch, algorithm: AlgorithmConfig, statistics: RankStatistics
-) -> tuple[AdvantageRows, dict[str, float], int]:
-    """Advantages of the samples that are trained on, metrics, and the number of trained tokens
-    they are over.
+) -> tuple[Rows, dict[str, float], int]:
+    """Rows of `ADVANTAGE_SCHEMA` for the samples that are trained on (0 on tokens that are not),
+    metrics, and the number of trained tokens they are over.
 
     `statistics` are those of all ranks together; the groups of the batch's episodes are whole in
     it. Groups with fewer than two episodes are dropped and counted if the estimator compares the
@@ -99,27 +64,33 @@ def advantage_rows(
     """
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
     part = _Part.of(batch, algorithm, estimator)
-    known = BatchStatistics(part.statistics(estimator).groups, statistics.batch)
-    values = apply_statistics(
-        estimator, known, part.rewards, part.groups, part.counts, part.penalties
-    )
+    values = token_advantages(estimator, part.episodes, statistics.batch)
     # A group that is dropped has one episode.
     dropped = float(part.dropped)
     metrics = {
-        "episodes_kept": float(len(part.rewards)),
+        "episodes_kept": float(len(part.episodes.rewards)),
         "groups_dropped": dropped,
         "episodes_dropped_with_group": dropped,
         **_metrics(values),
         **part.penalty_metrics,
     }
     lengths = np.array([len(batch.row("tokens", int(row))) for row in part.rows], dtype=np.int64)
-    rows = AdvantageRows(batch.rows[part.rows], lengths, part.trained, values)
-    return rows, metrics, len(values)
+    of_row = np.split(values, np.cumsum([len(at) for at in part.trained])[:-1])
+    whole = map(_scattered, lengths.tolist(), part.trained, of_row)
+    columns = {"sample_id": batch.rows[part.rows], "advantages": whole}
+    return Rows(columns, {"advantages": lengths}), metrics, len(values)
+
+
+def _scattered(length: int, places: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """float32 [length]: the values at their places, 0 elsewhere."""
+    row = np.zeros(length, dtype=np.float32)
+    row[places] = values
+    return row
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The episodes of a batch that are trained on, in the layout of `advantage_batch`.
+    """The episodes of a batch that are trained on.
 
     dropped: how many episodes leave. rows: indices into the batch of the others' samples; trained:
     the trained positions of each.
@@ -128,10 +99,7 @@ class _Part:
     dropped: int
     rows: np.ndarray
     trained: list[np.ndarray]
-    rewards: np.ndarray
-    groups: np.ndarray
-    counts: np.ndarray
-    penalties: np.ndarray | None
+    episodes: Episodes
     penalty_metrics: dict[str, float]
 
     @classmethod
@@ -152,19 +120,14 @@ class _Part:
             minlength=kept,
         )
         penalties, penalty_metrics = _penalties(batch, rows, trained, algorithm)
+        rewards = batch.scalars("reward")[first_row][keep]
         return cls(
             dropped=len(episodes) - kept,
             rows=rows,
             trained=trained,
-            rewards=batch.scalars("reward")[first_row][keep].astype(np.float64),
-            groups=groups[keep],
-            counts=counts.astype(np.int64),
-            penalties=penalties,
+            episodes=Episodes.checked(rewards, groups[keep], counts, penalties),
             penalty_metrics=penalty_metrics,
         )
-
-    def statistics(self, estimator: AdvantageEstimator) -> BatchStatistics:
-        return local_statistics(estimator, self.rewards, self.groups, self.counts, self.penalties)
 
 
 def _penalties(

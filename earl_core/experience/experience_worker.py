@@ -59,7 +59,7 @@ class ExperienceWorker:
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """What `advantage` must know of this rank's episodes in every rank; manifests as there."""
         with self._open(manifests) as batch:
-            return advantage_statistics(batch, self._config.algorithm).to_json()
+            return advantage_statistics(batch, self._config.algorithm).model_dump()
 
     def advantage(
         self, manifests: list[dict[str, Any]], statistics: dict[str, Any]
@@ -73,7 +73,7 @@ class ExperienceWorker:
             if not len(batch):
                 return _result([], {}, 0, started)
             rows, metrics, tokens = advantage_rows(
-                batch, self._config.algorithm, RankStatistics.from_json(statistics)
+                batch, self._config.algorithm, RankStatistics.model_validate(statistics)
             )
         if not metrics["episodes_kept"]:
             return _result([], metrics, tokens, started)

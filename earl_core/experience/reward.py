@@ -6,7 +6,7 @@ import numpy as np
 
 from earl_core.cluster.results import Rule
 from earl_core.dispatch.reads.batch import Batch
-from earl_core.trajectory.samples import ColumnTarget
+from earl_core.trajectory.samples import Rows
 
 REWARD_RULES: dict[str, Rule] = {
     "mean": "mean",
@@ -18,24 +18,7 @@ REWARD_RULES: dict[str, Rule] = {
 """How the metrics of several ranks become one; their weight is their number of episodes."""
 
 
-class RewardRows:
-    """Rows of `REWARD_SCHEMA`. sample_ids: int64 [rows], ascending. rewards: float [rows]."""
-
-    def __init__(self, sample_ids: np.ndarray, rewards: np.ndarray) -> None:
-        self.lengths: dict[str, np.ndarray] = {}
-        self.strings: dict[str, list[str]] = {}
-        self._columns = {"sample_id": sample_ids, "reward": rewards}
-
-    def __len__(self) -> int:
-        return len(self._columns["sample_id"])
-
-    def fill(self, target: ColumnTarget) -> None:
-        """Write both columns."""
-        for name, values in self._columns.items():
-            target.values(name)[:] = values
-
-
-def reward_rows(batch: Batch) -> tuple[RewardRows, dict[str, float], int]:
+def reward_rows(batch: Batch) -> tuple[Rows, dict[str, float], int]:
     """Rows of `REWARD_SCHEMA`, metrics, and the number of episodes they are over.
 
     An episode's reward is the sum of its turns' rewards over all its samples, float64 before it
@@ -53,4 +36,5 @@ def reward_rows(batch: Batch) -> tuple[RewardRows, dict[str, float], int]:
         "min": float(totals.min()),
         "max": float(totals.max()),
     }
-    return RewardRows(batch.rows, totals[inverse]), metrics, len(episodes)
+    rows = Rows({"sample_id": batch.rows, "reward": totals[inverse]})
+    return rows, metrics, len(episodes)

@@ -8,17 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from earl_core.algorithms import (
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    EntropyBonus,
-    ImportanceCorrection,
-    LossInputs,
-    MicrobatchLoss,
-    Objective,
-)
-from earl_core.algorithms.policy_losses import PolicyGradient, PPOClip
+from earl_core.algorithms.aggregation import AGGREGATIONS
+from earl_core.algorithms.importance import ImportanceCorrection
+from earl_core.algorithms.kl import KL_ESTIMATORS
+from earl_core.algorithms.objective import MicrobatchLoss, Objective
+from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyGradient, PPOClip
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.learner.data.minibatches import Minibatch
 from earl_core.learner.data.packing import TrainingSample
@@ -61,7 +55,7 @@ class Algorithm:
     @property
     def entropy_mode(self) -> EntropyMode:
         """What `evaluate` does with entropies: report them, or learn from them."""
-        return "differentiable" if self._objective.entropy_bonus.active else "detached"
+        return "differentiable" if self._objective.entropy_coefficient > 0 else "detached"
 
     def check_columns(self, samples: Sequence[TrainingSample], steps: int) -> None:
         """Raise ValueError when an update of so many steps needs a column that is missing."""
@@ -110,5 +104,5 @@ def _objective(algorithm: AlgorithmConfig) -> Objective:
         aggregation=AGGREGATIONS.build(algorithm.aggregation),
         kl=KL_ESTIMATORS.build(algorithm.kl.estimator) if in_loss else None,
         kl_coefficient=algorithm.kl.coefficient if in_loss else 0.0,
-        entropy_bonus=EntropyBonus(coefficient=algorithm.entropy_coefficient),
+        entropy_coefficient=algorithm.entropy_coefficient,
     )

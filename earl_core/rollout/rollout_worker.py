@@ -49,7 +49,7 @@ from earl_core.system.errors import Cancelled
 from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import OutOfMemory, guarded
 from earl_core.system.seeds import derive_seed
-from earl_core.trajectory.samples import Episode, RolloutRows
+from earl_core.trajectory.samples import Episode, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.manifest import WeightsManifest
 
@@ -193,7 +193,7 @@ class RolloutWorker:
                 iteration=iteration,
                 rank=share,
                 schema=ROLLOUT_SCHEMA,
-                rows=RolloutRows(e for e in episodes if not e.failed),
+                rows=rollout_rows(e for e in episodes if not e.failed),
             )
         fault_points.point(f"rollout.sealed{share}", iteration)
         return {

@@ -1,10 +1,10 @@
-"""From played turns to samples, and rows that write themselves into a shard's columns."""
+"""From played turns to samples, and from samples to the rows of a shard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -85,65 +85,35 @@ class Episode:
         return max((len(sample.tokens) for sample in self.samples), default=0)
 
 
-class ColumnTarget(Protocol):
-    """Where a producer puts its columns, such as a shard that is being written."""
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a shard, ascending by `sample_id`.
 
-    def values(self, name: str) -> np.ndarray:
-        """Writable: a scalar column [rows], or all elements of a list column row after row."""
-        ...
+    numbers: every numeric column: of scalars a number for each row, of lists a sequence for each,
+    which are written straight into the shard. lengths: int64 [rows], elements of each row of every
+    list column. strings: the string columns.
+    """
 
-
-class RowSource(Protocol):
-    """Rows that fill the columns of a shard themselves."""
-
-    lengths: dict[str, np.ndarray]
-    """int64 [rows], elements of each row, for every list column."""
-    strings: dict[str, list[str]]
-    """The string columns."""
-
-    def __len__(self) -> int: ...
-
-    def fill(self, target: ColumnTarget) -> None:
-        """Write every value of every numeric column; the memory's old content is undefined."""
-        ...
+    numbers: Mapping[str, Iterable[Any]]
+    lengths: Mapping[str, np.ndarray] = field(default_factory=dict)
+    strings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-class RolloutRows:
-    """All samples of the episodes as rows of `ROLLOUT_SCHEMA`, sorted by sample_id."""
-
-    def __init__(self, episodes: Iterable[Episode]) -> None:
-        ordered = sorted(episodes, key=lambda episode: episode.episode_id)
-        rows = [(episode, sample) for episode in ordered for sample in episode.samples]
-        self._samples = [sample for _, sample in rows]
-        self._scalars = {
-            "sample_id": [
-                episode.episode_id << SAMPLE_BITS | number
-                for episode in ordered
-                for number in range(len(episode.samples))
-            ],
-            "episode_id": [episode.episode_id for episode, _ in rows],
-            "group_id": [episode.group_id for episode, _ in rows],
-            "prompt_id": [episode.prompt_id for episode, _ in rows],
-            "turns": [len(sample.turn_starts) for sample in self._samples],
-        }
-        self.strings = {"finish_reason": [episode.finish_reason for episode, _ in rows]}
-        known = (*self._scalars, *self.strings)
-        self._lists = [name for name in ROLLOUT_SCHEMA.names if name not in known]
-        self.lengths = {
-            name: np.array([len(getattr(sample, name)) for sample in self._samples], np.int64)
-            for name in self._lists
-        }
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def fill(self, target: ColumnTarget) -> None:
-        """Write every numeric column."""
-        for name, scalars in self._scalars.items():
-            target.values(name)[:] = scalars
-        for name in self._lists:
-            values, start = target.values(name), 0
-            for sample in self._samples:
-                row = getattr(sample, name)
-                values[start : start + len(row)] = row
-                start += len(row)
+def rollout_rows(episodes: Iterable[Episode]) -> Rows:
+    """All samples of the episodes as rows of `ROLLOUT_SCHEMA`."""
+    ordered = sorted(episodes, key=lambda episode: episode.episode_id)
+    rows = [
+        (episode, at, sample) for episode in ordered for at, sample in enumerate(episode.samples)
+    ]
+    scalars = {
+        "sample_id": [episode.episode_id << SAMPLE_BITS | at for episode, at, _ in rows],
+        "episode_id": [episode.episode_id for episode, _, _ in rows],
+        "group_id": [episode.group_id for episode, _, _ in rows],
+        "prompt_id": [episode.prompt_id for episode, _, _ in rows],
+        "turns": [len(sample.turn_starts) for _, _, sample in rows],
+    }
+    strings = {"finish_reason": [episode.finish_reason for episode, _, _ in rows]}
+    names = [name for name in ROLLOUT_SCHEMA.names if name not in (*scalars, *strings)]
+    lists = {name: [getattr(sample, name) for _, _, sample in rows] for name in names}
+    lengths = {name: np.array([len(row) for row in lists[name]], np.int64) for name in names}
+    return Rows({**scalars, **lists}, lengths, strings)

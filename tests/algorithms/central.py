@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from earl_core.algorithms import (
-    AdvantageEstimator,
-    apply_statistics,
-    local_statistics,
-)
+from earl_core.algorithms.advantage_batch import Episodes, batch_moments, token_advantages
+from earl_core.algorithms.advantages import AdvantageEstimator
 
 
 def compute_advantages(
@@ -31,7 +28,5 @@ def compute_advantages(
     Raises:
         ValueError: Shapes that do not fit together, or numbers that are not finite.
     """
-    statistics = local_statistics(estimator, rewards, group_ids, token_counts, token_penalties)
-    return apply_statistics(
-        estimator, statistics, rewards, group_ids, token_counts, token_penalties
-    )
+    episodes = Episodes.checked(rewards, group_ids, token_counts, token_penalties)
+    return token_advantages(estimator, episodes, batch_moments(estimator, episodes))

@@ -6,6 +6,8 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.algorithms import (
-    ADVANTAGE_ESTIMATORS,
-    BatchStatistics,
-    Moments,
-    apply_statistics,
-    local_statistics,
-)
+from earl_core.algorithms.advantage_batch import Episodes, batch_moments, token_advantages
+from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from earl_core.algorithms.moments import Moments
 from tests.algorithms.central import compute_advantages
 
 SPECS: list[dict[str, Any]] = [
@@ -148,14 +146,14 @@ def test_ranks_that_exchange_moments_only(
                 taken,
             )
         )
-    known = [local_statistics(estimator, *part[1:]) for part in parts]
-    sent = json.dumps([one.batch.to_json() for one in known if one.batch is not None])
-    received = [Moments.from_json(one) for one in json.loads(sent)]
-    batch_moments = Moments.merge_all(received) if received else None
+    played = [Episodes.checked(*part[1:]) for part in parts]
+    known = [batch_moments(estimator, own) for own in played]
+    sent = json.dumps([asdict(one) for one in known if one is not None])
+    received = [Moments(**one) for one in json.loads(sent)]
+    merged = reduce(Moments.merge, received) if received else None
     whole = run_by_episode(spec, *batch, penalise=penalise)
-    for part, own in zip(parts, known, strict=True):
-        merged = BatchStatistics(own.groups, batch_moments)
-        found = by_episode(apply_statistics(estimator, merged, *part[1:]), part[3])
+    for part, own in zip(parts, played, strict=True):
+        found = by_episode(token_advantages(estimator, own, merged), part[3])
         for index, advantages in zip(part[0], found, strict=True):
             np.testing.assert_allclose(advantages, whole[index], rtol=1e-6, atol=1e-6)
 
@@ -246,6 +244,7 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_missing_statistics_are_refused() -> None:
-    rloo, batch = ADVANTAGE_ESTIMATORS.build("rloo"), ([1.0, 0.0], [0, 0], [1, 1])
-    with pytest.raises(ValueError, match="needs the group moments"):
-        apply_statistics(rloo, BatchStatistics(None, Moments()), *batch)
+    plus_plus = ADVANTAGE_ESTIMATORS.build("reinforce_plus_plus")
+    episodes = Episodes.checked([1.0, 0.0], [0, 0], [1, 1])
+    with pytest.raises(ValueError, match="needs the batch moments"):
+        token_advantages(plus_plus, episodes, None)

@@ -9,15 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.algorithms import (
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    EntropyBonus,
-    LossInputs,
-    Objective,
-    Totals,
-)
+from earl_core.algorithms.aggregation import AGGREGATIONS, Totals
+from earl_core.algorithms.kl import KL_ESTIMATORS
+from earl_core.algorithms.objective import Objective
+from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from tests.algorithms.reference import aggregate, policy_terms
 
 SPECS: list[dict[str, Any]] = [
@@ -143,7 +138,7 @@ def objective(policy: str, aggregation: dict[str, Any], kl: str) -> Objective:
         AGGREGATIONS.build(aggregation),
         KL_ESTIMATORS.build(kl),
         0.05,
-        EntropyBonus(coefficient=0.01),
+        0.01,
     )
 
 
@@ -208,9 +203,7 @@ def test_missing_inputs_of_configured_terms_are_named() -> None:
             tokens, counts, totals
         )
     with pytest.raises(ValueError, match="needs `entropy`"):
-        Objective(policy, aggregation, entropy_bonus=EntropyBonus(coefficient=0.1)).microbatch(
-            tokens, counts, totals
-        )
+        Objective(policy, aggregation, entropy_coefficient=0.1).microbatch(tokens, counts, totals)
     for kl, coefficient in ((None, 0.1), (KL_ESTIMATORS.build("k3"), 0.0)):
         with pytest.raises(ValueError, match="both an estimator and a positive coefficient"):
             Objective(policy, aggregation, kl, coefficient)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.algorithms import filter_episodes
+from earl_core.algorithms.advantage_batch import filter_episodes
 
 ids = st.lists(st.integers(-2, 4), max_size=20)
 

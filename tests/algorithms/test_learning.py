@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from earl_core.algorithms import (
-    ADVANTAGE_ESTIMATORS,
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    ImportanceCorrection,
-    LossInputs,
-    Objective,
-    Totals,
-)
+from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from earl_core.algorithms.aggregation import AGGREGATIONS, Totals
+from earl_core.algorithms.importance import ImportanceCorrection
+from earl_core.algorithms.kl import KL_ESTIMATORS
+from earl_core.algorithms.objective import Objective
+from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from tests.algorithms.central import compute_advantages
 
 PROMPTS, ACTIONS, TURNS, GROUP = 3, 4, 2, 8

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.algorithms import POLICY_LOSSES, LossInputs
+from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from tests.algorithms.reference import policy_terms
 
 SPECS: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ import pytest
 from earl_core.config import load_config
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
-from earl_core.trajectory.samples import Episode, RolloutRows, Sample
+from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.cli.conftest import CONFIG, Earl
 
@@ -43,7 +43,7 @@ def stopped_run(fresh_earl: Earl) -> Path:
         iteration=3,
         rank=0,
         schema=ROLLOUT_SCHEMA,
-        rows=RolloutRows([episode]),
+        rows=rollout_rows([episode]),
     )
     manifest = Manifest(
         run=run.uid, iteration=3, stage="rollout", key="k", policy_version=3, shards=(entry,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore, ShardWriter
-from earl_core.trajectory.samples import Episode, RolloutRows, Sample
+from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, ROLLOUT_SCHEMA
 
 
@@ -31,7 +31,7 @@ def manifest_of(*entries: ShardEntry, stage: str = "rollout") -> Manifest:
 def write(store: ShardStore, episodes: list[Episode], rank: int = 0) -> Manifest:
     """A sealed manifest over one shard with the episodes."""
     entry = store.publish(
-        stage="rollout", iteration=4, rank=rank, schema=ROLLOUT_SCHEMA, rows=RolloutRows(episodes)
+        stage="rollout", iteration=4, rank=rank, schema=ROLLOUT_SCHEMA, rows=rollout_rows(episodes)
     )
     return manifest_of(entry).sealed()
 

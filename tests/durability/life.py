@@ -18,7 +18,7 @@ from earl_core.run.recovery import take_newest_whole
 from earl_core.run.training_state import describe_state, verify_training_state
 from earl_core.system.files import remove, sync, write_all
 from earl_core.tensors.errors import CheckpointError
-from earl_core.trajectory.samples import Episode, RolloutRows, Sample
+from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 
 ITERATIONS = 2
@@ -99,7 +99,7 @@ class Life:
             sample = Sample()
             sample.begin_turn(list(hashlib.sha256(f"{number} {stage} {read}".encode()).digest()))
             sample.answer([3], [-0.5], 0)
-            rows = RolloutRows([Episode(0, 0, 0, [sample], "done")])
+            rows = rollout_rows([Episode(0, 0, 0, [sample], "done")])
             entry = self.run.store.publish(
                 stage=stage, iteration=number, rank=0, schema=ROLLOUT_SCHEMA, rows=rows
             )

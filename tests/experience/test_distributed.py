@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from earl_core.algorithms.advantage_batch import filter_episodes
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from earl_core.algorithms.batch_filter import filter_episodes
 from earl_core.cluster import LocalWorkerGroup, WorkerCallFailed
 from earl_core.cluster.results import merge_results
 from earl_core.config import RunConfig
@@ -22,7 +22,6 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.experience.advantage import (
     ADVANTAGE_RULES,
-    AdvantageRows,
     advantage_rows,
     advantage_statistics,
 )
@@ -31,7 +30,7 @@ from earl_core.experience.statistics import RankStatistics, merge_statistics
 from earl_core.run import RunDirectory
 from earl_core.run.shards import run_store
 from earl_core.system.errors import EarlError
-from earl_core.trajectory.samples import Episode, RolloutRows, RowSource, Sample
+from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
@@ -39,7 +38,7 @@ from earl_core.trajectory.schema import (
     ROLLOUT_SCHEMA,
 )
 from tests.algorithms.central import compute_advantages
-from tests.columns import Columns, CopiedRows, list_column
+from tests.columns import Columns, copied_rows, list_column
 from tests.published import published
 
 SPECS: list[dict[str, Any]] = [
@@ -83,7 +82,7 @@ def sealed(stage: str, entries: list[ShardEntry]) -> Manifest:
     ).sealed()
 
 
-def written(store: ShardStore, stage: str, schema: Any, parts: Sequence[RowSource]) -> Manifest:
+def written(store: ShardStore, stage: str, schema: Any, parts: Sequence[Rows]) -> Manifest:
     entries = [
         store.publish(stage=stage, iteration=0, rank=rank, schema=schema, rows=rows)
         for rank, rows in enumerate(parts)
@@ -106,9 +105,9 @@ def made(store: ShardStore, episodes: list[Episode], seed: int) -> list[Manifest
         "reference_logprobs": list_column(scored, "float32"),
     }
     return [
-        written(store, "rollout", ROLLOUT_SCHEMA, [RolloutRows(part) for part in parts]),
-        written(store, "reward", REWARD_SCHEMA, [CopiedRows(reward)]),
-        written(store, "reference", REFERENCE_SCHEMA, [CopiedRows(reference)]),
+        written(store, "rollout", ROLLOUT_SCHEMA, [rollout_rows(part) for part in parts]),
+        written(store, "reward", REWARD_SCHEMA, [copied_rows(reward)]),
+        written(store, "reference", REFERENCE_SCHEMA, [copied_rows(reference)]),
     ]
 
 
@@ -171,7 +170,7 @@ def split(
     ]
 
 
-def trained_tokens(rows: AdvantageRows, masks: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+def trained_tokens(rows: Rows, masks: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
     columns = published(rows, ADVANTAGE_SCHEMA)[0].to_pydict()
     found = {}
     for sample_id, values in zip(columns["sample_id"], columns["advantages"], strict=True):
@@ -213,13 +212,13 @@ def test_any_split_gives_what_one_place_gives(
                     results.append(work(own))
             return results
 
-        sent = in_every_rank(lambda own: advantage_statistics(own, algorithm).to_json())
+        sent = in_every_rank(lambda own: advantage_statistics(own, algorithm).model_dump())
         sent = json.loads(json.dumps(sent))
         if not expected:
             with pytest.raises(EarlError, match="group_size"):
                 merge_statistics(sent)
             return
-        merged = RankStatistics.from_json(merge_statistics(sent))
+        merged = RankStatistics.model_validate(merge_statistics(sent))
         results = in_every_rank(lambda own: advantage_rows(own, algorithm, merged))
         found: dict[int, np.ndarray] = {}
         for trained, _, _ in results:
@@ -241,7 +240,7 @@ def test_ranks_tell_each_other_moments_of_the_batch_alone() -> None:
         for name in ("grpo", "reinforce_plus_plus"):
             with Batch(store, manifests) as batch:
                 algorithm = AlgorithmConfig(advantage={"name": name})
-                sent[name] = advantage_statistics(batch, algorithm).to_json()
+                sent[name] = advantage_statistics(batch, algorithm).model_dump()
     assert sent["grpo"] == {"episodes": 4, "batch": None}
     assert set(sent["reinforce_plus_plus"]["batch"]) == {"count", "mean", "m2"}
 

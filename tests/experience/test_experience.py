@@ -15,20 +15,20 @@ from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
 from earl_core.experience.statistics import RankStatistics, merge_statistics
 from earl_core.system.errors import EarlError
-from earl_core.trajectory.samples import Episode, RolloutRows, RowSource, Sample
+from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
     REWARD_SCHEMA,
     ROLLOUT_SCHEMA,
 )
-from tests.columns import Columns, CopiedRows, list_column
+from tests.columns import Columns, copied_rows, list_column
 from tests.published import published
 
 
-def sealed(store: ShardStore, stage: str, schema: pa.Schema, rows: Columns | RowSource) -> Manifest:
+def sealed(store: ShardStore, stage: str, schema: pa.Schema, rows: Columns | Rows) -> Manifest:
     if isinstance(rows, dict):
-        rows = CopiedRows(rows)
+        rows = copied_rows(rows)
     entry = store.publish(stage=stage, iteration=0, rank=0, schema=schema, rows=rows)
     return Manifest(
         run="r", iteration=0, stage=stage, key="k", policy_version=0, shards=(entry,)
@@ -52,8 +52,8 @@ def advantages(
     batch: Batch, algorithm: AlgorithmConfig
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Both steps of the stage in its only rank: the shard's columns and the metrics."""
-    statistics = merge_statistics([advantage_statistics(batch, algorithm).to_json()])
-    rows, metrics, _ = advantage_rows(batch, algorithm, RankStatistics.from_json(statistics))
+    statistics = merge_statistics([advantage_statistics(batch, algorithm).model_dump()])
+    rows, metrics, _ = advantage_rows(batch, algorithm, RankStatistics.model_validate(statistics))
     return published(rows, ADVANTAGE_SCHEMA)[0].to_pydict(), metrics
 
 
@@ -69,7 +69,7 @@ EPISODES = [
 @pytest.fixture
 def rewarded(tmp_path: Path) -> tuple[ShardStore, Manifest, Manifest]:
     store = ShardStore(tmp_path, 2**30)
-    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, RolloutRows(EPISODES))
+    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_rows(EPISODES))
     with Batch(store, [rollout]) as batch:
         columns, metrics, episodes = reward_rows(batch)
     assert episodes == 5
@@ -152,7 +152,7 @@ def test_how_often_the_bound_of_k3_acts_is_counted(
 
 def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 2**30)
-    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, RolloutRows(EPISODES[2:3]))
+    rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_rows(EPISODES[2:3]))
     with Batch(store, [rollout]) as batch:
         columns, _, _ = reward_rows(batch)
     reward = sealed(store, "reward", REWARD_SCHEMA, columns)

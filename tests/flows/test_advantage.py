@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.dispatch import Manifest, ShardStore
-from earl_core.trajectory.samples import Episode, RolloutRows, Sample
+from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tasks.advantage import with_failures
 from tests.flows.test_refused_runs import config_in
@@ -26,7 +26,7 @@ def test_failed_episodes_and_groups_are_counted(
         sample.answer([3], [-0.5], 0)
         episodes.append(Episode(number, number // 3, number // 3, [sample], "done"))
     entry = store.publish(
-        stage="rollout", iteration=0, rank=0, schema=ROLLOUT_SCHEMA, rows=RolloutRows(episodes)
+        stage="rollout", iteration=0, rank=0, schema=ROLLOUT_SCHEMA, rows=rollout_rows(episodes)
     )
     rollout = Manifest(
         run="r",

@@ -14,7 +14,7 @@ from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from earl_core.learner.update_worker import LearnerWorker
 from earl_core.run.record import write_record
 from earl_core.run.shards import run_store
-from earl_core.trajectory.samples import Episode, RolloutRows, Sample
+from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REFERENCE_SCHEMA, ROLLOUT_SCHEMA
 from tests.columns import list_column, write_columns
 from tests.learner.helpers import VOCABULARY, save_model
@@ -82,7 +82,7 @@ class Recorded:
                 iteration=iteration,
                 rank=rank,
                 schema=ROLLOUT_SCHEMA,
-                rows=RolloutRows(part),
+                rows=rollout_rows(part),
             )
             for rank, part in enumerate((episodes[:half], episodes[half:]))
         ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_core.algorithms import MismatchWatch, UpdateRefused
+from earl_core.algorithms.mismatch import MismatchWatch, UpdateRefused
 from earl_core.dispatch import Batch
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import training_samples

@@ -16,7 +16,7 @@ from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.metrics import rollout_metrics, selector_statistics
 from earl_core.rollout.rollout_stats import RolloutStats
-from earl_core.trajectory.samples import FAILED_REASONS, Episode, RolloutRows
+from earl_core.trajectory.samples import FAILED_REASONS, Episode, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
@@ -339,5 +339,5 @@ def check_columns(episodes: list[Episode]) -> None:
             mask = sample.loss_mask[start:end]
             assert mask == sorted(mask)
             assert mask[-1] == 1
-    batch, _ = published(RolloutRows(episodes), ROLLOUT_SCHEMA)
+    batch, _ = published(rollout_rows(episodes), ROLLOUT_SCHEMA)
     assert batch.num_rows == sum(len(episode.samples) for episode in episodes)

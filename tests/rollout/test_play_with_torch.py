@@ -16,7 +16,7 @@ from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
-from earl_core.trajectory.samples import Episode, RolloutRows
+from earl_core.trajectory.samples import Episode, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
 from tests.rollout.chat_models import CHATML, char_tokenizer, tiny_model
@@ -71,8 +71,8 @@ def episodes(model: Path) -> list[Episode]:
 
 
 def test_two_runs_are_equal_bit_for_bit(model: Path, episodes: list[Episode]) -> None:
-    first, checksum = published(RolloutRows(episodes), ROLLOUT_SCHEMA)
-    second, again = published(RolloutRows(play_games(model, 12)), ROLLOUT_SCHEMA)
+    first, checksum = published(rollout_rows(episodes), ROLLOUT_SCHEMA)
+    second, again = published(rollout_rows(play_games(model, 12)), ROLLOUT_SCHEMA)
     assert first.equals(second)
     assert checksum == again
 

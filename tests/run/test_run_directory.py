@@ -21,7 +21,7 @@ from earl_core.run.journal import read_lines
 from earl_core.run.lock import is_locked
 from earl_core.run.shards import list_stores, sweep, sweep_unneeded
 from earl_core.system.errors import InUse
-from earl_core.trajectory.samples import Episode, RolloutRows, Sample
+from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 
 
@@ -49,7 +49,7 @@ def seal(run: RunDirectory, iteration: int, stage: str, key: str) -> Manifest:
         iteration=iteration,
         rank=0,
         schema=ROLLOUT_SCHEMA,
-        rows=RolloutRows([Episode(0, 0, 0, [sample], "done")]),
+        rows=rollout_rows([Episode(0, 0, 0, [sample], "done")]),
     )
     return run.seal(
         Manifest(
@@ -267,7 +267,7 @@ def test_opening_a_run_adopts_its_shards_and_drops_the_rest(tmp_path: Path) -> N
     run.checkpoint_path(0).mkdir(parents=True)
     run.mark_stable(0)
     lost = run.store.publish(
-        stage="reward", iteration=1, rank=0, schema=ROLLOUT_SCHEMA, rows=RolloutRows([])
+        stage="reward", iteration=1, rank=0, schema=ROLLOUT_SCHEMA, rows=rollout_rows([])
     )
     run.close()
     assert run.store.pool.free_bytes() == 0

@@ -23,7 +23,7 @@ from earl_core.dispatch.shards.shard import ShardWriter
 from earl_core.dispatch.shards.skeleton import make_skeleton
 from earl_core.system.errors import NotOurs
 from earl_core.system.user_directory import check_user_directory, remove_when_empty
-from earl_core.trajectory.samples import RowSource
+from earl_core.trajectory.samples import Rows
 
 # Texts of fixed width in the metadata, so that shards of one kind have one layout. No number equals
 # them. The real generation takes its place when the segment is had.
@@ -99,19 +99,25 @@ class ShardStore:
             raise
 
     def publish(
-        self, *, stage: str, iteration: int, rank: int, schema: pa.Schema, rows: RowSource
+        self, *, stage: str, iteration: int, rank: int, schema: pa.Schema, rows: Rows
     ) -> ShardEntry:
-        """Let rows write themselves into a shard, publish and complete it; errors of `create`."""
+        """Write rows into a shard, publish and complete it; errors of `create`."""
+        ids = np.array(rows.numbers["sample_id"], dtype=np.int64)
         with self.create(
             stage=stage,
             iteration=iteration,
             rank=rank,
             schema=schema,
-            rows=len(rows),
+            rows=len(ids),
             lengths=rows.lengths,
             strings=rows.strings,
         ) as writer:
-            rows.fill(writer)
+            for name, values in rows.numbers.items():
+                if name not in rows.lengths:
+                    writer.values(name)[:] = values
+                    continue
+                for place, row in zip(writer.rows(name), values, strict=True):
+                    place[:] = row
             return self.complete(writer.seal())
 
     def complete(self, entry: ShardEntry, timeout_seconds: float = 120.0) -> ShardEntry:
