@@ -22,12 +22,12 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.dispatch_hosts_network import Network
+from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
 from earl_core.dispatch.remote import Proof, Range, RemoteRead
 from earl_core.dispatch.remote.fetch import fetch
-from earl_core.dispatch.remote.incoming import Traffic
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from earl_core.dispatch.segments.pool import Segment
@@ -140,7 +140,7 @@ class Worker:
             plan = replace(plan, owner=np.asarray(owner, dtype=np.int64))
         self.plan = plan
         traffic = Traffic(plan)
-        busiest = max(one.moved_bytes for one in traffic.by_host.values())
+        busiest = max(int(one.length.sum()) for one in traffic.by_host.values())
         return traffic.moved_bytes, traffic.needed_bytes, busiest
 
     def greet(self) -> None:
@@ -151,7 +151,9 @@ class Worker:
             if entry.host != self.name:
                 item = Range(entry.file, entry.generation, entry.body[0], 8)
                 into = [memoryview(bytearray(8))]
-                self.transport.read(entry.host, [item], into, {entry.file: Proof.of(entry)})
+                self.transport.read_all(
+                    {entry.host: RemoteRead([item], into)}, {entry.file: Proof.of(entry)}
+                )
 
     # Ours
 
@@ -228,7 +230,9 @@ class Worker:
             self.segment = self.store.pool.acquire(entry.bytes)
             item = Range(entry.file, entry.generation, begin, size)
             into = self.segment.memory[begin : begin + size]
-            self.transport.read(entry.host, [item], [into], {entry.file: Proof.of(entry)})
+            self.transport.read_all(
+                {entry.host: RemoteRead([item], [into])}, {entry.file: Proof.of(entry)}
+            )
         return time.monotonic()
 
     def check_scattered(self, entry: ShardEntry) -> Received:

@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.dispatch_manifests import manifests
 from benchmarks.dispatch_model import predict
+from benchmarks.dispatch_traffic import Traffic
 from benchmarks.harness import Report, Row, interval, median, parser, publish
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import make_plan
-from earl_core.dispatch.remote.incoming import Traffic
 from earl_core.dispatch.shards.manifest import Manifest, parse_manifest
 
 ROWS_PER_PRODUCER = 16
@@ -183,7 +183,7 @@ def _lengths(context: int, random: np.random.Generator) -> np.ndarray:
 
 def _busiest(traffic: Traffic) -> float:
     """How far the busiest host's link lies above the mean bytes received, as a share of it."""
-    received = {host: incoming.moved_bytes for host, incoming in traffic.by_host.items()}
+    received = {host: int(incoming.length.sum()) for host, incoming in traffic.by_host.items()}
     sent = dict.fromkeys(received, 0)
     for incoming in traffic.by_host.values():
         per_shard = np.bincount(incoming.shard, weights=incoming.length)

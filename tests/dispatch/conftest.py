@@ -12,9 +12,8 @@ import fsspec
 import pytest
 
 from earl_core.dispatch import ShardStore
-from earl_core.dispatch.segments.leases import drop_idle_mappings
 from earl_core.dispatch.segments.pool import SegmentPool
-from tests.dispatch.segments import MIB, SHARED
+from tests.dispatch.segments import MIB, SHARED, drop_idle_mappings
 
 
 @pytest.fixture

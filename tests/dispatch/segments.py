@@ -12,11 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from earl_core.dispatch.segments import leases
 from earl_core.dispatch.segments.pool import SegmentPool
 
 MIB = 1024 * 1024
 FORK = multiprocessing.get_context("fork")
 SHARED = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+
+
+def free_bytes(pool: SegmentPool) -> int:
+    """Bytes of the free segments."""
+    return sum(path.stat().st_size for path in pool.directory.glob(".free.*"))
+
+
+def drop_idle_mappings() -> None:
+    """Unmap every cached file that is not leased, as where descriptors run out."""
+    with leases._cache._held():
+        leases._cache._drop_idle(0)
 
 
 class Child:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 
@@ -41,3 +42,11 @@ def row(given: Columns, name: str, at: int) -> np.ndarray:
     column = given[name]
     assert isinstance(column, ListColumn)
     return column.values[column.offsets[at] : column.offsets[at + 1]]
+
+
+def spilled(url: str, uid: str) -> list[str]:
+    """Names of a run's shards in a spill."""
+    storage, root = fsspec.core.url_to_fs(f"{url}/{uid}")
+    storage.invalidate_cache()
+    names = (path.rpartition("/")[2] for path in storage.find(root))
+    return sorted(name for name in names if name.endswith(".arrow"))

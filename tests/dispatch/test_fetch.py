@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
@@ -25,9 +26,10 @@ from earl_core.dispatch.remote import (
     TransportError,
 )
 from earl_core.dispatch.remote.fetch import fetch
-from earl_core.dispatch.remote.incoming import Incoming, Traffic
+from earl_core.dispatch.remote.incoming import Incoming
 from earl_core.dispatch.remote.parts import cut_parts
 from tests.dispatch.hosts import Counting, Hosts, as_host, make_shard, manifest, several_hosts
+from tests.dispatch.segments import free_bytes
 
 NAMES = ["a", "b", "c"]
 
@@ -170,7 +172,7 @@ def test_ranks_of_a_host_share_one_segment_whenever_they_come(hosts: Hosts) -> N
             fetch(plan, rank, store, transport).close()
     assert transport.received == 2 * Traffic(plan).moved_bytes
     assert files_left(hosts) == []
-    assert store.pool.free_bytes() == sum(
+    assert free_bytes(store.pool) == sum(
         path.stat().st_size for path in store.directory.glob(".free.*")
     )
 
@@ -308,7 +310,7 @@ def test_a_failed_fetch_leaves_nothing_and_can_be_repeated(
                 fetch(plan, 0, store, hosts.transport())
             assert files_left(hosts) == []
     release(hosts, manifest([made.shards[1]]))
-    assert store.used_bytes() == store.pool.free_bytes()
+    assert store.used_bytes() == free_bytes(store.pool)
 
 
 def test_a_live_view_keeps_the_part(hosts: Hosts) -> None:

@@ -11,18 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
 from earl_core.dispatch.reads.sources import sample_ids
-from earl_core.dispatch.remote.incoming import Traffic
+from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from tests.dispatch.plan_cases import HOSTS, World, cases, even_world, manifest
 
 
 def receive(world: World, plan: DispatchPlan, host: str) -> np.ndarray:
     """Run a host's reads into one buffer; every byte at most once, and none that lies here."""
-    incoming, seen = Traffic(plan).incoming(host), set()
-    buffer = np.zeros(incoming.size, dtype=np.uint8)
+    incoming, seen = incoming_of(plan, host), set()
+    ends = incoming.place + incoming.length
+    buffer = np.zeros(ends.max(initial=0), dtype=np.uint8)
     for shard, start, length, place in zip(
         incoming.shard, incoming.start, incoming.length, incoming.place, strict=True
     ):
@@ -59,10 +61,8 @@ def delivered(
     for column, place in plan.sources_of(rank).columns.items():
         away = np.array([plan.entries[shard].host != host for shard in place.shard], dtype=bool)
         landed = np.zeros(len(away), dtype=np.int64)
-        landed[away] = (
-            Traffic(plan)
-            .incoming(host)
-            .find(place.shard[away], place.start[away], place.length[away])
+        landed[away] = incoming_of(plan, host).find(
+            place.shard[away], place.start[away], place.length[away]
         )
         for index, row in enumerate(plan.rows(rank).tolist()):
             entry = plan.entries[place.shard[index]]
@@ -106,7 +106,7 @@ def _bytes(plan: DispatchPlan, host: str) -> list[tuple[str, str, int]]:
 
 def crossing(plan: DispatchPlan, host: str) -> list[tuple[str, str, int, int]]:
     """(host, file, start, length) of all that a host reads from others."""
-    incoming = Traffic(plan).incoming(host)
+    incoming = incoming_of(plan, host)
     spans = zip(
         incoming.shard.tolist(), incoming.start.tolist(), incoming.length.tolist(), strict=True
     )
@@ -277,7 +277,7 @@ def test_manifests_that_contradict_themselves_are_refused(words: str, damage: An
     shards[0] = shards[0].model_copy(update=damage(shards[0]))
     layout = Layout(data_parallel=2, hosts=("elm", "elm"))
     with pytest.raises(ManifestError, match=words):
-        Traffic(make_plan([manifest("rollout", shards)], layout)).incoming("elm")
+        incoming_of(make_plan([manifest("rollout", shards)], layout), "elm")
 
 
 def test_a_stage_that_lacks_rows_of_a_later_one_is_refused() -> None:

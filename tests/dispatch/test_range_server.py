@@ -20,7 +20,7 @@ from earl_core.dispatch import ShardEntry, ShardStore
 from earl_core.dispatch.remote import Proof, TransportError, protocol
 from earl_core.dispatch.remote.range_server import RangeServer, ServerLimits
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
-from earl_core.dispatch.remote.transport import Range
+from earl_core.dispatch.remote.transport import Range, RemoteRead
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, whole
 
 HASTY = ServerLimits(
@@ -90,7 +90,7 @@ def serves(server: RangeServer, store: ShardStore, entry: ShardEntry) -> bool:
     transport = TcpTransport({"a": server.address}, TOKEN)
     item = whole(entry, "reward")
     into = destination(item)
-    transport.read("a", [item], into, {entry.file: Proof.of(entry)})
+    transport.read_all({"a": RemoteRead([item], into)}, {entry.file: Proof.of(entry)})
     transport.close()
     return bytes(into[0]) == file_bytes(store, item)
 
@@ -103,8 +103,8 @@ def test_it_answers_nobody_without_a_token(store: ShardStore, entry: ShardEntry)
     with RangeServer(store.directory, TOKEN) as server:
         for token in ("", "some token"):
             with pytest.raises(TransportError, match="does not accept the token"):
-                TcpTransport({"a": server.address}, token).read(
-                    "a", [item], destination(item), {entry.file: Proof.of(entry)}
+                TcpTransport({"a": server.address}, token).read_all(
+                    {"a": RemoteRead([item], destination(item))}, {entry.file: Proof.of(entry)}
                 )
 
 
@@ -151,8 +151,8 @@ def test_a_client_that_asks_for_more_than_the_server_gives(
     limits = ClientLimits(request_bytes=2**22, bytes_in_flight=2**22)
     item = whole(entry)
     with pytest.raises(TransportError, match="too large"):
-        TcpTransport({"a": server.address}, TOKEN, limits).read(
-            "a", [item], destination(item), {entry.file: Proof.of(entry)}
+        TcpTransport({"a": server.address}, TOKEN, limits).read_all(
+            {"a": RemoteRead([item], destination(item))}, {entry.file: Proof.of(entry)}
         )
 
 
@@ -357,15 +357,15 @@ def test_a_stopped_server_times_out_and_a_killed_one_is_noticed(
         item = whole(entry)
         proofs = {entry.file: Proof.of(entry)}
         into = destination(item)
-        transport.read("a", [item], into, proofs)
+        transport.read_all({"a": RemoteRead([item], into)}, proofs)
         assert bytes(into[0]) == file_bytes(store, item)
         child.send_signal(signal.SIGSTOP)
         with pytest.raises(TransportError, match="in time"):
-            transport.read("a", [item], into, proofs)
+            transport.read_all({"a": RemoteRead([item], into)}, proofs)
         child.kill()
         child.wait()
         with pytest.raises(Exception, match=r"reached|broke off"):
-            transport.read("a", [item], into, proofs)
+            transport.read_all({"a": RemoteRead([item], into)}, proofs)
     finally:
         child.kill()
         child.wait()

@@ -25,6 +25,7 @@ from earl_core.dispatch.shards.checksums import BLOCK_BYTES
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA
 from tests.columns import Columns, list_column, write_columns
 from tests.dispatch.episodes import begin, episode, fill, manifest_of, publish, write
+from tests.dispatch.segments import free_bytes
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_what_does_not_fit_the_schema_is_refused(store: ShardStore) -> None:
         writer.values("sample_id")[:] = [3, 3, 4]
         with pytest.raises(ValueError, match="sort the rows"):
             writer.seal()
-    assert store.pool.free_bytes() == store.used_bytes()
+    assert free_bytes(store.pool) == store.used_bytes()
 
 
 def test_a_sealed_shard_cannot_be_written_through_its_writer(store: ShardStore) -> None:
@@ -206,6 +207,7 @@ from pathlib import Path
 from earl_core.dispatch import ShardStore
 from earl_core.dispatch.shards import shard
 from tests.dispatch.episodes import begin, fill
+from tests.dispatch.segments import free_bytes
 
 def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -253,7 +255,7 @@ def test_a_producer_killed_at_any_moment_leaves_whole_shards_or_none(
             del table
     # Whoever takes the run over finds no manifest that names them.
     assert store.adopt(set()) == visible
-    assert store.pool.free_bytes() == store.used_bytes() > 0
+    assert free_bytes(store.pool) == store.used_bytes() > 0
     inode = next(store.directory.glob(".free.*")).stat().st_ino
     entry = publish(store)
     assert store.path(entry).stat().st_ino == inode
@@ -287,7 +289,7 @@ def test_a_reader_keeps_a_shard_from_being_released(store: ShardStore) -> None:
     with Batch(store, [manifest]):
         assert not store.release(manifest.shards[0])
     assert store.release(manifest.shards[0])
-    assert store.pool.free_bytes() == store.used_bytes()
+    assert free_bytes(store.pool) == store.used_bytes()
     assert store.trim() > 0
     with pytest.raises(ManifestError, match="is gone"):
         Batch(store, [manifest])
@@ -319,7 +321,7 @@ def test_unsealed_files_of_dead_writers_are_swept(store: ShardStore) -> None:
     child.kill()
     child.wait()
     assert store.pool.sweep_unsealed() == 1
-    assert store.pool.free_bytes() == store.used_bytes()
+    assert free_bytes(store.pool) == store.used_bytes()
 
 
 def test_tensor_bytes_are_those_of_the_data(store: ShardStore) -> None:

@@ -13,9 +13,8 @@ import pytest
 from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest, ManifestError, ShardEntry, ShardStore
 from earl_core.dispatch.spill.spiller import Spiller
-from earl_core.dispatch.spill.storage import Spill
 from earl_core.run import RunDirectory
-from tests.dispatch.spilled import UID, columns, row, written
+from tests.dispatch.spilled import UID, columns, row, spilled, written
 
 
 @pytest.fixture
@@ -50,9 +49,9 @@ def test_shards_are_copied_in_the_background_restored_and_released(
     assert spiller.drain(60)
     with pytest.raises(ManifestError):
         spiller.restore(entries[0], 60)
-    assert Spill(url, UID).names() == sorted(entry.file for entry in entries[1:])
+    assert spilled(url, UID) == sorted(entry.file for entry in entries[1:])
     spiller.remove()
-    assert Spill(url, UID).names() == []
+    assert spilled(url, UID) == []
 
 
 def test_an_outage_is_one_warning_and_is_made_up_for(
@@ -75,7 +74,7 @@ def test_an_outage_is_one_warning_and_is_made_up_for(
     spiller.submit(entries[3:])
     assert spiller.drain(60)
     assert spiller.lag_bytes == 0
-    assert len(Spill(f"file://{blocked}", UID).names()) == 4
+    assert len(spilled(f"file://{blocked}", UID)) == 4
 
 
 def test_a_killed_copier_is_replaced(
@@ -94,7 +93,7 @@ def test_a_killed_copier_is_replaced(
         time.sleep(0.01)
     spiller.submit(entries[1:])
     assert spiller.drain(60)
-    assert len(Spill(f"file://{tmp_path}/spill", UID).names()) == 2
+    assert len(spilled(f"file://{tmp_path}/spill", UID)) == 2
 
 
 def configuration(tmp_path: Path, url: str) -> RunConfig:
@@ -142,13 +141,13 @@ def test_a_resumed_run_gets_lost_shards_back_and_a_finished_one_leaves_nothing(
         np.testing.assert_array_equal(batch.row("tokens", 3), row(given, "tokens", 3))
     assert resumed.spill is not None
     assert resumed.spill.drain(60)
-    assert Spill(url, resumed.uid).names() == [entry.file]
+    assert spilled(url, resumed.uid) == [entry.file]
     resumed.mark_stable(0)
     assert resumed.spill.drain(60)
-    assert Spill(url, resumed.uid).names() == []
+    assert spilled(url, resumed.uid) == []
     sealed(resumed, written(resumed.store, given, "later"))
     resumed.finish()
-    assert Spill(url, resumed.uid).names() == []
+    assert spilled(url, resumed.uid) == []
     resumed.close()
 
 
@@ -164,7 +163,7 @@ def test_a_resume_spills_what_the_last_attempt_could_not(tmp_path: Path) -> None
     assert resumed.sealed(0, "rollout", "k") is not None
     assert resumed.spill is not None
     assert resumed.spill.drain(60)
-    assert Spill(f"file://{tmp_path}/spill", resumed.uid).names() == [entry.file]
+    assert spilled(f"file://{tmp_path}/spill", resumed.uid) == [entry.file]
     resumed.finish()
     resumed.close()
 

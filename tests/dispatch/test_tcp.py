@@ -43,7 +43,7 @@ def entry(store: ShardStore) -> ShardEntry:
 
 def read(transport: TcpTransport, entry: ShardEntry, *ranges: Range) -> list[bytes]:
     into = destination(*ranges)
-    transport.read("a", ranges, into, {entry.file: Proof.of(entry)})
+    transport.read_all({"a": RemoteRead(ranges, into)}, {entry.file: Proof.of(entry)})
     return [bytes(view) for view in into]
 
 
@@ -213,8 +213,8 @@ def test_garbage_from_a_server_is_an_error(garbage: bytes, welcomed: bool) -> No
     item = Range("000001-rollout-0-5.arrow", 5, 64, 64)
     proof = Proof(item.file, 5, 4096, (64, 64), (128, 16), 4096, "0" * 16, 0)
     with _fake(babble) as address, pytest.raises(TransportError):
-        TcpTransport({"a": address}, TOKEN, SOON).read(
-            "a", [item], destination(item), {item.file: proof}
+        TcpTransport({"a": address}, TOKEN, SOON).read_all(
+            {"a": RemoteRead([item], destination(item))}, {item.file: proof}
         )
 
 

@@ -49,7 +49,7 @@ def transport(store: ShardStore) -> Iterator[TcpTransport]:
 
 def read(transport: TcpTransport, entry: ShardEntry, *ranges: Range) -> list[bytes]:
     into = destination(*ranges)
-    transport.read("a", ranges, into, {entry.file: Proof.of(entry)})
+    transport.read_all({"a": RemoteRead(ranges, into)}, {entry.file: Proof.of(entry)})
     return [bytes(view) for view in into]
 
 
@@ -100,7 +100,9 @@ def test_reads_into_typed_memory(
 ) -> None:
     item = whole(entry)
     values = np.zeros(item.length // 4, np.int32)
-    transport.read("a", [item], [memoryview(values)], {entry.file: Proof.of(entry)})
+    transport.read_all(
+        {"a": RemoteRead([item], [memoryview(values)])}, {entry.file: Proof.of(entry)}
+    )
     assert values.tobytes() == file_bytes(store, item)
 
 
@@ -142,7 +144,7 @@ def test_other_names_are_refused(transport: TcpTransport, entry: ShardEntry, nam
     item = whole(entry)._replace(file=file)
     proofs = {file: replace(Proof.of(entry), file=file)}
     with pytest.raises(TransportError, match="not the name of a sealed shard"):
-        transport.read("a", [item], destination(item), proofs)
+        transport.read_all({"a": RemoteRead([item], destination(item))}, proofs)
 
 
 def test_a_link_out_of_the_run_is_not_followed(
@@ -168,9 +170,11 @@ def test_an_old_generation_is_gone(transport: TcpTransport, entry: ShardEntry) -
     proof = replace(Proof.of(entry), generation=entry.generation - 1)
     item = whole(entry)._replace(generation=entry.generation - 1)
     with pytest.raises(TransportError, match="is not of generation"):
-        transport.read("a", [item], destination(item), {entry.file: proof})
+        transport.read_all({"a": RemoteRead([item], destination(item))}, {entry.file: proof})
     with pytest.raises(TransportError, match="same manifests"):
-        transport.read("a", [item], destination(item), {entry.file: Proof.of(entry)})
+        transport.read_all(
+            {"a": RemoteRead([item], destination(item))}, {entry.file: Proof.of(entry)}
+        )
 
 
 def test_no_lease_stays_after_reading(
@@ -217,14 +221,14 @@ def test_descriptions_that_contradict_themselves_are_refused(
         replace(proof, bytes=2**62, body=(0, 2**61)),
     ):
         with pytest.raises(TransportError, match="contradicts itself"):
-            transport.read("a", [item], destination(item), {entry.file: wrong})
+            transport.read_all({"a": RemoteRead([item], destination(item))}, {entry.file: wrong})
 
 
 def test_a_destination_of_another_length_is_a_mistake(
     transport: TcpTransport, entry: ShardEntry
 ) -> None:
     with pytest.raises(ValueError, match="exactly its length"):
-        transport.read("a", [whole(entry)], [memoryview(bytearray(3))], {})
+        transport.read_all({"a": RemoteRead([whole(entry)], [memoryview(bytearray(3))])}, {})
 
 
 def test_several_threads(transport: TcpTransport, store: ShardStore, entry: ShardEntry) -> None:

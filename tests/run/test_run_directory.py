@@ -23,6 +23,7 @@ from earl_core.run.shards import list_stores, sweep, sweep_unneeded
 from earl_core.system.errors import InUse
 from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from tests.dispatch.segments import free_bytes
 
 
 def config_in(tmp_path: Path, **changes: object) -> RunConfig:
@@ -270,7 +271,7 @@ def test_opening_a_run_adopts_its_shards_and_drops_the_rest(tmp_path: Path) -> N
         stage="reward", iteration=1, rank=0, schema=ROLLOUT_SCHEMA, rows=rollout_rows([])
     )
     run.close()
-    assert run.store.pool.free_bytes() == 0
+    assert free_bytes(run.store.pool) == 0
     again = RunDirectory.open(config)
     there = [again.store.path(entry).exists() for entry in (*kept.shards, *covered.shards, lost)]
     assert there == [True, False, False]

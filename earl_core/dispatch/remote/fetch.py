@@ -9,7 +9,7 @@ import numpy as np
 from earl_core.dispatch.reads.batch import Batch, Lease, abandon, open_shards
 from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.reads.sources import Sources
-from earl_core.dispatch.remote.incoming import Incoming, Traffic
+from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.remote.parts import Part, PartLease, PartStore, cut_parts
 from earl_core.dispatch.remote.tcp import TcpTransport
 from earl_core.dispatch.remote.transport import Proof, Range, RemoteRead
@@ -75,7 +75,7 @@ class _Share:
     def __init__(self, plan: DispatchPlan, host: str, part_bytes: int) -> None:
         self._plan = plan
         self._host = host
-        self._incoming: Incoming = Traffic(plan).incoming(host)
+        self._incoming = incoming_of(plan, host)
         self._parts = cut_parts(self._incoming, part_bytes)
         self._bases = np.array([part.base for part in self._parts], dtype=np.int64)
         self._away = np.array([entry.host != host for entry in plan.entries], dtype=bool)

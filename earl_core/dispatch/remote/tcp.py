@@ -16,13 +16,13 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.peer import Peer, cut
 from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
-from earl_core.dispatch.remote.transport import Proof, Range, RemoteRead, TransportError
+from earl_core.dispatch.remote.transport import Proof, RemoteRead, TransportError
 from earl_core.system.frames import WireError
 from earl_core.system.host import host_name
 
@@ -85,18 +85,8 @@ class TcpTransport:
         for used in idle:
             self._discard(used)
 
-    def read(
-        self,
-        host: str,
-        ranges: Sequence[Range],
-        into: Sequence[memoryview],
-        proofs: Mapping[str, Proof],
-    ) -> None:
-        """Fill `into` from one host; `proofs` by file name. Errors as in `read_all`."""
-        self.read_all({host: RemoteRead(ranges, into)}, proofs)
-
     def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
-        """Fill from several hosts at the same time.
+        """Fill from several hosts at the same time. proofs: by file name.
 
         Raises `TransportError`; the destinations' contents are then undefined.
         """

@@ -100,11 +100,6 @@ def map_shared(path: Path, size: int) -> Mapped:
     return _cache.lease(path, size)
 
 
-def drop_idle_mappings() -> int:
-    """Unmap every cached file that is not leased; returns how many."""
-    return _cache.drop_idle()
-
-
 class _Entry:
     """One mapped inode of this process, and the leases that are out on it."""
 
@@ -246,11 +241,7 @@ class _MappingCache:
             if not entry.out and entry.descriptor >= 0:
                 entry.unlock()
 
-    def drop_idle(self) -> int:
-        with self._held():
-            return self._drop_idle(0)
-
-    def _drop_idle(self, keep: int) -> int:
+    def _drop_idle(self, keep: int) -> None:
         """Unmap idle entries: all whose file has no name left, then the oldest beyond `keep`."""
         dropped: list[_Entry] = []
         alive: list[_Entry] = []
@@ -262,7 +253,6 @@ class _MappingCache:
         for entry in dropped:
             del self._entries[entry.key]
             entry.close()
-        return len(dropped)
 
     def before_fork(self) -> bool:
         # So that no thread is between opening a descriptor and noting it.

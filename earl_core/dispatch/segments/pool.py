@@ -165,10 +165,6 @@ class SegmentPool:
         """Bytes of all files of this run: free, being written, sealed and others."""
         return self._files.used_bytes()
 
-    def free_bytes(self) -> int:
-        """Bytes of the free segments."""
-        return sum(size for size, _ in self._files.free())
-
     def _wait_for(self, attempt: Callable[[], _T | str], size: int) -> _T:
         """What `attempt` gives once it gives no reason any more; `PoolFull` at the deadline."""
         if size > self.max_bytes:

@@ -1,8 +1,7 @@
 """Spill: the same bytes as a shard in shared memory, on any storage that fsspec knows.
 
-`<url>/<run uid>/<file>` holds the whole Arrow file, so any Arrow reader opens it. Reads go by the
-manifest: only the blocks that cover the bytes asked for are fetched, in one `cat_ranges`, and
-each is compared with the shard's block table, whose checksum is in the manifest.
+`<url>/<run uid>/<file>` holds the whole Arrow file, so any Arrow reader reads columns of it from
+there. A shard that is restored is compared with its block table, whose checksum is in the manifest.
 
 The folder carries a mark of ours, its first object. Only where it does, and only plain objects with
 the name of a shard, are removed or written over: whatever else lies there belongs to others.
@@ -26,8 +25,8 @@ import numpy as np
 import xxhash
 
 from earl_core.dispatch.segments.names import is_shard, is_uid
-from earl_core.dispatch.shards.checksums import block_bounds, blocks_of
-from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardEntry
+from earl_core.dispatch.shards.checksums import block_bounds
+from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import EarlError
 from earl_core.system.files import private
@@ -35,8 +34,6 @@ from earl_core.system.process_identity import ProcessId
 
 _MARK = "earl-spill.json"
 _FORMAT = "earl.spill/1"
-
-_Blocks = dict[int, bytes]
 
 
 class SpillError(EarlError):
@@ -105,44 +102,11 @@ class Spill:
             os.close(descriptor)
         return True
 
-    def holds(self, entry: ShardEntry) -> bool:
-        """Whether the shard is there at full size. Raises `SpillError`."""
-        with self._storage_errors("read"):
-            return self._size(entry) == entry.bytes
-
-    def read(self, entry: ShardEntry, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes of each span (start, length) of the shard's file, verified.
-
-        Raises `ManifestError` for a shard that is missing or damaged, `SpillError`; `ValueError`
-        for a span outside of the shard's body.
-        """
-        body_start, body_length = entry.body
-        for start, length in spans:
-            if length and not body_start <= start <= start + length <= body_start + body_length:
-                raise ValueError(f"bytes {start}+{length} are no data of {entry.file}")
-        blocks = self._fetch(entry, blocks_of(entry, spans))
-        return [_cut(entry, blocks, start, length) for start, length in spans]
-
-    def column(
-        self, entry: ShardEntry, name: str, rows: Sequence[int] | None = None
-    ) -> list[np.ndarray]:
-        """One array for each row number asked for (default: all) of one column, read-only.
-
-        A list column's row has its elements, a scalar's row one element, a string's its UTF-8
-        bytes as uint8. Only these rows' bytes are fetched. Errors as in `read`.
-        """
-        column = entry.columns[name]
-        wanted = range(entry.rows) if rows is None else rows
-        starts, lengths = _row_bytes(entry, column)
-        spans = [(int(starts[row]), int(lengths[row])) for row in wanted]
-        kind = np.uint8 if column.dtype == "string" else np.dtype(column.dtype)
-        return [np.frombuffer(part, dtype=kind) for part in self.read(entry, spans)]
-
     def restore(self, entry: ShardEntry, path: Path) -> None:
         """Copy a shard back to where it lay, verified before it gets its name.
 
-        The caller sees to it that there is room. Raises as `read`, and `OSError` when the
-        directory cannot be written.
+        The caller sees to it that there is room. Raises `ManifestError` for a shard that is missing
+        or damaged, `SpillError`, and `OSError` when the directory cannot be written.
         """
         aside = path.with_name(f".writing.{ProcessId.current()}.{entry.generation}")
         try:
@@ -181,11 +145,6 @@ class Spill:
                 with suppress(Exception):  # a storage without folders has nothing to remove
                     self._storage.rmdir(self._root)
         self._prepared = False
-
-    def names(self) -> list[str]:
-        """Shards that are there, ascending."""
-        with self._storage_errors("read"):
-            return sorted(name for name in self._objects() if is_shard(name))
 
     def _prepare(self) -> None:
         """Make the folder and mark it, unless others have put something there."""
@@ -251,37 +210,6 @@ class Spill:
         except SpillError as again:
             error.add_note(str(again))
 
-    def _fetch(self, entry: ShardEntry, numbers: Sequence[int]) -> _Blocks:
-        """The wanted blocks of the body and the table that vouches for them, in one request."""
-        if not numbers:
-            return {}
-        name, (table_start, table_length) = self._name(entry), entry.checksums
-        # Neighbouring blocks become one range: storage is slow to begin and quick to go on.
-        runs = np.split(np.asarray(numbers), np.flatnonzero(np.diff(numbers) > 1) + 1)
-        starts = [table_start] + [block_bounds(entry, int(run[0]))[0] for run in runs]
-        ends = [table_start + table_length] + [block_bounds(entry, int(run[-1]))[1] for run in runs]
-        with self._storage_errors("read"):
-            try:
-                table, *parts = self._storage.cat_ranges(
-                    [name] * len(starts), starts, ends, on_error="raise"
-                )
-            except FileNotFoundError as error:
-                raise ManifestError(f"the shard {entry.file} is not in {self.url}") from error
-        sums = _checked_table(entry, table, self.url)
-        blocks: _Blocks = {}
-        for run, part in zip(runs, parts, strict=True):
-            base = block_bounds(entry, int(run[0]))[0]
-            for number in run.tolist():
-                start, stop = block_bounds(entry, number)
-                blocks[number] = part[start - base : stop - base]
-                if len(blocks[number]) != stop - start:
-                    raise ManifestError(
-                        f"the spilled shard {entry.file} is cut off; its stage must be repeated"
-                    )
-                if xxhash.xxh3_64_intdigest(blocks[number]) != sums[number]:
-                    raise _corrupt(entry, self.url)
-        return blocks
-
     def _copy(self, entry: ShardEntry, stream: Any) -> None:
         with self._storage_errors("read"):
             try:
@@ -325,22 +253,6 @@ def _is_plain(info: dict[str, Any]) -> bool:
     """Whether this is an object, and on a file system one of this user and no link."""
     own = info.get("uid", os.geteuid()) == os.geteuid()
     return info["type"] == "file" and not info.get("islink") and own
-
-
-def _cut(entry: ShardEntry, blocks: _Blocks, start: int, length: int) -> memoryview:
-    numbers = blocks_of(entry, [(start, length)])
-    if not numbers:
-        return memoryview(b"")
-    first = block_bounds(entry, numbers[0])[0]
-    whole = blocks[numbers[0]] if len(numbers) == 1 else b"".join(blocks[n] for n in numbers)
-    return memoryview(whole)[start - first : start - first + length]
-
-
-def _row_bytes(entry: ShardEntry, column: ColumnRange) -> tuple[np.ndarray, np.ndarray]:
-    """Start and length in bytes of every row of a column, from the manifest alone."""
-    one = np.ones(entry.rows, dtype=np.int64)
-    lengths = (one if column.axis is None else entry.lengths[column.axis]) * column.itemsize
-    return column.values[0] + np.cumsum(lengths) - lengths, lengths
 
 
 def _checked_table(entry: ShardEntry, table: bytes, url: str) -> list[int]:
