@@ -156,8 +156,8 @@ def test_the_worker_knows_the_models_positions(
         assert payload["max_model_len"] == short < payload["tokens"]
     setting.config["rollout"]["max_model_len"] = 512
     played_now = setting.run(lambda worker: worker.rollout(0, 6))
-    assert played_now["metrics"]["episodes"] == 12
-    assert "finish/model_context" not in played_now["metrics"]
+    assert played_now["tally"]["episodes"] == 12
+    assert "model_context" not in played_now["tally"]["finishes"]
 
 
 def test_the_engines_lack_of_memory_is_typed_and_the_next_engine_works(
@@ -180,7 +180,7 @@ def test_the_engines_lack_of_memory_is_typed_and_the_next_engine_works(
 
     payload, result = setting.run(work)
     assert payload == {"stage": "rollout", "bytes_asked": 2**50}
-    assert result["metrics"]["episodes"] == 12
+    assert result["tally"]["episodes"] == 12
 
 
 def test_both_cross_the_wire_with_their_numbers(
