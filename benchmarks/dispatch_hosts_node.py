@@ -24,8 +24,7 @@ import pyarrow as pa
 from benchmarks.dispatch_hosts_network import Network
 from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.dispatch.reads.layout import Layout
-from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch.reads.plan import DispatchPlan, Layout, make_plan
 from earl_core.dispatch.remote import Proof, Range, RemoteRead
 from earl_core.dispatch.remote.fetch import fetch
 from earl_core.dispatch.remote.range_server import RangeServer

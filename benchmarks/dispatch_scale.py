@@ -20,8 +20,7 @@ from benchmarks.dispatch_manifests import manifests
 from benchmarks.dispatch_model import predict
 from benchmarks.dispatch_traffic import Traffic
 from benchmarks.harness import Report, Row, interval, median, parser, publish
-from earl_core.dispatch.reads.layout import Layout
-from earl_core.dispatch.reads.plan import make_plan
+from earl_core.dispatch.reads.plan import Layout, make_plan
 from earl_core.dispatch.shards.manifest import Manifest, parse_manifest
 
 ROWS_PER_PRODUCER = 16

@@ -13,14 +13,15 @@ from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import parse_config
 from earl_core.dispatch import Batch
+from earl_core.dispatch.reads.plan import Layout, make_plan
+from earl_core.dispatch.reads.sources import sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry, parse_manifest
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
-from earl_core.experience.rows import rows_of_rank
 from earl_core.experience.statistics import RankStatistics
 from earl_core.run.shards import run_store
 from earl_core.system import fault_points
-from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REWARD_SCHEMA
+from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REWARD_SCHEMA, SAMPLE_BITS
 
 
 class ExperienceWorker:
@@ -88,16 +89,22 @@ class ExperienceWorker:
         return _result([entry], metrics, tokens, started)
 
     def _open(self, manifests: list[dict[str, Any]]) -> Batch:
-        """The rank's own rows; `manifests` begin with the rollout's."""
+        """The rank's own rows; `manifests` begin with the rollout's.
+
+        An episode is whole on one rank, and so is a group where an estimator compares its episodes,
+        because then its moments need not leave the rank. The rollout alone decides, so that an
+        advantage is computed where its reward was. No rows where there are fewer units than ranks.
+        """
         parsed = [parse_manifest(manifest) for manifest in manifests]
-        estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
-        rows = rows_of_rank(
-            self._store,
-            parsed[0],
-            self._context.rank,
-            self._context.world_size,
-            whole_groups=estimator.needs_groups,
-        )
+        rows = sample_ids(parsed[0])
+        if self._context.world_size > 1:
+            units = rows >> SAMPLE_BITS
+            estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
+            if estimator.needs_groups:
+                with Batch(self._store, parsed[:1]) as batch:
+                    units = batch.scalars("group_id")
+            layout = Layout(data_parallel=self._context.world_size, keep_groups=True)
+            rows = make_plan(parsed[:1], layout, groups=units).rows(self._context.rank)
         return Batch(self._store, parsed, rows=rows, verify=self._verify)
 
 

@@ -20,31 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from transformers.utils import logging as transformers_logging
 
 from earl_core.cluster.context import WorkerContext
-from earl_core.config import RunConfig, parse_config
-from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import (
     TRAINED,
-    RankReader,
-    RowCost,
     by_minibatch,
     training_samples,
-    write_scores,
 )
 from earl_core.learner.measure_update import measure_training
-from earl_core.learner.memory import Parking, guarded
-from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
-from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.memory import guarded
+from earl_core.learner.model_worker import ModelWorker, update_settings
 from earl_core.learner.relayout import relayout
-from earl_core.run.shards import run_store
-from earl_core.selector import ModelShape, StageDeployment
+from earl_core.selector import StageDeployment
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
-from earl_core.system.host import host_name
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
@@ -54,10 +45,12 @@ from earl_core.weights.publish import digest_of, publish
 logger = logging.getLogger(__name__)
 
 
-class LearnerWorker:
+class LearnerWorker(ModelWorker):
     """Call `restore` first; then `update`, `publish`, `save`, `relayout` and `restore` in any
     order.
     """
+
+    stage = "update"
 
     def __init__(
         self,
@@ -67,26 +60,13 @@ class LearnerWorker:
         config: dict[str, Any],
         run_directory: str,
     ) -> None:
-        self._context = context
-        self._config = parse_config(config)
-        self._deployment = StageDeployment.model_validate(deployment)
-        self._mesh = create_mesh(MeshShape.of(self._deployment))
-        self._reader = rank_reader(context, self._config, run_directory)
-        with guarded("update"):
-            self._learner = build_learner(self._config, self._deployment, self._mesh)
-        self._parking = Parking()
-        self._config_digest = config_digest(
-            Path(self._config.model.path), self._config.model.trust_remote_code
-        )
+        super().__init__(context, deployment, config=config, run_directory=run_directory)
+        model = self._config.model
+        self._config_digest = config_digest(Path(model.path), model.trust_remote_code)
         self._version = 0
         self._dirty = False
         self._restored: Path | None = None
         self._applied: dict[str, Any] | None = None
-
-    def close(self) -> None:
-        """Disconnect from the other ranks."""
-        self._mesh.close()
-        leave_world()
 
     @guarded("update")
     def restore(self, checkpoint: str | None) -> dict[str, Any]:
@@ -96,7 +76,7 @@ class LearnerWorker:
             state = self._learner.restore(path)
             self._version = int(state["policy_version"])
         elif self._version or self._dirty:
-            self._learner = build_learner(self._config, self._deployment, self._mesh)
+            self._learner = self._build_learner()
             self._version = 0
         self._restored, self._dirty, self._applied = path, False, None
         return {"policy_version": self._version}
@@ -183,15 +163,6 @@ class LearnerWorker:
             )
         return measure_training(self._learner, self._config, context, samples, scoring=scoring)
 
-    def offload(self) -> dict[str, Any]:
-        """Give the device's memory back between stages; without a GPU it does nothing."""
-        return {"bytes": self._parking.give(state_tensors(self._learner))}
-
-    def reload(self) -> dict[str, Any]:
-        """Take it again, before anything else is called."""
-        self._parking.take()
-        return {}
-
     def _require_clean(self, purpose: str) -> None:
         if self._dirty:
             raise EarlError(
@@ -218,18 +189,15 @@ class LearnerWorker:
             self._dirty = True
             fault_points.point(f"update.step{index}", iteration)
 
-        parsed = [parse_manifest(manifest) for manifest in manifests]
         split = by_minibatch(
             self._config.update.minibatches, seed=self._config.seed, iteration=iteration
         )
         shards: list[ShardEntry] = []
         with ExitStack() as leases:
-            batch = leases.enter_context(
-                Ranks(self._mesh).do(lambda: self._reader.open(parsed, self._mesh, TRAINED, split))
-            )
+            batch = leases.enter_context(self._open(manifests, TRAINED, split))
             old = None
             if self._config.needs_old_logprobs:
-                shards, old = self._score(batch, parsed[-1], leases)
+                shards, old = self._score(batch, parse_manifest(manifests[-1]), leases)
             samples = training_samples(batch, old, self._version)
             watch = self._config.mismatch_watch
             metrics = self._learner.update(
@@ -260,15 +228,7 @@ class LearnerWorker:
         """
         if not (self._mesh.leader and len(batch)):
             return [], self._learner.score(training_samples(batch))
-        entry = write_scores(
-            self._reader.store,
-            batch,
-            lambda samples, out: self._learner.score(samples, out=out),
-            stage="update",
-            iteration=rows.iteration,
-            rank=self._context.rank,
-            schema=OLD_LOGPROBS_SCHEMA,
-        )
+        entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA)
         written = rows.model_copy(update={"stage": "update", "shards": (entry,)})
         scores = leases.enter_context(Batch(self._reader.store, [written]))
         return [entry], scores.list_rows("old_logprobs")
@@ -293,64 +253,3 @@ class LearnerWorker:
     def _point(self, name: str, iteration: int) -> None:
         """A fault point whose error is everyone's, as errors inside of what follows it are."""
         Ranks(self._mesh).do(lambda: fault_points.point(name, iteration))
-
-    def _report(self, done: int, samples: int) -> None:
-        if self._context.rank == 0:
-            self._context.report({"samples_done": done, "samples": samples})
-
-
-def rank_reader(context: WorkerContext, config: RunConfig, run_directory: str) -> RankReader:
-    """What reads this rank's rows of the run's shards."""
-    store = run_store(run_directory, config)
-    return RankReader(
-        store,
-        context.hosts or (host_name(),) * context.world_size,
-        _row_cost(Path(config.model.path)),
-        verify=config.dispatch.verify == "always",
-    )
-
-
-def _row_cost(model: Path) -> RowCost:
-    try:
-        raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        return RowCost.of(ModelShape.from_config(raw))
-    except (OSError, ValueError):
-        # A model whose numbers have other names is balanced by tokens.
-        return RowCost()
-
-
-def build_learner(
-    config: RunConfig, deployment: StageDeployment, mesh: UpdateMesh
-) -> PolicyLearner:
-    """A learner laid out as the deployment says, on this rank of the mesh."""
-    transformers_logging.disable_progress_bar()
-    return PolicyLearner(
-        config.model,
-        update_settings(config, deployment),
-        config.algorithm,
-        temperature=config.rollout.temperature,
-        iterations=config.iterations,
-        seed=config.seed,
-        mesh=mesh,
-        logits_chunk_tokens=deployment.logits_chunk_tokens,
-        offload_optimizer=deployment.offload_optimizer,
-    )
-
-
-def state_tensors(learner: PolicyLearner) -> list[torch.Tensor]:
-    """This rank's parts of the weights and of the optimizer's state."""
-    weights = [each.tensor for each in slices_of(learner.named_weights())]
-    states = [value for entry in learner.optimizer.state.values() for value in entry.values()]
-    return [*weights, *states]
-
-
-def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateConfig:
-    """The run's settings of the update, with those that the deployment decides."""
-    return config.update.model_copy(
-        update={
-            "threads": deployment.threads,
-            "activation_checkpointing": deployment.activation_checkpointing,
-            "max_tokens_per_microbatch": deployment.max_tokens_per_microbatch
-            or config.update.max_tokens_per_microbatch,
-        }
-    )

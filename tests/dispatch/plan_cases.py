@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.plan import Layout
 from earl_core.dispatch.reads.sources import sample_ids
 from earl_core.dispatch.shards.manifest import ColumnRange, Manifest, ShardEntry
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch import Batch, Manifest, ShardStore
-from earl_core.dispatch.reads.layout import Layout
-from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch.reads.plan import DispatchPlan, Layout, make_plan
 from earl_core.dispatch.remote import (
     Proof,
     RemoteRead,

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.dispatch_traffic import Traffic
-from earl_core.dispatch.reads.layout import Layout
-from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
-from earl_core.dispatch.reads.sources import sample_ids
+from earl_core.dispatch.reads.plan import DispatchPlan, Layout, make_plan, plan_rows
+from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from tests.dispatch.plan_cases import HOSTS, World, cases, even_world, manifest
@@ -159,7 +158,7 @@ def test_every_part_of_the_work_is_balanced_by_itself() -> None:
     _, stages = even_world(HOSTS[:1], 60, tokens)
     layout = Layout(data_parallel=3, keep_groups=True)
     groups, parts = np.arange(60) // 2, np.arange(60) // 2 % 4
-    plan = make_plan(stages, layout, groups=groups, parts=parts + 7)
+    plan = plan_rows(join(stages, layout.columns), layout, groups=groups, parts=parts + 7)
     total = 0
     for part in range(4):
         loads = [tokens[0, rows[parts[rows] == part]].sum() for rows in map(plan.rows, range(3))]

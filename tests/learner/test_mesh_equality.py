@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from earl_core.dispatch.reads.layout import Layout
+from earl_core.dispatch.reads.plan import Layout
 from earl_core.learner.parallel.mesh import MeshShape, create_mesh
 from earl_core.learner.parallel.tensor_parallel import check_degree, working_degrees
 from earl_core.selector import StageDeployment

@@ -11,6 +11,7 @@ producers are listed changes nothing. Every rank can make it for itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +20,68 @@ import numpy as np
 import xxhash
 
 from earl_core.dispatch.reads.assignment import assign, imbalance
-from earl_core.dispatch.reads.layout import Layout
 from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The consumers of a batch.
+
+    data_parallel replicas share the rows out; the `ranks_per_replica` of a replica (context x
+    tensor parallel) read the same rows, whole. Rank number: `replica * ranks_per_replica + k`.
+
+    hosts: the host of each rank; empty means all on the one host of the producers.
+    columns: the columns needed; None for all.
+    linear, quadratic: a row of n tokens costs `linear * n + quadratic * n**2`; attention makes
+    the second part. keep_groups: rows of a group go to one replica. max_imbalance: how far the
+    dearest replica may lie above the mean, as a share of it, for the sake of rows that stay where
+    they are.
+
+    Raises `ValueError` when the numbers make no layout.
+    """
+
+    data_parallel: int = 1
+    ranks_per_replica: int = 1
+    hosts: tuple[str, ...] = ()
+    columns: tuple[str, ...] | None = None
+    linear: float = 1.0
+    quadratic: float = 0.0
+    keep_groups: bool = False
+    max_imbalance: float = 0.06
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel", "ranks_per_replica"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"a layout's {name} is {getattr(self, name)}: it must be 1 or more"
+                )
+        for name in ("linear", "quadratic", "max_imbalance"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"a layout's {name} is {value}: it must be finite and 0 or more")
+        if self.hosts and len(self.hosts) != self.ranks:
+            raise ValueError(
+                f"a layout of {self.ranks} ranks names {len(self.hosts)} hosts: name the host of "
+                "every rank, or none"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Number of consumer ranks."""
+        return self.data_parallel * self.ranks_per_replica
+
+    def replica(self, rank: int) -> int:
+        """The replica that a rank belongs to. Raises `IndexError`."""
+        if not 0 <= rank < self.ranks:
+            raise IndexError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+        return rank // self.ranks_per_replica
+
+    def cost(self, tokens: np.ndarray) -> np.ndarray:
+        """Predicted cost of rows of `tokens` tokens, float64; 1 each where all would be free."""
+        counts = tokens.astype(np.float64)
+        cost = self.linear * counts + self.quadratic * counts**2
+        return cost if cost.any() else np.ones(len(tokens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +138,25 @@ def make_plan(
     layout: Layout,
     *,
     groups: Sequence[int] | np.ndarray | None = None,
-    parts: Sequence[int] | np.ndarray | None = None,
 ) -> DispatchPlan:
-    """Plan the way of a batch to its consumers.
+    """`plan_rows` of joined manifests, whose errors it raises too."""
+    return plan_rows(join(manifests, layout.columns), layout, groups=groups)
 
-    The rows of the last manifest decide; its columns and those of the manifests before it are
-    joined by sample_id. groups: the group of each row in ascending order of sample_id, needed
-    when `layout.keep_groups`. parts: for each row which part of the work it belongs to, the same
+
+def plan_rows(
+    sources: Sources,
+    layout: Layout,
+    *,
+    groups: Sequence[int] | np.ndarray | None = None,
+    parts: np.ndarray | None = None,
+) -> DispatchPlan:
+    """Plan the way of rows to their consumers.
+
+    groups: the group of each row in ascending order of sample_id, needed when
+    `layout.keep_groups`. parts: for each row which part of the work it belongs to, the same
     for all rows of a group; the replicas meet after each part, so each is balanced by itself.
-    Raises `ManifestError` when manifests contradict themselves or each other, `ValueError` when the
-    layout cannot be met.
+    Raises `ValueError` when the layout cannot be met.
     """
-    sources = join(manifests, layout.columns)
     hosts = layout.hosts or _only_host(sources, layout.ranks)
     cost = layout.cost(sources.tokens)
     item = np.arange(len(cost))
@@ -106,7 +173,9 @@ def make_plan(
     for rank, host in enumerate(hosts):
         near[number[host]].append(layout.replica(rank))
     home = _homes(sources, item, len(cost), number)
-    part = _parts(item, len(cost), parts)
+    part = np.zeros(len(cost), dtype=np.int64)
+    if parts is not None:
+        part[item] = np.unique(parts, return_inverse=True)[1]
     owner = np.empty(len(cost), dtype=np.int64)
     for one in np.unique(part):
         chosen = np.flatnonzero(part == one)
@@ -115,14 +184,6 @@ def make_plan(
         )
     uneven = imbalance(cost, owner, part, layout.data_parallel)
     return DispatchPlan(layout, sources, owner[item], hosts, uneven)
-
-
-def _parts(item: np.ndarray, items: int, parts: Sequence[int] | np.ndarray | None) -> np.ndarray:
-    """The part of each item, int64, counted from 0. item: the item of each row."""
-    found = np.zeros(items, dtype=np.int64)
-    if parts is not None:
-        found[item] = np.unique(np.asarray(parts), return_inverse=True)[1]
-    return found
 
 
 def _only_host(sources: Sources, ranks: int) -> tuple[str, ...]:

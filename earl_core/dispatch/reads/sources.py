@@ -65,6 +65,10 @@ class Sources:
         }
         return Sources(self.entries, self.rows[members], self.tokens[members], columns)
 
+    def only(self, *names: str) -> Sources:
+        """Some of the columns."""
+        return replace(self, columns={name: self.columns[name] for name in names})
+
     def shards(self) -> list[int]:
         """Numbers of the shards that hold a column of a row, ascending."""
         arrays = self._shard_arrays().values()

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 
-from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.dispatch.reads.layout import Layout
-from earl_core.dispatch.reads.plan import DispatchPlan, make_plan
+from earl_core.dispatch import Batch, Manifest, ShardStore
+from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
+from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.learner.data.minibatches import SampleTable, split_table
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh
@@ -85,7 +84,7 @@ class RankReader:
     ) -> Batch:
         """The rank's rows of the last manifest, with those of `columns` that any manifest has.
 
-        The batch may be empty. Raises what `make_plan` and `read` raise.
+        The batch may be empty. Raises what `join`, `plan_rows` and `read` raise.
         """
         plan = self.plan(manifests, mesh, columns, split)
         return self.read(plan, mesh.rank, self.store, self.verify)
@@ -104,38 +103,36 @@ class RankReader:
         they share is computed once.
         """
         there = {name for manifest in manifests for name in manifest.column_names()}
-        layout = self._layout(mesh.shape, [name for name in columns if name in there])
+        sources = join(manifests, [name for name in columns if name in there])
+        layout = self._layout(mesh.shape)
         if mesh.shape.data == 1:
-            return make_plan(manifests, layout)
+            return plan_rows(sources, layout)
         plans = []
-        rows, groups = self._groups(manifests, mesh)
-        parts = None if split is None else split(rows, groups)
-        for units in (groups, rows >> SAMPLE_BITS):
-            plan = make_plan(manifests, layout, groups=units, parts=parts)
+        groups = self._groups(sources, mesh)
+        parts = None if split is None else split(sources.rows, groups)
+        for units in (groups, sources.rows >> SAMPLE_BITS):
+            plan = plan_rows(sources, layout, groups=units, parts=parts)
             if plan.imbalance <= layout.max_imbalance:
                 return plan
             plans.append(plan)
         return min(plans, key=lambda plan: plan.imbalance)
 
-    def _layout(self, shape: MeshShape, columns: Sequence[str]) -> Layout:
+    def _layout(self, shape: MeshShape) -> Layout:
         return Layout(
             data_parallel=shape.data,
             ranks_per_replica=shape.context * shape.tensor,
             hosts=self.hosts,
-            columns=tuple(columns),
             linear=self.cost.linear,
             quadratic=self.cost.quadratic,
             keep_groups=shape.data > 1,
         )
 
-    def _groups(
-        self, manifests: Sequence[Manifest], mesh: UpdateMesh
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """sample_id and group_id of all rows, int64: a few bytes a row, which every rank reads."""
-        layout = Layout(ranks_per_replica=mesh.shape.size, hosts=self.hosts, columns=("group_id",))
-        plan = make_plan(manifests, layout)
+    def _groups(self, sources: Sources, mesh: UpdateMesh) -> np.ndarray:
+        """group_id of all rows, int64: a few bytes a row, which every rank reads."""
+        everyone = Layout(ranks_per_replica=mesh.shape.size, hosts=self.hosts)
+        plan = plan_rows(sources.only("group_id"), everyone)
         with self.read(plan, mesh.rank, self.store, self.verify) as batch:
-            return batch.rows, batch.scalars("group_id")
+            return batch.scalars("group_id")
 
 
 def by_minibatch(count: int, *, seed: int, iteration: int) -> Split:
@@ -207,35 +204,3 @@ def _current_tokens(batch: Batch, policy_version: int) -> list[np.ndarray] | Non
         given = np.zeros(int(starts[0]) if len(starts) else length, dtype=np.uint8)
         current.append(np.concatenate([given, np.repeat(turns, sizes).astype(np.uint8)]))
     return current
-
-
-def write_scores(
-    store: ShardStore,
-    batch: Batch,
-    score: Callable[[list[TrainingSample], list[np.ndarray]], object],
-    *,
-    stage: str,
-    iteration: int,
-    rank: int,
-    schema: pa.Schema,
-) -> ShardEntry:
-    """Publish one float32 per token of each row of the batch; returns the completed entry.
-
-    schema: `sample_id` and one token column. score(samples, arrays) writes every element of the
-    arrays, one [L] per sample; they lie in the shard, so that nothing is copied, and neither they
-    nor the samples may be kept. Raises `PoolFull` when the shard does not fit.
-    """
-    (name,) = (name for name in schema.names if name != "sample_id")
-    samples = training_samples(batch)
-    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
-    with store.create(
-        stage=stage,
-        iteration=iteration,
-        rank=rank,
-        schema=schema,
-        rows=len(samples),
-        lengths={name: lengths},
-    ) as writer:
-        writer.values("sample_id")[:] = batch.rows
-        score(samples, writer.rows(name))
-        return store.complete(writer.seal())

@@ -1,7 +1,7 @@
 """The device mesh of an update: how ranks are numbered, and the process groups of one rank.
 
 A rank's number is `(data * context + context_rank) * tensor + tensor_rank` with `data =
-replicate_rank * shard + shard_rank`: the numbering of `earl_core.dispatch.reads.layout.Layout`.
+replicate_rank * shard + shard_rank`: the numbering of `earl_core.dispatch.reads.plan.Layout`.
 Ranks of one data rank form a replica: they see the same samples. accelerate owns the process
 state: devices, launch variables, the connection to the other ranks. This module imports no torch
 until a mesh is made.
