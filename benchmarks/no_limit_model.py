@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 from benchmarks.no_limit_game import ALPHABET, Descent, demonstration
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
-from earl_core.learner.state.optimizer import set_learning_rate
 from earl_core.models.tiny import character_tokenizer, narrow_llama, write_model
 from earl_core.rollout.chat import ChatTokenizer
 
@@ -70,7 +69,7 @@ def build(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             rising = min(1.0, (step + 1) / (1 + warm_start_steps // 8))
             rate = warm_start_learning_rate * rising * (1.0 - step / warm_start_steps)
-            set_learning_rate(optimizer, rate)
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             if step % 20 == 0 or step == warm_start_steps - 1:
                 logger.info("warm start, step %d: loss %.3f", step, loss.item())

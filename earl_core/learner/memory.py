@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import psutil
 import torch
 
 from earl_core.system import fault_points, out_of_memory
 from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import OutOfMemory, bytes_asked, is_out_of_memory
+from earl_core.system.private_memory import reset_peaks, resident_peak_bytes
 
 _ADVICE = (
     "lower update.max_tokens_per_microbatch, set update.activation_checkpointing, or give the "
@@ -99,22 +98,12 @@ def reset_peak() -> None:
     give_back_free_memory()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        # Without the right to reset it the peak stays that of the whole process: still an upper
-        # bound, which is the safe side for a memory model.
-        return
+    reset_peaks([os.getpid()])
 
 
 def peak_bytes() -> dict[str, float]:
     """`peak_rss_bytes` of this process since the reset, and `peak_cuda_bytes` with a GPU."""
-    try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        found = None
-    resident = int(found.group(1)) * 1024 if found else psutil.Process().memory_info().rss
-    peaks = {"peak_rss_bytes": float(resident)}
+    peaks = {"peak_rss_bytes": float(resident_peak_bytes([os.getpid()]))}
     if torch.cuda.is_available():
         peaks["peak_cuda_bytes"] = float(torch.cuda.max_memory_allocated())
     return peaks

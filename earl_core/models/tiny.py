@@ -23,7 +23,6 @@ from earl_core.environments.games.board_game import BoardGame, random_legal_game
 from earl_core.environments.registry import create
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
-from earl_core.learner.state.optimizer import set_learning_rate
 from earl_core.pretrained.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.system.errors import ConfigError
@@ -181,6 +180,6 @@ def _warm_start(
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         factor = min(1.0, (step + 1) / (1 + steps // 8)) * (1.0 - step / steps)
-        set_learning_rate(optimizer, learning_rate * factor)
+        optimizer.param_groups[0]["lr"] = learning_rate * factor
         optimizer.step()
     logger.info("The warm start ended with a loss of %.3f after %d steps.", loss.item(), steps)

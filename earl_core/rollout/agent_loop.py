@@ -13,9 +13,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from earl_core.environments.base import EnvironmentFailed, Message, StepResult
+from earl_core.environments.base import EnvironmentFailed
+from earl_core.environments.pool import EnvironmentPool
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodePlayer, EpisodeSpec, PlaySettings
@@ -29,20 +30,9 @@ _NAMED_FAILURES = 3
 _PLAYED_ANEW = 2
 
 
-class Environments(Protocol):
-    """What the loop needs of `earl_core.environments.pool.EnvironmentPool`.
-
-    Each method raises `EnvironmentFailed` for an episode whose environment failed.
-    """
-
-    async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]: ...
-    async def step(self, episode_id: int, text: str) -> StepResult: ...
-    async def close(self, episode_id: int) -> None: ...
-
-
 async def play(
     engine: Engine,
-    pool: Environments,
+    pool: EnvironmentPool,
     chat: ChatTokenizer,
     specs: Sequence[EpisodeSpec],
     settings: PlaySettings,
@@ -77,7 +67,7 @@ class _Loop:
     def __init__(
         self,
         engine: Engine,
-        pool: Environments,
+        pool: EnvironmentPool,
         chat: ChatTokenizer,
         specs: Sequence[EpisodeSpec],
         settings: PlaySettings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.deployment.shapes import ModelShape
@@ -44,36 +45,23 @@ def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
     Its policy version is undefined until weights are loaded.
     """
     rollout, directory = config.rollout, model_directory(config)
-    max_model_len = deployment.max_model_len or rollout.max_model_len
-    running = deployment.max_running_requests or rollout.max_running_requests
-    threads = deployment.threads * deployment.tensor_parallel
+    common: dict[str, Any] = {
+        "policy_version": None,
+        "dtype": rollout.dtype,
+        "max_running_requests": deployment.max_running_requests or rollout.max_running_requests,
+        "max_model_len": deployment.max_model_len or rollout.max_model_len,
+        "threads": deployment.threads * deployment.tensor_parallel,
+        "float32_head": config.model.float32_head,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
     if rollout.engine == "torch":
         from earl_core.rollout.engines.torch_engine import TorchEngine
 
-        return TorchEngine(
-            directory,
-            policy_version=None,
-            dtype=rollout.dtype,
-            max_running_requests=running,
-            max_model_len=max_model_len,
-            threads=threads,
-            float32_head=config.model.float32_head,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        return TorchEngine(directory, **common)
     from earl_core.rollout.engines.vllm_engine import VllmEngine
 
-    return VllmEngine(
-        directory,
-        policy_version=None,
-        dtype=rollout.dtype,
-        max_running_requests=running,
-        max_model_len=max_model_len,
-        threads=threads,
-        tensor_parallel=deployment.tensor_parallel,
-        settings=rollout.vllm,
-        float32_head=config.model.float32_head,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    ranks = deployment.tensor_parallel
+    return VllmEngine(directory, tensor_parallel=ranks, settings=rollout.vllm, **common)
 
 
 def model_positions(config: RunConfig) -> int:

@@ -16,11 +16,10 @@ from earl_core.config import RunConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.rollout.engine_factory import model_directory
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
-from earl_core.rollout.engines.processes import reset_peak
 from earl_core.system.errors import Cancelled
 from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import guarded
-from earl_core.system.private_memory import peak_bytes
+from earl_core.system.private_memory import peak_bytes, reset_peaks
 
 _FIRST_ID = 2**61
 """Sequence ids of synthetic prompts; no episode gets that far."""
@@ -64,8 +63,7 @@ async def measure_decoding(
     """
     pids = sorted({os.getpid(), *engine.pids()})
     give_back_free_memory()
-    for pid in pids:
-        reset_peak(pid)
+    reset_peaks(pids)
     started = time.perf_counter()
     prompts = load.prompts(_vocabulary(config), engine.max_model_len)
     try:

@@ -29,11 +29,7 @@ from earl_core.rollout.engine_factory import (
     load_chat_tokenizer,
     model_positions,
 )
-from earl_core.rollout.engines.engine import (
-    Engine,
-    GenerationRequest,
-)
-from earl_core.rollout.engines.processes import peak_bytes, reset_peak
+from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import (
     ContextOverflow,
@@ -48,6 +44,7 @@ from earl_core.system import fault_points
 from earl_core.system.errors import Cancelled
 from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import OutOfMemory, guarded
+from earl_core.system.private_memory import reset_peaks, resident_peak_bytes
 from earl_core.system.seeds import derive_seed
 from earl_core.trajectory.samples import Episode, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
@@ -294,8 +291,7 @@ class RolloutWorker:
         engine, chat = self._ready()
         pool = await self._pool(options, settings.max_live_episodes or len(specs))
         meter = LoadMeter(len(specs), self._context.report)
-        for pid in self._processes():
-            reset_peak(pid)
+        reset_peaks(self._processes())
         task = asyncio.ensure_future(play(engine, pool, chat, specs, settings, meter=meter))
         try:
             while not task.done():
@@ -311,7 +307,7 @@ class RolloutWorker:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-        meter.peak_memory_bytes = sum(map(peak_bytes, self._processes()))
+        meter.peak_memory_bytes = resident_peak_bytes(self._processes())
         give_back_free_memory()
         return episodes, RolloutStats.of(episodes, meter)
 

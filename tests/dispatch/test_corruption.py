@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_only_the_blocks_of_a_range_are_verified(
 ) -> None:
     entry = several_blocks
     start, length = entry.body
-    with sample_store.path(entry).open("r+b") as file, sample_store.open(entry) as mapped:
+    with sample_store.path(entry).open("r+b") as file, closing(sample_store.open(entry)) as mapped:
         flip(file.fileno(), start + BLOCK_BYTES + 5, 3)
         verify_blocks(mapped.memory, entry, [(start, BLOCK_BYTES)])
         rest = length - 2 * BLOCK_BYTES

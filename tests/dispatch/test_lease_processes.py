@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def _close_inherited(pipe: Connection, path: Path, size: int) -> None:
     mapped = _inherited.pop()
     pipe.send(mapped.memory[0])
     mapped.close()
-    with map_shared(path, size) as own:
+    with closing(map_shared(path, size)) as own:
         pipe.send(own.memory[0])
     pipe.send("closed")
     pipe.recv()
@@ -131,7 +132,7 @@ def _chase(pipe: Connection, directory: Path) -> None:
     while not pipe.poll():
         for name in visible(directory):
             try:
-                with map_shared(directory / name, 20_480) as mapped:
+                with closing(map_shared(directory / name, 20_480)) as mapped:
                     data = np.frombuffer(mapped.memory, dtype=np.uint8)
                     before = data.copy()
                     time.sleep(0.0005 * (read % 2))
@@ -170,7 +171,7 @@ def test_readers_never_see_another_generation(pool: SegmentPool) -> None:
 
 
 def _read_spawned(path: Path, size: int) -> None:
-    with map_shared(path, size) as mapped:
+    with closing(map_shared(path, size)) as mapped:
         assert mapped.memory[0] == 3
 
 

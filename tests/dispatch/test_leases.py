@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def descriptors() -> int:
 
 def test_content_is_read_without_a_copy_and_read_only(pool: SegmentPool) -> None:
     path, size = sealed(pool, MIB, fill=8)
-    with map_shared(path, size) as mapped:
+    with closing(map_shared(path, size)) as mapped:
         assert mapped.size == size
         assert mapped.memory.readonly
         assert mapped.memory.nbytes == size
@@ -81,7 +82,7 @@ def test_a_recycled_segment_is_read_through_the_cached_mapping(pool: SegmentPool
     for fill in range(1, 50):
         path, size = sealed(pool, 1, fill=fill)
         seen.add(inode(path))
-        with map_shared(path, size) as mapped:
+        with closing(map_shared(path, size)) as mapped:
             assert set(bytes(mapped.memory)) == {fill}
         assert pool.release(path)
     assert len(seen) == 1
@@ -137,7 +138,7 @@ def test_an_error_in_the_block_is_not_hidden_by_live_views(pool: SegmentPool) ->
     path, size = sealed(pool, 1)
 
     def fail() -> None:
-        with map_shared(path, size) as mapped:
+        with closing(map_shared(path, size)) as mapped:
             view = np.frombuffer(mapped.memory, dtype=np.uint8)
             raise KeyError(view[0])
 

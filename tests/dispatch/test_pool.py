@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_removing_a_run_leaves_readers_whole(pool: SegmentPool) -> None:
     leased, size = sealed(pool, MIB, fill=5)
     sealed(pool, MIB)
     pool.release(sealed(pool, 2 * MIB)[0])
-    with map_shared(leased, size) as mapped:
+    with closing(map_shared(leased, size)) as mapped:
         pool.remove()
         assert not pool.directory.exists()
         assert set(bytes(mapped.memory)) == {5}

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -150,7 +150,7 @@ def test_a_forked_child_cannot_seal_or_abandon_the_parents_segment(pool: Segment
 
 def _spawned(directory: Path, path: Path, size: int) -> None:
     pool = SegmentPool(directory, 64 * MIB)
-    with map_shared(path, size) as mapped:
+    with closing(map_shared(path, size)) as mapped:
         assert mapped.memory[0] == 4
         assert not pool.release(path)
     sealed(pool, size, fill=6, name="spawned")
@@ -172,7 +172,7 @@ def test_threads_never_share_a_segment(pool: SegmentPool) -> None:
     def work(value: int) -> None:
         for _ in range(150):
             path, size = sealed(pool, 20_000, fill=value, name=f"thread-{value}")
-            with map_shared(path, size) as mapped:
+            with closing(map_shared(path, size)) as mapped:
                 if set(bytes(mapped.memory)) != {value}:
                     wrong.append(str(path))
             pool.release(path)

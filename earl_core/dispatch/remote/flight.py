@@ -16,7 +16,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import pyarrow as pa
 from pyarrow import flight
@@ -109,12 +108,7 @@ class ShardFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         except ManifestError as error:
             raise flight.FlightServerError(str(error)) from error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
 

@@ -24,7 +24,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -73,22 +72,6 @@ class Mapped:
                 "before giving the lease back"
             )
         _cache.settle()
-
-    def __enter__(self) -> Mapped:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except BufferError:
-            # The traceback of an error keeps views alive: the lease goes when they do.
-            if kind is None:
-                raise
 
 
 def map_shared(path: Path, size: int) -> Mapped:

@@ -11,14 +11,13 @@ import errno
 import json
 import os
 import stat
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from earl_core.dispatch.segments.names import MARK, is_own_file, is_unfinished_mark, unlink_own
+from earl_core.dispatch.segments.names import MARK, is_own_file, is_unfinished_mark
 from earl_core.system.errors import NotOurs
-from earl_core.system.files import write_all
+from earl_core.system.files import write_atomic
 from earl_core.system.user_directory import make_parent
 
 _FORMAT = "earl.store/1"
@@ -83,17 +82,7 @@ def write_mark(directory: Path, run_directory: Path | None) -> None:
         "run_directory": str(run_directory) if run_directory is not None else None,
         "time": time.time(),
     }
-    aside = directory / f"{MARK}.{os.getpid()}.{threading.get_ident()}.tmp"
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(aside, flags, 0o600)
-        try:
-            write_all(descriptor, json.dumps(content).encode())
-        finally:
-            os.close(descriptor)
-        os.replace(aside, directory / MARK)
-    finally:
-        unlink_own(aside)
+    write_atomic(directory / MARK, json.dumps(content).encode())
 
 
 def _check_empty(directory: Path) -> None:

@@ -29,7 +29,7 @@ _WRITING = re.compile(r"\.writing\.((?:[0-9a-f]{12}|unknown)_\d{1,20}_\d{1,20})\
 _PAGES = re.compile(r"\.weights-pages\.\d{1,20}\.\d{1,20}")
 _LINKING = re.compile(r"\.weights-linking\.\d{1,20}")
 _DONE = re.compile(r"\.fetch-[0-9a-f]{16}\.\d{1,9}\.done")
-_MARK_ASIDE = re.compile(r"\.store\.json\.\d{1,20}\.\d{1,20}\.tmp")
+_MARK_ASIDE = re.compile(r"\.?\.store\.json\.\d{1,20}\.\d{1,20}\.tmp")
 SHARD_PATTERN = rf"^{_SHARD}$"
 
 

@@ -14,6 +14,8 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +25,34 @@ from earl_core.dispatch.spill.storage import Spill, SpillError
 _NICE = 10  # the stages come first
 
 
-class _Copier:
-    def __init__(self, url: str, uid: str, directory: Path) -> None:
-        self._url, self._uid, self._directory = url, uid, directory
-        self._opened: Spill | None = None
+def _answer(
+    spill: Callable[[], Spill], directory: Path, request: dict[str, Any]
+) -> list[str] | None:
+    """Do one request; the error as (kind, message), or None."""
+    try:
+        _do(spill(), directory, request)
+    except SpillError as error:
+        return ["spill", str(error)]
+    except ManifestError as error:
+        return ["lost", str(error)]
+    except OSError as error:
+        return ["spill", f"{directory} cannot be used: {error}"]
+    return None
 
-    def answer(self, request: dict[str, Any]) -> list[str] | None:
-        """Do one request; the error as (kind, message), or None."""
-        try:
-            # Opened late, so that a missing package is the answer to a request.
-            if self._opened is None:
-                self._opened = Spill(self._url, self._uid)
-            self._do(self._opened, request)
-        except SpillError as error:
-            return ["spill", str(error)]
-        except ManifestError as error:
-            return ["lost", str(error)]
-        except OSError as error:
-            return ["spill", f"{self._directory} cannot be used: {error}"]
-        return None
 
-    def _do(self, spill: Spill, request: dict[str, Any]) -> None:
-        what = request["do"]
+def _do(spill: Spill, directory: Path, request: dict[str, Any]) -> None:
+    what = request["do"]
+    if what == "delete":
+        spill.delete(request["files"])
+    elif what == "remove":
+        spill.remove()
+    else:
+        entry = ShardEntry.model_validate(request["entry"])
+        path = directory / entry.file
         if what == "put":
-            entry = ShardEntry.model_validate(request["entry"])
-            spill.put(self._directory / entry.file, entry)
+            spill.put(path, entry)
         elif what == "restore":
-            entry = ShardEntry.model_validate(request["entry"])
-            spill.restore(entry, self._directory / entry.file)
-        elif what == "delete":
-            spill.delete(request["files"])
-        elif what == "remove":
-            spill.remove()
+            spill.restore(entry, path)
 
 
 def _read_requests(into: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -71,10 +69,11 @@ def main(url: str, uid: str, directory: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
-    copier = _Copier(url, uid, Path(directory))
+    # Opened late, so that a missing package is the answer to a request.
+    spill = cache(lambda: Spill(url, uid))
     while True:
         request = requests.get()
-        error = copier.answer(request)
+        error = _answer(spill, Path(directory), request)
         sys.stdout.write(json.dumps({"id": request["id"], "error": error}) + "\n")
         sys.stdout.flush()
 

@@ -161,9 +161,3 @@ def learning_rate(config: UpdateConfig, iteration: int, iterations: int) -> floa
     if config.schedule == "cosine":
         return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.learning_rate
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use this rate in a torch optimizer from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = value

@@ -50,22 +50,6 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
-def peak_bytes(pid: int) -> int:
-    """Peak resident memory of a process (VmHWM); 0 when it is gone."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def reset_peak(pid: int) -> None:
-    """Start a new measurement of `peak_bytes`; without the right to, it stays that of the whole
-    life, which is an upper bound."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
 def _open_shared_memory(pid: int) -> set[Path]:
     """Files that libraries create in shared memory (`psm_*`, `sem.*`, `vllm*`), by open files and
     mappings. The weights that EARL itself publishes are not among them."""

@@ -25,13 +25,14 @@ from earl_core.rollout.engines.engine import (
     check_requests,
 )
 from earl_core.rollout.engines.memory_watch import MemoryWatch
-from earl_core.rollout.engines.processes import LeftoverProcesses, descendants, peak_bytes
+from earl_core.rollout.engines.processes import LeftoverProcesses, descendants
 from earl_core.rollout.errors import (
     EngineError,
     EngineLost,
     WeightSyncError,
 )
 from earl_core.system.out_of_memory import OutOfMemory
+from earl_core.system.private_memory import resident_peak_bytes
 from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights, parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
@@ -259,7 +260,7 @@ class VllmEngine:
     def statistics(self) -> dict[str, float]:
         """See `Engine.statistics`; `peak_memory_bytes` is that of vLLM's processes."""
         totals = dict(self._totals)
-        peak = sum(peak_bytes(pid) for pid in self.pids())
+        peak = resident_peak_bytes(self.pids())
         if peak:
             totals["peak_memory_bytes"] = float(peak)
         return totals
