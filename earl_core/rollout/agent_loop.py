@@ -232,12 +232,9 @@ class _Loop:
             f"  episode {episode.episode_id} ({episode.finish_reason}): {episode.info['failure']}"
             for episode in lost[:_NAMED_FAILURES]
         ]
-        share = self._settings.max_failed_share
-        return RolloutFailed(
-            f"{failed} of {self._episodes} episodes failed, more than the share of {share:g} "
-            "that environment.max_failed_share allows. Repair the environment, or raise that "
-            "share. The first failures:\n" + "\n".join(named),
-            {"failed": failed, "episodes": self._episodes, "reasons": reasons},
+        share, shown = self._settings.max_failed_share, "\n".join(named)
+        return RolloutFailed.too_many(
+            failed, self._episodes, share, reasons, f" The first failures:\n{shown}"
         )
 
     async def clean_up(self) -> None:

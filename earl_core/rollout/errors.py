@@ -8,6 +8,18 @@ from earl_core.system.errors import EarlError
 class RolloutFailed(EarlError):
     """Too many episodes failed. `payload` counts the failures by reason and names the first."""
 
+    @classmethod
+    def too_many(
+        cls, failed: int, episodes: int, share: float, reasons: dict[str, int], examples: str
+    ) -> RolloutFailed:
+        """Of more failed episodes than `share` allows; examples: text that names some."""
+        return cls(
+            f"{failed} of {episodes} episodes failed, more than the share of {share:g} that "
+            "environment.max_failed_share allows: repair the environment, or raise that share."
+            f"{examples}",
+            payload={"failed": failed, "episodes": episodes, "reasons": reasons},
+        )
+
 
 class ContextOverflow(EarlError):
     """An episode reached the end of the engine's context where the model has more positions.

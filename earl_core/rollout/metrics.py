@@ -112,27 +112,18 @@ def evaluation_results(tally: RolloutStats) -> dict[str, Any]:
 def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
     """Raise `RolloutFailed` when no episode was played to its end, or too many failed."""
     failed, total = tally.failed, tally.failed + tally.episodes
-    details = {"failed": failed, "episodes": total, "reasons": tally.failures}
+    frequent = ""
+    if tally.failures:
+        reason, count = max(tally.failures.items(), key=lambda item: item[1])
+        frequent = f" The most frequent failure ({count} of {failed}) is {reason}"
     if total and not tally.episodes:
         raise RolloutFailed(
-            "every episode failed, so there is nothing to learn from: repair the environment"
-            + _most_frequent(tally),
-            details,
+            "every episode failed, so there is nothing to learn from: repair the environment."
+            + frequent,
+            payload={"failed": failed, "episodes": total, "reasons": tally.failures},
         )
     if failed > max_failed_share * total:
-        raise RolloutFailed(
-            f"{failed} of {total} episodes failed, more than the share of {max_failed_share:g} "
-            "that environment.max_failed_share allows: repair the environment, or raise that share"
-            + _most_frequent(tally),
-            details,
-        )
-
-
-def _most_frequent(tally: RolloutStats) -> str:
-    if not tally.failures:
-        return ""
-    reason, count = max(tally.failures.items(), key=lambda item: item[1])
-    return f". The most frequent failure ({count} of {tally.failed}) is {reason}"
+        raise RolloutFailed.too_many(failed, total, max_failed_share, tally.failures, frequent)
 
 
 def example(episode: Episode) -> dict[str, Any]:

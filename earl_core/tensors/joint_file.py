@@ -52,14 +52,6 @@ def fill(
         whole[part.index].copy_(each.tensor[part.within(each.box).index])
 
 
-@torch.no_grad()
-def read_box(mapping: mmap.mmap, place: TensorPlace, box: Box) -> torch.Tensor:
-    """The bytes of a box in the mapped file, without a copy."""
-    if not box.numel:
-        return torch.empty(box.sizes, dtype=place.dtype)
-    return view(mapping, place)[box.index]
-
-
 def digest_together(mapping: mmap.mmap, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:
     """`digest_of` all tensors of the file; each rank reads its share of them. Collective."""
     names = sorted(places)

@@ -90,34 +90,37 @@ def plan_layout(
     return Layout(prefix, places, len(prefix) + offset)
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """Map a whole file to read, copy-on-write: a stray write never reaches the file.
+def open_file(path: Path, size: int | None = None) -> dict[str, torch.Tensor]:
+    """Every tensor of a file, mapped without a copy, and copy-on-write: a stray write never reaches
+    the file. While one of them is alive, the file's pages are not used for newer weights.
 
-    While the mapping or a view of it is alive, the file's pages are not used for newer weights.
+    size: the bytes that the file must have. Raises `WeightsError` for a file that is damaged or has
+    another size, `OSError` for one that cannot be opened.
     """
     descriptor = open_leased(path)
     try:
-        size = os.fstat(descriptor).st_size
-        if size < 8:
-            raise WeightsError(f"{path} is not a safetensors file: it has {size} bytes")
+        found = os.fstat(descriptor).st_size
+        if size is not None and found != size:
+            raise WeightsError(
+                f"{path} has {found} bytes, the manifest says {size}: it is not the file that was "
+                "published"
+            )
+        if found < 8:
+            raise WeightsError(f"{path} is not a safetensors file: it has {found} bytes")
         # The mapping keeps a copy of the descriptor, and with it the lease.
-        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        mapping = mmap.mmap(descriptor, found, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
-
-
-def read_layout(mapping: mmap.mmap, path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Tensor places and metadata of a mapped file. Raises `WeightsError` when it is damaged."""
     length = int.from_bytes(mapping[:8], "little")
-    if length > min(len(mapping) - 8, _MAX_HEADER_BYTES):
+    if length > min(found - 8, _MAX_HEADER_BYTES):
         raise WeightsError(f"{path} is damaged: its header claims {length} bytes")
     try:
         header = json.loads(mapping[8 : 8 + length])
-        metadata = header.pop("__metadata__", {})
-        places = {name: _place(entry, 8 + length, len(mapping)) for name, entry in header.items()}
+        header.pop("__metadata__", None)
+        places = {name: _place(entry, 8 + length, found) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is damaged: its header cannot be read ({error})") from error
-    return places, metadata
+    return {name: view(mapping, place) for name, place in places.items()}
 
 
 def _place(entry: Mapping[str, object], base: int, file_bytes: int) -> TensorPlace:

@@ -11,9 +11,9 @@ import torch
 
 from earl_core.pretrained.architecture import model_config
 from earl_core.tensors.errors import WeightsError
-from earl_core.tensors.safetensors_layout import DTYPE_CODES, map_file, read_layout, view
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, open_file
 from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest, config_digest
-from earl_core.weights.match import names_problem
+from earl_core.weights.match import match, names_problem
 from earl_core.weights.publish import digest_of
 
 
@@ -54,13 +54,12 @@ def manifest_from_directory(
     tensors: dict[str, torch.Tensor] = {}
     described: list[WeightFile] = []
     for index, path in enumerate(files):
-        mapping = map_file(path)
-        places, _ = read_layout(mapping, path)
-        described.append(WeightFile(path=str(path.absolute()), bytes=len(mapping)))
-        for name, place in places.items():
-            code = DTYPE_CODES[place.dtype]
-            entries[name] = TensorEntry(dtype=code, shape=place.shape, file=index)
-            tensors[name] = view(mapping, place)
+        opened = open_file(path)
+        described.append(WeightFile(path=str(path.absolute()), bytes=path.stat().st_size))
+        for name, tensor in opened.items():
+            code = DTYPE_CODES[tensor.dtype]
+            entries[name] = TensorEntry(dtype=code, shape=tuple(tensor.shape), file=index)
+        tensors |= opened
     parameters = parameters_of(directory, trust_remote_code)
     return WeightsManifest(
         policy_version=policy_version,
@@ -75,29 +74,37 @@ def manifest_from_directory(
 def _open_file(file: WeightFile, expected: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
     path = Path(file.path)
     try:
-        mapping = map_file(path)
+        opened = open_file(path, file.bytes)
     except OSError as error:
         raise WeightsError(
             f"the weights file {path} cannot be opened ({error.strerror}): publish the weights "
             "again, or load them from a checkpoint"
         ) from error
-    if len(mapping) != file.bytes:
-        raise WeightsError(
-            f"{path} has {len(mapping)} bytes, the manifest says {file.bytes}: it is not the file "
-            "that was published"
-        )
-    places, _ = read_layout(mapping, path)
-    problem = names_problem(places, expected)
+    problem = names_problem(opened, expected)
     if problem is not None:
         raise WeightsError(f"{path} is not the file that was published: {problem}")
-    for name, place in places.items():
-        entry = expected[name]
-        if (DTYPE_CODES[place.dtype], place.shape) != (entry.dtype, entry.shape):
+    for name, tensor in opened.items():
+        entry, code = expected[name], DTYPE_CODES[tensor.dtype]
+        if (code, tuple(tensor.shape)) != (entry.dtype, entry.shape):
             raise WeightsError(
-                f"{name} in {path} is {DTYPE_CODES[place.dtype]} {list(place.shape)}, the manifest "
-                f"says {entry.dtype} {list(entry.shape)}"
+                f"{name} in {path} is {code} {list(tensor.shape)}, the manifest says {entry.dtype} "
+                f"{list(entry.shape)}"
             )
-    return {name: view(mapping, place) for name, place in places.items()}
+    return opened
+
+
+def matched(
+    manifest: WeightsManifest, state: Mapping[str, torch.Tensor], directory: Path, digest: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`match` of a model's parameters with published weights, whose bytes are checked.
+
+    directory, digest: where the model's configuration lies, and its digest. Raises `WeightsError`.
+    """
+    if manifest.config_digest and manifest.config_digest != digest:
+        raise WeightsError(
+            f"it was published for another model configuration than {directory / 'config.json'}"
+        )
+    return match(state, open_weights(manifest, verify_digest=True))
 
 
 def model_files(directory: Path) -> list[Path]:

@@ -111,10 +111,9 @@ def test_a_server_that_is_gone_is_unreachable(server: RangeServer, entry: ShardE
     server.close()
     with pytest.raises(TransportError, match=r"cannot be reached|broke off"):
         read(transport, entry, whole(entry))
+    asked = {"b": RemoteRead([whole(entry)], destination(whole(entry)))}
     with pytest.raises(TransportError, match="no address"):
-        transport.read(
-            "b", [whole(entry)], destination(whole(entry)), {entry.file: Proof.of(entry)}
-        )
+        transport.read_all(asked, {entry.file: Proof.of(entry)})
 
 
 class _fake:  # noqa: N801

@@ -34,15 +34,13 @@ from earl_core.run.training_state import (
 from earl_core.system.files import remove, sync
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.errors import CheckpointError
-from earl_core.tensors.joint_file import fill, own_shares, read_box
+from earl_core.tensors.joint_file import fill, own_shares
 from earl_core.tensors.safetensors_layout import (
     DTYPE_CODES,
     DTYPES,
     Layout,
-    TensorPlace,
-    map_file,
+    open_file,
     plan_layout,
-    read_layout,
 )
 from earl_core.tensors.slices import Slice, local_box, local_part, slices_like, slices_of
 from earl_core.weights.load import model_files
@@ -57,8 +55,6 @@ __all__ = [
     "verify_training_state",
     "write_training_state",
 ]
-
-_Place = tuple[mmap.mmap, TensorPlace]
 
 
 class OptimizerState(Protocol):
@@ -125,8 +121,8 @@ def read_training_state(
     content = _verified(directory, ranks)
     _check_same_model(directory, content["parameters"], _shapes(parameters))
     index = ranks.do(lambda: _optimizer_index(directory))
-    weights = ranks.do(lambda: _places(directory, model_files(directory / "policy"), parameters))
-    moments = ranks.do(lambda: _moment_places(directory, index))
+    weights = ranks.do(lambda: _weights(directory, parameters))
+    moments = ranks.do(lambda: _moments(directory, index))
     ranks.do(lambda: _load(parameters, weights, optimizer, index, moments))
     return cast(dict[str, Any], content["state"])
 
@@ -272,32 +268,22 @@ def _optimizer_index(directory: Path) -> dict[str, dict[str, str]]:
     return cast(dict[str, dict[str, str]], content["parameters"])
 
 
-def _places(
-    directory: Path, files: Sequence[Path], wanted: Mapping[str, torch.Tensor]
-) -> dict[str, _Place]:
-    """Where the named tensors lie; all of them are there with the right shapes."""
-    found = _layouts(files)
+def _weights(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The stored weights, mapped; all that are wanted are there with the right shapes."""
+    found: dict[str, torch.Tensor] = {}
+    for path in model_files(directory / "policy"):
+        found |= open_file(path)
     for name, tensor in wanted.items():
-        if name not in found or found[name][1].shape != tuple(tensor.shape):
+        if name not in found or found[name].shape != tensor.shape:
             raise _strange(directory, name)
     return found
 
 
-def _moment_places(directory: Path, index: dict[str, dict[str, str]]) -> dict[str, _Place]:
-    found = _layouts([directory / "optimizer.safetensors"])
-    for entries in index.values():
-        for place in entries.values():
-            if place not in found:
-                raise _strange(directory, place)
-    return found
-
-
-def _layouts(files: Sequence[Path]) -> dict[str, _Place]:
-    found: dict[str, _Place] = {}
-    for path in files:
-        mapping = map_file(path)
-        places, _ = read_layout(mapping, path)
-        found.update({name: (mapping, place) for name, place in places.items()})
+def _moments(directory: Path, index: dict[str, dict[str, str]]) -> dict[str, torch.Tensor]:
+    found = open_file(directory / "optimizer.safetensors")
+    for place in (place for entries in index.values() for place in entries.values()):
+        if place not in found:
+            raise _strange(directory, place)
     return found
 
 
@@ -311,23 +297,21 @@ def _strange(directory: Path, name: str) -> CheckpointError:
 @torch.no_grad()
 def _load(
     parameters: Mapping[str, torch.Tensor],
-    weights: Mapping[str, _Place],
+    weights: Mapping[str, torch.Tensor],
     optimizer: OptimizerState,
     index: Mapping[str, Mapping[str, str]],
-    moments: Mapping[str, _Place],
+    moments: Mapping[str, torch.Tensor],
 ) -> None:
     optimizer.state.clear()
     for name, parameter in parameters.items():
         box = local_box(parameter)
         if box.numel:
-            local_part(parameter).copy_(read_box(*weights[name], box))
+            local_part(parameter).copy_(weights[name][box.index])
         tensors = {}
         for key, place in index.get(name, {}).items():
-            mapping, where = moments[place]
-            whole = where.shape != tuple(parameter.shape)
-            tensors[key] = read_box(
-                mapping, where, box.whole(where.shape) if whole else box
-            ).clone()
+            stored = moments[place]
+            cut = stored.shape == parameter.shape
+            tensors[key] = (stored[box.index] if cut else stored).clone()
         if tensors:
             optimizer.load_state(name, tensors)
 

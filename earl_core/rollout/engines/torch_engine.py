@@ -33,9 +33,8 @@ from earl_core.rollout.errors import (
 )
 from earl_core.system.out_of_memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.tensors.errors import WeightsError
-from earl_core.weights.load import open_weights
+from earl_core.weights.load import matched
 from earl_core.weights.manifest import WeightsManifest, config_digest
-from earl_core.weights.match import match
 from earl_core.weights.publish import resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -361,14 +360,9 @@ class TorchEngine:
     @torch.no_grad()
     def _load_weights(self, manifest: WeightsManifest) -> None:
         assert self._model is not None
-        if manifest.config_digest and manifest.config_digest != self._config_digest:
-            raise WeightSyncError(
-                f"policy version {manifest.policy_version} was published for another model "
-                f"configuration than {self._directory / 'config.json'}"
-            )
+        state = dict(self._model.named_parameters(remove_duplicate=False))
         try:
-            weights = open_weights(manifest, verify_digest=True)
-            pairs = match(dict(self._model.named_parameters(remove_duplicate=False)), weights)
+            pairs = matched(manifest, state, self._directory, self._config_digest)
         except WeightsError as error:
             raise WeightSyncError(
                 f"policy version {manifest.policy_version} was not loaded: {error}"

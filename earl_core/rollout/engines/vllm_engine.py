@@ -34,9 +34,8 @@ from earl_core.rollout.errors import (
 from earl_core.system.out_of_memory import OutOfMemory
 from earl_core.system.private_memory import resident_peak_bytes
 from earl_core.tensors.errors import WeightsError
-from earl_core.weights.load import open_weights, parameters_of
+from earl_core.weights.load import matched, parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
-from earl_core.weights.match import match
 
 logger = logging.getLogger(__name__)
 
@@ -390,13 +389,8 @@ class VllmEngine:
 
     def _check_manifest(self, manifest: WeightsManifest) -> None:
         """Refuse what does not fit before the engine is touched."""
-        if manifest.config_digest and manifest.config_digest != self._config_digest:
-            raise WeightSyncError(
-                f"policy version {manifest.policy_version} was published for another model "
-                f"configuration than {self._directory / 'config.json'}"
-            )
         try:
-            match(self._parameters, open_weights(manifest, verify_digest=True))
+            matched(manifest, self._parameters, self._directory, self._config_digest)
         except WeightsError as error:
             raise WeightSyncError(
                 f"policy version {manifest.policy_version} was not loaded: {error}"
