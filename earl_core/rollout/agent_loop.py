@@ -97,7 +97,7 @@ class _Loop:
         size = self._settings.max_live_episodes or len(self.players) or 1
         for start in range(0, len(self.players), size):
             live = self.players[start : start + size]
-            await self._all_environments([self._reset(player) for player in live])
+            await self._environments(*map(self._reset, live))
             while live := await self._lockstep_turn(live):
                 self._meter.progressed()
 
@@ -112,8 +112,8 @@ class _Loop:
         if requests:
             completions = await self._generate(requests)
             texts = [p.answer(c) for p, c in zip(asking, completions, strict=True)]
-            await self._all_environments(
-                [self._step(p, t) for p, t in zip(asking, texts, strict=True) if t is not None]
+            await self._environments(
+                *(self._step(p, t) for p, t in zip(asking, texts, strict=True) if t is not None)
             )
         await self._retire([player for player in players if player.finished])
         return [player for player in asking if not player.finished]
@@ -131,7 +131,7 @@ class _Loop:
 
     async def _episode(self, player: EpisodePlayer, slots: asyncio.Semaphore) -> None:
         async with slots:
-            await self._environment(self._reset(player))
+            await self._environments(self._reset(player))
             while not player.finished:
                 request = self._request(player)
                 if request is None:
@@ -139,7 +139,7 @@ class _Loop:
                 (completion,) = await self._generate([request])
                 text = player.answer(completion)
                 if text is not None:
-                    await self._environment(self._step(player, text))
+                    await self._environments(self._step(player, text))
         await self._retire([player])
         self.check_failures()
         self._meter.progressed()
@@ -195,13 +195,7 @@ class _Loop:
         timeout = failure.reason == "timeout"
         player.fail("environment_timeout" if timeout else "environment_error", str(failure))
 
-    async def _environment(self, call: Coroutine[Any, Any, None]) -> None:
-        started = time.perf_counter()
-        await call
-        self._meter.environment_wait += time.perf_counter() - started
-        self._meter.environment_steps += 1
-
-    async def _all_environments(self, calls: list[Coroutine[Any, Any, None]]) -> None:
+    async def _environments(self, *calls: Coroutine[Any, Any, None]) -> None:
         started = time.perf_counter()
         await asyncio.gather(*calls)
         self._meter.environment_wait += len(calls) * (time.perf_counter() - started)

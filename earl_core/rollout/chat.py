@@ -57,7 +57,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = chat_template or tokenizer.chat_template or PLAIN_TEMPLATE
         self.answer_prefix = answer_prefix
-        self._prefix_tokens = self._encode(answer_prefix) if answer_prefix else []
+        self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -67,7 +67,7 @@ class ChatTokenizer:
         self._following: _SizedCache[_Key, list[int]] = _SizedCache()
         self._texts: _SizedCache[tuple[int, ...], str] = _SizedCache()
         closing = self._closing_text()
-        self._end_of_turn = self._encode(closing) if closing else []
+        self._end_of_turn = self.encode(closing) if closing else []
         self.prefix_stable = self._probe_stability()
         self.stop_token_ids = self._stop_tokens(stop)
 
@@ -76,7 +76,7 @@ class ChatTokenizer:
         key = _key(messages)
         tokens = self._first.get(key)
         if tokens is None:
-            tokens = self._encode(self.render(messages)) + self._prefix_tokens
+            tokens = self.encode(self.render(messages)) + self.prefix_tokens
             self._first.put(key, tokens)
         return list(tokens)
 
@@ -89,7 +89,7 @@ class ChatTokenizer:
         key = _key(messages)
         tokens = self._following.get(key)
         if tokens is None:
-            tokens = self._encode(self._after_answer(messages)) + self._prefix_tokens
+            tokens = self.encode(self._after_answer(messages)) + self.prefix_tokens
             self._following.put(key, tokens)
         return tokens[self._overlap(sampled, tokens) :]
 
@@ -130,14 +130,6 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of template text; special tokens in it are recognised, none are added."""
-        return self._encode(text)
-
-    @property
-    def prefix_tokens(self) -> list[int]:
-        """Token ids of the answer prefix."""
-        return list(self._prefix_tokens)
-
-    def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
@@ -150,7 +142,7 @@ class ChatTokenizer:
         )
 
     def _decode_answer(self, tokens: list[int]) -> str:
-        prefix = self._prefix_tokens
+        prefix = self.prefix_tokens
         # Decoding both together keeps the space that some tokenizers drop from a first token.
         if prefix and self._decode(prefix, skip_special_tokens=True) == self.answer_prefix:
             return self._decode(prefix + tokens, skip_special_tokens=True)
@@ -203,7 +195,7 @@ class ChatTokenizer:
         return tuple(dict.fromkeys(found))
 
     def _single_token(self, text: str) -> int:
-        tokens = self._encode(text)
+        tokens = self.encode(text)
         if len(tokens) == 1 and tokens[0] != self._tokenizer.unk_token_id:
             return tokens[0]
         known = self._tokenizer.get_vocab().get(text)

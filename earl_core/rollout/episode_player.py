@@ -205,9 +205,7 @@ class EpisodePlayer:
     def _budget(self) -> int | None:
         turn, episode = self._settings.max_tokens_per_turn, self._settings.max_tokens_per_episode
         left = None if episode is None else episode - self._sampled
-        if turn is None or left is None:
-            return turn if left is None else left
-        return min(turn, left)
+        return min((limit for limit in (turn, left) if limit is not None), default=None)
 
     def _count_live(self, tokens: int) -> None:
         self._live += tokens

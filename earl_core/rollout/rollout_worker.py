@@ -317,7 +317,8 @@ class RolloutWorker:
         transcripts: int | None = 0,
         episodes: int | None = None,
     ) -> PlaySettings:
-        rollout, running = self._config.rollout, self._running_requests()
+        rollout = self._config.rollout
+        running = self._deployment.max_running_requests or rollout.max_running_requests
         lockstep = self._engine is not None and self._engine.lockstep
         traced = self._config.tracking.trace_episodes
         return PlaySettings(
@@ -333,9 +334,6 @@ class RolloutWorker:
             transcripts=traced if transcripts is None else transcripts,
             positions=self._positions,
         )
-
-    def _running_requests(self) -> int:
-        return self._deployment.max_running_requests or self._config.rollout.max_running_requests
 
     def _ready(self) -> tuple[Engine, ChatTokenizer]:
         if self._engine is None or self._chat is None:

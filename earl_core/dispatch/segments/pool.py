@@ -56,7 +56,7 @@ class PoolFull(EarlError, OSError):
     """Shared memory, or this run's share of it, is used up; `errno` is ENOSPC."""
 
 
-class SegmentPool:
+class SegmentPool(PoolDirectory):
     """The segments of one run on this host, shared by its processes through `directory` alone.
 
     `max_bytes` bounds all files in the directory. A full pool makes `acquire` and `reserve` wait up
@@ -67,15 +67,10 @@ class SegmentPool:
     def __init__(
         self, directory: Path, max_bytes: int, wait_seconds: float = 0.0, poison: bool = False
     ) -> None:
-        self.directory = Path(directory)
+        super().__init__(directory)
         self.max_bytes = max_bytes
         self.wait_seconds = wait_seconds
         self.poison = poison or os.environ.get("EARL_POISON") == "1"
-        self._files = PoolDirectory(self.directory)
-
-    def make(self) -> None:
-        """Make the directory; raises `OSError` for one that cannot be a store."""
-        self._files.make()
 
     def acquire(self, size: int) -> Segment:
         """A segment of at least `size` bytes, in the smallest size class where there is room.
@@ -105,7 +100,7 @@ class SegmentPool:
         """
 
         def attempt() -> bool | str:
-            with self._files.locked():
+            with self.locked():
                 return self._make_room(size, evict=True) or True
 
         self._wait_for(attempt, size)
@@ -120,7 +115,7 @@ class SegmentPool:
         path = Path(path)
         if path.parent != self.directory or path.name.startswith("."):
             raise ValueError(f"{path} is not a sealed file of {self.directory}")
-        if not is_sealed(path.name) or self._files.own(path.name) is None:
+        if not is_sealed(path.name) or self.own(path.name) is None:
             return True
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -133,37 +128,33 @@ class SegmentPool:
 
     def trim(self) -> int:
         """Remove the free segments; returns the bytes given back to the system."""
-        return sum(size for size, name in self._files.free() if self._evict(name))
+        return sum(size for size, name in self.free() if self._evict(name))
 
     def sweep_unsealed(self) -> int:
         """Take back what dead writers left; returns how many files."""
-        return sum(self._take_back(path) for path in self._files.dead_writing())
+        return sum(self._take_back(path) for path in self.dead_writing())
 
     def remove(self) -> None:
         """Remove everything of this run; readers keep what they have mapped.
 
         Files of others stay, and with them the directory and its mark.
         """
-        if not self._files.is_marked():
+        if not self.is_marked():
             return
-        for name in self._files.names():
+        for name in self.names():
             if is_sealed(name):
                 self.release(self.directory / name)
         self.trim()
-        for name in self._files.names():
+        for name in self.names():
             if is_ours(name):
                 unlink_own(self.directory / name)
-        if set(self._files.names()) <= {MARK, LIVE}:
+        if set(self.names()) <= {MARK, LIVE}:
             unlink_own(self.directory / LIVE)
             # Whatever could not be removed needs the mark: without it nobody may touch it.
-            if self._files.names() == [MARK]:
+            if self.names() == [MARK]:
                 unlink_own(self.directory / MARK)
             with suppress(OSError):
                 self.directory.rmdir()
-
-    def used_bytes(self) -> int:
-        """Bytes of all files of this run: free, being written, sealed and others."""
-        return self._files.used_bytes()
 
     def _wait_for(self, attempt: Callable[[], _T | str], size: int) -> _T:
         """What `attempt` gives once it gives no reason any more; `PoolFull` at the deadline."""
@@ -190,14 +181,14 @@ class SegmentPool:
             segment = self._claim(f"{FREE}{size}.{inode}", size)
             if segment is not None:
                 return segment
-        for name in self._files.names(f"{FREE}{size}."):
+        for name in self.names(f"{FREE}{size}."):
             segment = self._claim(name, size)
             if segment is not None:
                 return segment
         return None
 
     def _recycle_larger(self, size: int) -> Segment | None:
-        for larger, name in self._files.free():
+        for larger, name in self.free():
             if size < larger <= 2 * size:
                 segment = self._claim(name, larger)
                 if segment is not None:
@@ -206,10 +197,10 @@ class SegmentPool:
 
     def _claim(self, name: str, size: int) -> Segment | None:
         """Take a free segment; None when another process was faster."""
-        free = self._files.own(name)
+        free = self.own(name)
         if free is None:
             return None
-        path, generation = self._files.new_writing_path()
+        path, generation = self.new_writing_path()
         try:
             os.rename(free, path)
         except FileNotFoundError:
@@ -230,15 +221,15 @@ class SegmentPool:
 
     def _segment(self, path: Path, generation: int, mapping: WritableMapping) -> Segment:
         mapping.populate()
-        return Segment(self._files, path, generation, mapping, self.poison)
+        return Segment(self, path, generation, mapping, self.poison)
 
     def _allocate(self, size: int, evict: bool) -> Segment | str:
         """A new segment, or why there is no room for one."""
-        with self._files.locked():
+        with self.locked():
             full = self._make_room(size, evict)
             if full is not None:
                 return full
-            path, generation = self._files.new_writing_path()
+            path, generation = self.new_writing_path()
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             descriptor = os.open(path, flags, SEGMENT_MODE)
             try:
@@ -262,8 +253,8 @@ class SegmentPool:
 
     def _make_room(self, size: int, evict: bool) -> str | None:
         """Why `size` more bytes do not fit, after removing free segments if allowed to."""
-        used = self._files.used_bytes()
-        available = self._files.available_bytes()
+        used = self.used_bytes()
+        available = self.available_bytes()
         lack = used + size - self.max_bytes
         why = f"dispatch.max_bytes is {self.max_bytes:,} and {used:,} are in use"
         if available is not None and size - available > lack:
@@ -271,7 +262,7 @@ class SegmentPool:
             why = f"{available:,} bytes are free on the file system"
         if lack <= 0:
             return None
-        free = self._files.free() if evict else []
+        free = self.free() if evict else []
         if sum(each for each, _ in free) < lack:
             return why
         while lack > 0 and free:
@@ -296,12 +287,12 @@ class SegmentPool:
             elif self.poison:
                 self._release_poisoned(path, descriptor, status)
             else:
-                os.rename(path, self._files.free_path(status))
+                os.rename(path, self.free_path(status))
         return True
 
     def _release_poisoned(self, path: Path, descriptor: int, status: os.stat_result) -> None:
         # Filled in state writing: a crash half-way must not leave a poisoned sealed file.
-        writing, _ = self._files.new_writing_path()
+        writing, _ = self.new_writing_path()
         os.rename(path, writing)
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         try:
@@ -309,14 +300,14 @@ class SegmentPool:
             mapping.fill(POISON)
             writable_mappings.put_back(mapping)
         finally:
-            os.rename(writing, self._files.free_path(status))
+            os.rename(writing, self.free_path(status))
 
     def _evict(self, name: str) -> bool:
         """Remove a free segment and its memory; False when another process was faster."""
-        free = self._files.own(name)
+        free = self.own(name)
         if free is None:
             return False
-        path, _ = self._files.new_writing_path()
+        path, _ = self.new_writing_path()
         mapping = None
         try:
             os.rename(free, path)
@@ -336,14 +327,14 @@ class SegmentPool:
         with suppress(FileNotFoundError):
             status = path.lstat()
             if is_whole_segment(status):
-                os.rename(path, self._files.free_path(status))
+                os.rename(path, self.free_path(status))
             else:
                 path.unlink()
             return True
         return False
 
     def _full(self, size: int, why: str) -> PoolFull:
-        paths = [self.directory / name for name in self._files.names()]
+        paths = [self.directory / name for name in self.names()]
         return PoolFull(
             errno.ENOSPC,
             f"{size:,} bytes do not fit into {self.directory}: {why}. "

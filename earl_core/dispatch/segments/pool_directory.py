@@ -34,46 +34,46 @@ _LOCK_SECONDS = 30.0  # the lock is held for microseconds; only a stopped proces
 class PoolDirectory:
     """Names and sizes of a pool's files. A segment's state is its name."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
         self._marked: tuple[int, int] | None = None
 
     def make(self) -> None:
         """Make and mark the directory. Raises `OSError` for one that cannot be a store."""
         if not self.is_marked():
-            make_store(self.path)
+            make_store(self.directory)
 
     def is_marked(self) -> bool:
         """Whether it is a store of ours, so that files may be removed from it."""
         try:
-            status = os.lstat(self.path)
+            status = os.lstat(self.directory)
         except OSError:
             return False
         # Looked at once: whatever takes a store's place is another inode.
         if self._marked != (status.st_dev, status.st_ino):
             self._marked = None
-            if read_mark(self.path) is not None:
+            if read_mark(self.directory) is not None:
                 self._marked = (status.st_dev, status.st_ino)
         return self._marked is not None
 
     def own(self, name: str) -> Path | None:
         """The path of a regular file of this user in a marked directory; None otherwise."""
-        path = self.path / name
+        path = self.directory / name
         return path if self.is_marked() and own_status(path) is not None else None
 
     def free_path(self, status: os.stat_result) -> Path:
         """The name of this segment while it is free: it follows from the inode."""
-        return self.path / f"{FREE}{status.st_size}.{status.st_ino}"
+        return self.directory / f"{FREE}{status.st_size}.{status.st_ino}"
 
     def new_writing_path(self) -> tuple[Path, int]:
         """A name in state writing of this process, and the generation in it."""
         generation = _identity.next_generation()
-        return self.path / f"{WRITING}{_identity.process()}.{generation}", generation
+        return self.directory / f"{WRITING}{_identity.process()}.{generation}", generation
 
     def names(self, prefix: str = "") -> list[str]:
         """Names of the files, hidden ones included; empty without a directory."""
         try:
-            return [name for name in os.listdir(self.path) if name.startswith(prefix)]
+            return [name for name in os.listdir(self.directory) if name.startswith(prefix)]
         except FileNotFoundError:
             return []
 
@@ -82,7 +82,7 @@ class PoolDirectory:
         found = []
         for name in self.names(FREE):
             said = free_segment(name)
-            status = own_status(self.path / name) if said is not None else None
+            status = own_status(self.directory / name) if said is not None else None
             if said is not None and status is not None and said == _size_and_inode(status):
                 found.append((said[0], name))
         return sorted(found)
@@ -94,7 +94,7 @@ class PoolDirectory:
             text = writer_of(name)
             owner = ProcessId.parse(text) if text is not None else None
             if owner is not None and not owner.alive() and self.own(name) is not None:
-                dead.append(self.path / name)
+                dead.append(self.directory / name)
         return dead
 
     def used_bytes(self) -> int:
@@ -105,7 +105,7 @@ class PoolDirectory:
             moved = []
             for inode, name in unknown.items():
                 try:
-                    sizes[inode] = os.lstat(self.path / name).st_size
+                    sizes[inode] = os.lstat(self.directory / name).st_size
                 except FileNotFoundError:
                     moved.append(inode)
             # What was renamed between listing and looking is found by its inode. Counting it as
@@ -117,14 +117,14 @@ class PoolDirectory:
     def _listing(self) -> dict[int, str]:
         """Names by inode."""
         try:
-            with os.scandir(self.path) as entries:
+            with os.scandir(self.directory) as entries:
                 return {e.inode(): e.name for e in entries if e.name != MARK}
         except FileNotFoundError:
             return {}
 
     def available_bytes(self) -> int | None:
         """Bytes free on the file system; None where it has no limit."""
-        status = os.statvfs(self.path)
+        status = os.statvfs(self.directory)
         # A tmpfs without a limit reports no blocks at all.
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
@@ -143,7 +143,7 @@ class PoolDirectory:
             os.close(descriptor)
 
     def _lock(self) -> int:
-        path = self.path / POOL_LOCK
+        path = self.directory / POOL_LOCK
         patience = time.monotonic() + _LOCK_SECONDS
         while True:
             self.make()

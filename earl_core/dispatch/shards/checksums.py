@@ -12,11 +12,8 @@ checksum is empty.
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -130,44 +127,11 @@ def _table_checksum(memory: memoryview, table: Span) -> str:
     return xxhash.xxh3_64_hexdigest(memory[table[0] : table[0] + table[1]])
 
 
-class PendingTables:
-    """The block tables that this process fills in the background, one after the other."""
-
-    _KEPT = 1024
-
-    def __init__(self) -> None:
-        self._reset()
-        os.register_at_fork(after_in_child=self._reset)
-
-    def _reset(self) -> None:
-        # A forked child has the parent's records but not its thread.
-        self._lock = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
-        self._checksums: OrderedDict[Path, Future[str]] = OrderedDict()
-
-    def start(self, path: Path, job: Callable[[], str]) -> None:
-        """Run `job`, which fills the table of the shard at `path` and returns its checksum."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
-            self._checksums[path] = self._thread.submit(job)
-            # Of shards that were published and never completed, the oldest are forgotten.
-            while len(self._checksums) > self._KEPT and next(iter(self._checksums.values())).done():
-                self._checksums.popitem(last=False)
-
-    def wait(self, path: Path, timeout_seconds: float) -> str:
-        """The checksum of a shard that this process published.
-
-        Raises `TimeoutError` at the deadline and `ValueError` for any other shard.
-        """
-        with self._lock:
-            future = self._checksums.get(path)
-        if future is None:
-            raise ValueError(
-                f"this process did not publish {path}, or long ago: complete a shard where it "
-                "was written"
-            )
-        return future.result(timeout_seconds)
+_threads: dict[int, ThreadPoolExecutor] = {}
+"""By process, because a forked child has none of its parent's threads."""
 
 
-pending_tables = PendingTables()
+def in_background(job: Callable[[], str]) -> Future[str]:
+    """Run `job`, which fills a table and returns its checksum, after those before it."""
+    fresh = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+    return _threads.setdefault(os.getpid(), fresh).submit(job)

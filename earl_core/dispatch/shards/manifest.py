@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PrivateAttr, model_validator
 
 from earl_core.dispatch.segments.names import SHARD_PATTERN
 from earl_core.system.errors import EarlError
@@ -81,6 +82,8 @@ class ShardEntry(_Record):
     checksum: str = Field(
         pattern=r"^([0-9a-f]{16})?$", description="xxh3_64 of the block table; empty while pending"
     )
+    _pending: Future[str] | None = PrivateAttr(default=None)
+    """In the process that wrote the shard: the checksum that is being computed."""
 
     @property
     def row_lengths(self) -> tuple[int, ...]:

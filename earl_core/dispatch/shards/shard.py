@@ -6,12 +6,12 @@ import fcntl
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import Future
 
 import numpy as np
 
 from earl_core.dispatch.segments.segment import Segment
-from earl_core.dispatch.shards.checksums import BLOCK_BYTES, fill_table, pending_tables, table_bytes
+from earl_core.dispatch.shards.checksums import BLOCK_BYTES, fill_table, in_background, table_bytes
 from earl_core.dispatch.shards.manifest import ColumnRange, ShardEntry, Span
 from earl_core.dispatch.shards.skeleton import END_OF_STREAM, Skeleton
 from earl_core.system.host import host_name
@@ -133,14 +133,14 @@ class ShardWriter:
         lease = os.open(self._segment.path, os.O_RDONLY)
         try:
             fcntl.flock(lease, fcntl.LOCK_SH)
-            path = self._segment.seal(self._name)
-            self._checksum_later(path, lease, entry.layout)
+            self._segment.seal(self._name)
+            entry._pending = self._checksum_later(lease, entry.layout)
         except BaseException:
             os.close(lease)
             raise
         return entry
 
-    def _checksum_later(self, path: Path, lease: int, layout: int) -> None:
+    def _checksum_later(self, lease: int, layout: int) -> Future[str]:
         memory, body, table = self._memory, self._skeleton.body, self._table
 
         def job() -> str:
@@ -151,7 +151,7 @@ class ShardWriter:
                 fcntl.flock(lease, fcntl.LOCK_UN)
                 os.close(lease)
 
-        pending_tables.start(path, job)
+        return in_background(job)
 
     def abandon(self) -> None:
         """Give the memory back; nothing happens to a shard that was sealed."""

@@ -12,12 +12,7 @@ import pyarrow as pa
 from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
 from earl_core.dispatch.segments.names import is_sealed
 from earl_core.dispatch.segments.pool import SegmentPool
-from earl_core.dispatch.shards.checksums import (
-    check_layout,
-    pending_tables,
-    table_bytes,
-    verify_body,
-)
+from earl_core.dispatch.shards.checksums import check_layout, table_bytes, verify_body
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.shards.shard import ShardWriter
 from earl_core.dispatch.shards.skeleton import make_skeleton
@@ -124,12 +119,18 @@ class ShardStore:
         """The entry with its checksum, once the background thread has it; then it may be sealed
         in a manifest. Only in the process that wrote the shard.
 
-        Raises `TimeoutError` at the deadline.
+        Raises `TimeoutError` at the deadline, `ValueError` in any other process.
         """
         if entry.checksum:
             return entry
-        checksum = pending_tables.wait(self.path(entry), timeout_seconds)
-        return entry.model_copy(update={"checksum": checksum})
+        if entry._pending is None:
+            raise ValueError(
+                f"this process did not publish {self.path(entry)}: complete a shard where it was "
+                "written"
+            )
+        done = entry.model_copy(update={"checksum": entry._pending.result(timeout_seconds)})
+        done._pending = None
+        return done
 
     # Reading
 
