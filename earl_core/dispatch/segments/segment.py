@@ -65,7 +65,7 @@ class Segment:
                 f"a segment cannot be sealed as {name!r}: give a name such as "
                 "000012-rollout-0-<generation>.arrow"
             )
-        target = self._directory.path / name
+        target = self._directory.directory / name
         if os.path.lexists(target):
             raise FileExistsError(
                 errno.EEXIST,
