@@ -7,16 +7,16 @@ import atexit
 import itertools
 import os
 import re
+import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, WorkerLost
+from earl_core.cluster.fork_server import ForkServerLost
 from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.rank_handle import RankHandle
@@ -135,6 +135,8 @@ class LocalWorkerGroup:
             self._stop(grace_seconds=0.0)
             if isinstance(error, Aborted):
                 raise WorkerLost(request.where, "the start was cancelled") from None
+            if isinstance(error, ForkServerLost):
+                raise WorkerLost(request.where, str(error)) from error
             raise
 
     def _start_request(
@@ -218,7 +220,7 @@ class LocalWorkerGroup:
         if not monitor.finished.wait(3 * ENDING_GRACE_SECONDS):
             # A supervisor that is stuck itself: without it the monitor ends its rank by the mark.
             for rank in monitor.ranks:
-                rank.supervisor.kill()
+                rank.supervisor.send_signal(signal.SIGKILL)
             monitor.finished.wait(3 * ENDING_GRACE_SECONDS)
         monitor.join(1.0)
         self._forget(monitor)
@@ -231,8 +233,7 @@ class LocalWorkerGroup:
             self._condition.notify_all()
         for rank in monitor.ranks:
             rank.close()
-            with suppress(subprocess.TimeoutExpired):
-                rank.supervisor.wait(1.0)
+            rank.supervisor.wait(1.0)
         _running.discard(self)
 
     # -- calls ------------------------------------------------------------------------------------

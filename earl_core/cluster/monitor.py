@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from earl_core.cluster.errors import LossKind, describe_exit
 from earl_core.cluster.rank_handle import RankHandle
 from earl_core.cluster.worker_group import MemoryUse
 from earl_core.system.frames import WireError
-from earl_core.system.process_tree import ENDING_GRACE_SECONDS, end_processes, marked
+from earl_core.system.process_tree import ENDING_GRACE_SECONDS, end_processes
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class Monitor(threading.Thread):
         for line in lines:
             message = json.loads(line)
             if message["event"] == "started":
-                rank.pid = int(message["pid"])
+                rank.started(int(message["pid"]))
             else:
                 self._on_exit(rank, int(message["code"]), bool(message["out_of_memory"]))
 
@@ -155,20 +154,20 @@ class Monitor(threading.Thread):
 
 
 def _supervisor_gone(rank: RankHandle) -> str:
-    with suppress(Exception):
-        how = describe_exit(rank.supervisor.wait(1.0), out_of_memory=False)
-        return how.replace("its process", "its supervisor process")
-    return "its supervisor process closed the connection"
+    code = rank.supervisor.wait(1.0)
+    if code is None:
+        return "its supervisor process closed the connection"
+    how = describe_exit(code, out_of_memory=False)
+    return how.replace("its process", "its supervisor process")
 
 
 def _end_unsupervised(rank: RankHandle) -> None:
     """Let a rank whose supervisor was killed end itself, as its lifeline makes it, then help."""
     limit = time.monotonic() + ENDING_GRACE_SECONDS
     pause = 0.01
-    while (living := marked(rank.mark)) and time.monotonic() < limit:
+    while (living := rank.remains()) and time.monotonic() < limit:
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
     if living:
-        end_processes(lambda: marked(rank.mark), grace_seconds=0.0)
-    with suppress(ProcessLookupError):
-        rank.supervisor.send_signal(signal.SIGKILL)
+        end_processes(rank.remains, grace_seconds=0.0)
+    rank.supervisor.send_signal(signal.SIGKILL)

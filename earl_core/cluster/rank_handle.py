@@ -6,20 +6,19 @@ import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from earl_core.cluster.fork_server import Supervisor, fork_server
 from earl_core.cluster.logs import LogFile
 from earl_core.cluster.worker_group import MemoryUse
 from earl_core.system.files import private
 from earl_core.system.frames import FrameBuffer
 from earl_core.system.import_path import child_path
-from earl_core.system.process_tree import inspect
+from earl_core.system.process_tree import Process, inspect, marked
 
 
 class RankHandle:
@@ -38,11 +37,12 @@ class RankHandle:
         send_timeout_seconds: float,
         inherited: int | None = None,
     ) -> None:
-        """inherited: a descriptor that the rank gets under the same number."""
+        """inherited: the descriptor of the listener that rank 0 gets. Raises `ForkServerLost`."""
         self.rank = rank
         self.log = log
         self.mark = uuid.uuid4().hex
         self.pid: int | None = None
+        self.start_ticks = 0
         self.exit_code: int | None = None
         self.out_of_memory = False
         self.supervised = True
@@ -56,9 +56,10 @@ class RankHandle:
         self.channel, channel_child = socket.socketpair()
         _set_send_timeout(self.channel, send_timeout_seconds)
         try:
-            fds = (control_child.fileno(), channel_child.fileno())
             more = () if inherited is None else (inherited,)
-            self.supervisor = self._spawn((*fds, *more), environment)
+            self.supervisor = self._spawn(
+                control_child.fileno(), channel_child.fileno(), environment, more
+            )
         except BaseException:
             self.close()
             raise
@@ -67,20 +68,17 @@ class RankHandle:
             channel_child.close()
 
     def _spawn(
-        self, fds: tuple[int, ...], environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "earl_core.cluster.supervisor"]
+        self, control: int, channel: int, environment: Mapping[str, str], inherited: tuple[int, ...]
+    ) -> Supervisor:
+        given = {**environment, "PYTHONPATH": child_path(environment)}
         with open(self.log.path, "ab", opener=private) as log:
-            return subprocess.Popen(
-                [*command, str(fds[0]), str(fds[1]), str(os.getpid()), self.mark],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**environment, "PYTHONPATH": child_path(environment)},
-                # A session of its own: Ctrl-C on the terminal reaches the controller only.
-                start_new_session=True,
-            )
+            fds = (control, channel, log.fileno(), *inherited)
+            return fork_server().start([self.mark, self.log.path.stem], given, fds)
+
+    def started(self, pid: int) -> None:
+        """The supervisor has forked the rank."""
+        now = inspect(pid)
+        self.pid, self.start_ticks = pid, 0 if now is None else now.start_ticks
 
     def send(self, frame: bytes) -> bool:
         """Send a frame to the rank; False if it took nothing for the send timeout.
@@ -99,6 +97,12 @@ class RankHandle:
         """Ask the supervisor to end everything; with `dump` the rank first logs its stacks."""
         with suppress(OSError):
             self.control.sendall(json.dumps({"stop": grace_seconds, "dump": dump}).encode() + b"\n")
+
+    def remains(self) -> list[Process]:
+        """What lives of the rank without its supervisor: itself, and what carries its mark."""
+        own = None if self.pid is None else inspect(self.pid)
+        same = own is not None and own.start_ticks == self.start_ticks
+        return [*([own] if own is not None and same else []), *marked(self.mark)]
 
     def running(self) -> bool:
         return self.pid is not None and inspect(self.pid) is not None

@@ -4,7 +4,7 @@ The main thread runs one call at a time, and one asyncio loop that lives as long
 turns while the rank waits and while an `async def` method runs, so an engine's background tasks go
 on between calls; plain methods run outside it. A reader thread receives, a heartbeat thread says
 that the process lives, a lifeline thread ends everything when the supervisor is gone.
-Started by the supervisor as `python -m earl_core.cluster.rank_process CHANNEL_FD LIFELINE_FD MARK`.
+Forked by the supervisor.
 """
 
 from __future__ import annotations
@@ -252,8 +252,16 @@ def _watch_lifeline(fd: int, mark: str) -> None:
     os._exit(1)
 
 
-def main(arguments: list[str]) -> None:
-    channel_fd, lifeline_fd, mark = int(arguments[0]), int(arguments[1]), arguments[2]
+def _use_threads() -> None:
+    """The OpenMP runtime of a forked rank was loaded before its environment was set."""
+    threads, torch = os.environ.get("OMP_NUM_THREADS", ""), sys.modules.get("torch")
+    if threads.isdigit() and torch is not None:
+        torch.set_num_threads(int(threads))
+
+
+def main(channel_fd: int, lifeline_fd: int, mark: str) -> None:
+    """Be a rank until the controller is done with it, or the supervisor is gone."""
+    _use_threads()
     for fd in (channel_fd, lifeline_fd):
         os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
@@ -273,7 +281,3 @@ def main(arguments: list[str]) -> None:
         # The supervisor is about to end this tree. Should it be gone as well, the lifeline thread
         # does, which must not be cut short by leaving here.
         lifeline.join()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,9 +5,8 @@ and waits. When the rank ends, the controller asks for it, or the controller is 
 (the connection closes, even after SIGKILL), it ends every descendant of the rank and then itself.
 As a child subreaper it stays the ancestor of orphans, so nothing can slip away by losing a parent.
 
-It has one thread and imports the standard library only. It is started as
-`python -m earl_core.cluster.supervisor CONTROL_FD CHANNEL_FD CONTROLLER_PID MARK` and speaks JSON
-lines: it sends `{"event": "started", "pid"}` and `{"event": "exited", "code", "out_of_memory"}`,
+It has one thread. It is forked from the fork server, forks the rank, and speaks JSON lines: it
+sends `{"event": "started", "pid"}` and `{"event": "exited", "code", "out_of_memory"}`,
 and receives `{"stop": grace_seconds, "dump": bool}`.
 """
 
@@ -18,12 +17,13 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
+
+from setproctitle import setproctitle
 
 from earl_core.cluster.rendezvous import LISTENER
 from earl_core.system.process_tree import (
@@ -38,14 +38,16 @@ from earl_core.system.process_tree import (
 
 _POLL_SECONDS = 0.5
 _DUMP_SECONDS = 0.3
+_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Supervisor:
     """One rank's keeper."""
 
-    def __init__(self, control: socket.socket, channel_fd: int, controller: int, mark: str) -> None:
+    def __init__(self, control: socket.socket, channel_fd: int, server: int, mark: str, name: str):
+        """server: the fork server, which lives as long as the controller."""
         self._control = control
-        self._controller = controller
+        self._server = server
         self._buffer = b""
         self._grace = ENDING_GRACE_SECONDS
         self._exit_code: int | None = None
@@ -53,28 +55,44 @@ class Supervisor:
         self._wake = _wake_on_signals()
         lifeline_read, self._lifeline = os.pipe()
         inherited = [int(os.environ[LISTENER])] if LISTENER in os.environ else []
-        # The rank gets a session of its own: what it sends to its process group stays there.
-        command = [sys.executable, "-P", "-m", "earl_core.cluster.rank_process"]
-        self._rank = subprocess.Popen(
-            [*command, str(channel_fd), str(lifeline_read), mark],
-            pass_fds=(channel_fd, lifeline_read, *inherited),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, MARK: mark},
-            start_new_session=True,
-        )
+        self._rank = os.fork()
+        if self._rank == 0:
+            self._become_rank(channel_fd, lifeline_read, mark, name)
         for passed_on in (channel_fd, lifeline_read, *inherited):
             os.close(passed_on)
-        self._send({"event": "started", "pid": self._rank.pid})
+        self._send({"event": "started", "pid": self._rank})
+        # Until then it waits, so that nothing of it is heard before its pid is known.
+        os.write(self._lifeline, b"\n")
+
+    def _become_rank(self, channel_fd: int, lifeline_fd: int, mark: str, name: str) -> None:
+        """In the forked process: what `exec` would have done, then the rank until its end."""
+        from earl_core.cluster import rank_process
+
+        signal.set_wakeup_fd(-1)
+        for number in _HEARD:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._control.close()
+        for unused in (self._lifeline, *self._wake):
+            os.close(unused)
+        os.read(lifeline_fd, 1)
+        # The rank gets a session of its own: what it sends to its process group stays there.
+        os.setsid()
+        os.environ[MARK] = mark
+        setproctitle(f"earl_core.cluster.rank_process {name}")
+        rank_process.main(channel_fd, lifeline_fd, mark)
+        sys.exit(0)
 
     def run(self) -> None:
         """Wait for a reason to end, end everything, and report how the rank ended."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
+        wake = self._wake[0]
+        poll.register(wake, select.POLLIN)
         while True:
             ready = dict(poll.poll(_POLL_SECONDS * 1000))
-            if self._wake in ready:
-                received = os.read(self._wake, 4096)
+            if wake in ready:
+                received = os.read(wake, 4096)
                 if signal.SIGTERM in received:
                     break
             self._reap()
@@ -84,7 +102,7 @@ class Supervisor:
             if self._control.fileno() in ready and self._must_stop():
                 break
             # Should a fork of the controller keep the connection open, this still sees it go.
-            if os.getppid() != self._controller:
+            if os.getppid() != self._server:
                 break
         reported = self._exit_code is not None
         end_processes(lambda: descendants(os.getpid()), self._grace, self._reap)
@@ -112,8 +130,8 @@ class Supervisor:
     def _dump_stacks(self) -> None:
         # The rank writes all threads' stacks to its log on SIGUSR1, from C: also when it is stuck.
         with suppress(ProcessLookupError):
-            os.kill(self._rank.pid, signal.SIGUSR1)
-            os.kill(self._rank.pid, signal.SIGCONT)
+            os.kill(self._rank, signal.SIGUSR1)
+            os.kill(self._rank, signal.SIGCONT)
             time.sleep(_DUMP_SECONDS)
 
     def _reap(self) -> None:
@@ -122,9 +140,8 @@ class Supervisor:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                if pid == self._rank.pid:
+                if pid == self._rank:
                     self._exit_code = os.waitstatus_to_exitcode(status)
-                    self._rank.returncode = self._exit_code
 
     def _report_exit(self) -> None:
         killed = self._exit_code == -signal.SIGKILL
@@ -136,7 +153,7 @@ class Supervisor:
             self._control.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _wake_on_signals() -> int:
+def _wake_on_signals() -> tuple[int, int]:
     # Handlers, not SIG_IGN: a rank would inherit ignored signals, and with them a deaf engine.
     def nothing(number: int, frame: FrameType | None) -> None:
         pass
@@ -145,19 +162,16 @@ def _wake_on_signals() -> int:
     os.set_blocking(read, False)
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _HEARD:
         signal.signal(number, nothing)
-    return read
+    return read, write
 
 
-def main(arguments: list[str]) -> None:
-    control_fd, channel_fd, controller = (int(text) for text in arguments[:3])
+def main(control_fd: int, channel_fd: int, server: int, mark: str, name: str) -> None:
+    """Keep one rank until its end. server: the pid of the fork server; name: for `ps`."""
+    setproctitle(f"earl_core.cluster.supervisor {name}")
     become_subreaper()
     control = socket.socket(fileno=control_fd)
     os.set_inheritable(control_fd, False)
     os.set_inheritable(channel_fd, False)
-    Supervisor(control, channel_fd, controller, arguments[3]).run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    Supervisor(control, channel_fd, server, mark, name).run()

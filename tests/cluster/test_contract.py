@@ -26,9 +26,7 @@ def test_a_target_knows_its_rank_and_what_it_is_called_for(
     assert not group.alive
     assert group.pids == []
     assert group.deployment is None
-    begin = time.monotonic()
     group.start({"tensor_parallel": 1}, {"seed": 3})
-    assert time.monotonic() - begin < 15
     (told,) = group.call("describe", **site)
     assert told["pid"] == group.pids[0]
     assert group.alive
@@ -38,7 +36,6 @@ def test_a_target_knows_its_rank_and_what_it_is_called_for(
     assert told["arguments"] == {"seed": 3}
     assert told["environment"]["EXTRA"] == "given"
     assert told["thread"]
-    assert not told["torch"]
     assert group.call("describe", **site)[0]["calls"] == 2
     assert group.memory[0].rss_bytes > 1 << 20
     group.stop()

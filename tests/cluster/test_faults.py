@@ -75,15 +75,22 @@ def test_a_killed_controller_takes_everything_along(
     assert gone_within(told["pids"] + told["supervisors"], 10)
 
 
+def parent_of(pid: int) -> int:
+    process = inspect(pid)
+    assert process is not None
+    return process.parent
+
+
 def test_a_fork_of_the_controller_does_not_keep_workers(
     tmp_path: Path, controllers: list[subprocess.Popen[bytes]]
 ) -> None:
     process, told = start_controller(controllers, tmp_path, "fork")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (fork,) = {int(pid) for pid in children} - set(told["supervisors"])
+    (server,) = {parent_of(pid) for pid in told["supervisors"]}
+    (fork,) = {int(pid) for pid in children} - {server}
     process.kill()
     try:
-        assert gone_within(told["pids"] + told["supervisors"], 10)
+        assert gone_within([server, *told["pids"], *told["supervisors"]], 10)
         assert inspect(fork) is not None
     finally:
         os.kill(fork, signal.SIGKILL)
@@ -273,10 +280,13 @@ def test_an_out_of_memory_kill_is_named(make_local: MakeGroup, site: Site) -> No
 def test_peak_memory_is_of_the_last_call(make_local: MakeGroup, site: Site) -> None:
     group = make_local()
     group.start({}, {})
-    group.call("allocate", megabytes=200, seconds=0.6, **site)
-    assert 200 << 20 <= group.memory[0].tree_peak_bytes < 260 << 20
     group.call("echo", value=1, **site)
-    assert group.memory[0].tree_peak_bytes < 60 << 20
+    # All that the imports took counts: Linux shows pages that a fork shares as private.
+    idle = group.memory[0].tree_peak_bytes
+    group.call("allocate", megabytes=200, seconds=0.6, **site)
+    assert idle + (190 << 20) <= group.memory[0].tree_peak_bytes < idle + (260 << 20)
+    group.call("echo", value=1, **site)
+    assert group.memory[0].tree_peak_bytes < idle + (60 << 20)
 
 
 def test_ctrl_c_on_the_terminal_does_not_reach_workers(make_local: MakeGroup) -> None:

@@ -1,0 +1,276 @@
+"""The process that supervisors and ranks are forked from.
+
+Importing torch and transformers takes each process seconds of a core. This process imports them
+once for each controller, on the first start of a group; every supervisor is forked from it, and
+every rank from its supervisor, within milliseconds. It has one thread and starts no other, so that
+a fork copies a state that nobody is in the middle of changing, and it never touches a GPU. It ends
+when the controller does, whose end of the connection closes in whatever way that happens.
+
+Started as `python -m earl_core.cluster.fork_server FD`; each request and each answer is one JSON
+message on a socket that keeps messages apart, with the descriptors that a new process inherits.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from earl_core.cluster.rendezvous import LISTENER
+from earl_core.system.import_path import child_path
+from earl_core.system.process_identity import start_time
+
+_PRELOADED = (
+    "earl_core.learner.update_worker",
+    "earl_core.rollout.rollout_worker",
+    "earl_core.experience.experience_worker",
+)
+_START_SECONDS = 300.0
+_MESSAGE = 1 << 20
+_MOST_DESCRIPTORS = 8
+
+
+class ForkServerLost(RuntimeError):
+    """The process that ranks are forked from ended, or did not answer in time."""
+
+
+class Supervisor:
+    """A forked supervisor, as the controller sees it; pids are told apart by their start times."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._started = start_time(pid)
+
+    def send_signal(self, number: int) -> None:
+        """Harmless when it is gone."""
+        if self._started is not None and start_time(self.pid) == self._started:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code, negative for a signal; None if it lives on or nobody knows."""
+        deadline = time.monotonic() + seconds
+        while (code := self._server.exit_code(self.pid)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return code
+
+
+class ForkServer:
+    """The controller's end; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long as this object lives)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "earl_core.cluster.fork_server", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+    ) -> Supervisor:
+        """Fork a supervisor.
+
+        descriptors: its control connection, its rank's channel, its log, and for rank 0 the
+        listener. Raises `ForkServerLost`, and `OSError` when the host allows no more processes.
+        """
+        request = {
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "directory": os.getcwd(),
+        }
+        answer = self._ask(request, _START_SECONDS, descriptors)
+        if "errno" in answer:
+            number = int(answer["errno"])
+            raise OSError(number, f"no process can be forked: {os.strerror(number)}")
+        return Supervisor(self, int(answer["pid"]))
+
+    def exit_code(self, pid: int) -> int | None:
+        """Of a supervisor that ended; None while it lives, or when this server is gone."""
+        with suppress(ForkServerLost):
+            code = self._ask({"wait": pid}, 10.0)["code"]
+            return None if code is None else int(code)
+        return None
+
+    def _ask(
+        self, request: dict[str, Any], seconds: float, descriptors: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+                ready, _, _ = select.select([self._socket], [], [], seconds)
+                answer = self._socket.recv(_MESSAGE) if ready else b""
+            except OSError as error:
+                raise ForkServerLost(self._ended()) from error
+            if not answer:
+                raise ForkServerLost(self._ended())
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def _ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self.stop()
+        self._log.seek(0)
+        text = self._log.read()[-2000:].decode(errors="replace").strip()
+        return (
+            f"the process that ranks are forked from ended with code {self._process.returncode}"
+            + (f": {text}" if text else "")
+        )
+
+    def stop(self) -> None:
+        """End it; the supervisors that it forked end their ranks and themselves."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: drop the connection, so that the controller's death stays visible."""
+        with suppress(OSError):
+            os.close(self._socket.detach())
+
+
+def _environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": child_path(os.environ),
+        # Threads of a library that starts them on import would be missing in a forked process.
+        "OPENBLAS_NUM_THREADS": "1",
+        # Read when the OpenMP runtime is loaded; see `control.worker_environment`.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # Asking CUDA itself how many devices there are would make it unusable after a fork.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+
+
+_server: ForkServer | None = None
+_guard = threading.Lock()
+
+
+def fork_server() -> ForkServer:
+    """This process's server, started when there is none. Returns before its imports are done."""
+    global _server
+    with _guard:
+        if _server is None or not _server.alive:
+            _server = ForkServer()
+        return _server
+
+
+def _forget_after_fork() -> None:
+    global _server
+    if _server is not None:
+        _server.forget_after_fork()
+    _server = None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+# The server's side
+
+
+def _import_what_ranks_need() -> None:
+    for name in _PRELOADED:
+        # A rank that needs what is missing here imports it itself, and says why it cannot.
+        with suppress(Exception):
+            __import__(name)
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(connection: socket.socket) -> None:
+    codes: dict[int, int] = {}
+    while True:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, _MOST_DESCRIPTORS)
+        except OSError:
+            return
+        if not data:
+            return
+        request = json.loads(data)
+        _reap(codes)
+        if "wait" in request:
+            answer = {"code": codes.get(request["wait"])}
+        else:
+            answer = _fork(connection, request, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        try:
+            connection.send(json.dumps(answer).encode())
+        except OSError:
+            return
+
+
+def _fork(
+    connection: socket.socket, request: dict[str, Any], descriptors: list[int]
+) -> dict[str, Any]:
+    server = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        return {"errno": error.errno}
+    if pid == 0:
+        connection.close()
+        _become_supervisor(request, descriptors, server)
+    return {"pid": pid}
+
+
+def _reap(codes: dict[int, int]) -> None:
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: int) -> None:
+    """In the forked process: what `exec` would have done, then the supervisor until its end."""
+    from earl_core.cluster import supervisor
+
+    os.setsid()
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    control, channel, log, *listener = descriptors
+    for number in listener:
+        os.environ[LISTENER] = str(number)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    supervisor.main(control, channel, server, *request["arguments"])
+    sys.exit(0)
+
+
+def main(descriptor: int) -> None:
+    _import_what_ranks_need()
+    with socket.socket(fileno=descriptor) as connection:
+        _serve(connection)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main(int(sys.argv[1]))
