@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from setproctitle import setproctitle
+
 from earl_core.cluster.rendezvous import LISTENER
 from earl_core.system.import_path import child_path
 from earl_core.system.process_identity import start_time
@@ -39,10 +41,6 @@ _PRELOADED = (
 _START_SECONDS = 300.0
 _MESSAGE = 1 << 20
 _MOST_DESCRIPTORS = 8
-
-
-class ForkServerLost(RuntimeError):
-    """The process that ranks are forked from ended, or did not answer in time."""
 
 
 class Supervisor:
@@ -86,6 +84,10 @@ class ForkServer:
             )
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
@@ -95,7 +97,8 @@ class ForkServer:
         """Fork a supervisor.
 
         descriptors: its control connection, its rank's channel, its log, and for rank 0 the
-        listener. Raises `ForkServerLost`, and `OSError` when the host allows no more processes.
+        listener. Raises `ConnectionError` when the server ended or did not answer in time, and
+        another `OSError` when the host allows no more processes.
         """
         request = {
             "arguments": list(arguments),
@@ -110,7 +113,7 @@ class ForkServer:
 
     def exit_code(self, pid: int) -> int | None:
         """Of a supervisor that ended; None while it lives, or when this server is gone."""
-        with suppress(ForkServerLost):
+        with suppress(ConnectionError):
             code = self._ask({"wait": pid}, 10.0)["code"]
             return None if code is None else int(code)
         return None
@@ -124,9 +127,9 @@ class ForkServer:
                 ready, _, _ = select.select([self._socket], [], [], seconds)
                 answer = self._socket.recv(_MESSAGE) if ready else b""
             except OSError as error:
-                raise ForkServerLost(self._ended()) from error
+                raise ConnectionError(self._ended()) from error
             if not answer:
-                raise ForkServerLost(self._ended())
+                raise ConnectionError(self._ended())
         found: dict[str, Any] = json.loads(answer)
         return found
 
@@ -163,6 +166,8 @@ def _environment() -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         # Asking CUDA itself how many devices there are would make it unusable after a fork.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # A title that is written over the environment hides it from `ps e` and from our tests.
+        "SPT_NOENV": "1",
     }
 
 
@@ -266,6 +271,7 @@ def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: 
 
 
 def main(descriptor: int) -> None:
+    setproctitle("earl_core.cluster.fork_server")
     _import_what_ranks_need()
     with socket.socket(fileno=descriptor) as connection:
         _serve(connection)

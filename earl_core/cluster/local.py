@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, WorkerLost
-from earl_core.cluster.fork_server import ForkServerLost
 from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.rank_handle import RankHandle
@@ -135,7 +134,7 @@ class LocalWorkerGroup:
             self._stop(grace_seconds=0.0)
             if isinstance(error, Aborted):
                 raise WorkerLost(request.where, "the start was cancelled") from None
-            if isinstance(error, ForkServerLost):
+            if isinstance(error, ConnectionError):
                 raise WorkerLost(request.where, str(error)) from error
             raise
 

@@ -37,7 +37,7 @@ class RankHandle:
         send_timeout_seconds: float,
         inherited: int | None = None,
     ) -> None:
-        """inherited: the descriptor of the listener that rank 0 gets. Raises `ForkServerLost`."""
+        """inherited: the descriptor of the listener that rank 0 gets. Raises `ConnectionError`."""
         self.rank = rank
         self.log = log
         self.mark = uuid.uuid4().hex

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster import WorkerCallFailed, WorkerLost
+from earl_core.cluster.fork_server import fork_server
 from earl_core.system.process_tree import inspect
 from tests.cgroup import memory_cgroup
 from tests.cluster.conftest import MakeGroup, gone_within
@@ -94,6 +95,22 @@ def test_a_fork_of_the_controller_does_not_keep_workers(
         assert inspect(fork) is not None
     finally:
         os.kill(fork, signal.SIGKILL)
+
+
+def test_a_killed_fork_server_costs_its_ranks_and_the_next_start_has_another(
+    make_local: MakeGroup, site: Site
+) -> None:
+    group = make_local()
+    group.start({}, {})
+    (rank,) = group.pids
+    server = fork_server()
+    os.kill(server.pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        group.call("sleep", seconds=60, **site)
+    assert gone_within([server.pid, rank], 10)
+    group.start({}, {})
+    assert group.call("echo", value=1, **site) == [1]
+    assert fork_server().pid != server.pid
 
 
 def test_a_controller_that_fails_leaves_nothing(

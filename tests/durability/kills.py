@@ -194,6 +194,7 @@ class Trial:
         except (psutil.Error, OSError):
             return ""
         for part, kind in (
+            ("earl_core.cluster.fork_server", "fork server"),
             ("earl_core.cluster.supervisor", "supervisor"),
             ("earl_core.environments.host", "environment host"),
             ("earl_core.dispatch.spill.process", "spill"),
