@@ -1,10 +1,11 @@
 """The process that supervisors and ranks are forked from.
 
-Importing torch and transformers takes each process seconds of a core. This process imports them
-once for each controller, on the first start of a group; every supervisor is forked from it, and
-every rank from its supervisor, within milliseconds. It has one thread and starts no other, so that
-a fork copies a state that nobody is in the middle of changing, and it never touches a GPU. It ends
-when the controller does, whose end of the connection closes in whatever way that happens.
+Importing torch and transformers takes each process seconds of a core. This process imports each
+module of a worker once for its controller, when the first rank needs it or `preload` asks for it;
+every supervisor is forked from it, and every rank from its supervisor, within milliseconds. It has
+one thread and starts no other, so that a fork copies a state that nobody is in the middle of
+changing, and it never touches a GPU. It ends when the controller does, whose end of the connection
+closes in whatever way that happens.
 
 Started as `python -m earl_core.cluster.fork_server FD`; each request and each answer is one JSON
 message on a socket that keeps messages apart, with the descriptors that a new process inherits.
@@ -13,6 +14,7 @@ message on a socket that keeps messages apart, with the descriptors that a new p
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,12 +35,11 @@ from earl_core.cluster.rendezvous import LISTENER
 from earl_core.system.import_path import child_path
 from earl_core.system.process_identity import start_time
 
-_PRELOADED = (
-    "earl_core.learner.update_worker",
-    "earl_core.rollout.rollout_worker",
-    "earl_core.experience.experience_worker",
-)
-_START_SECONDS = 300.0
+_OURS = "earl_core."
+"""Only modules of ours are imported here: code of others may start threads or touch a GPU."""
+
+_ANSWER_SECONDS = 300.0
+"""It may be importing before it answers."""
 _MESSAGE = 1 << 20
 _MOST_DESCRIPTORS = 8
 
@@ -70,6 +71,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._preloaded: set[str] = set()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (as long as this object lives)
         with theirs:
@@ -91,21 +93,33 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def preload(self, *modules: str) -> None:
+        """Have modules of ours imported before a rank needs them; returns at once."""
+        wanted = set(modules) - self._preloaded
+        self._preloaded |= wanted
+        if wanted:
+            self._ask({"preload": sorted(wanted)})
+
     def start(
-        self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
     ) -> Supervisor:
         """Fork a supervisor.
 
-        descriptors: its control connection, its rank's channel, its log, and for rank 0 the
-        listener. Raises `ConnectionError` when the server ended or did not answer in time, and
-        another `OSError` when the host allows no more processes.
+        module: that of the rank's target. descriptors: its control connection, its rank's channel,
+        its log, and for rank 0 the listener. Raises `ConnectionError` when the server ended or did
+        not answer in time, and another `OSError` when the host allows no more processes.
         """
         request = {
+            "module": module,
             "arguments": list(arguments),
             "environment": dict(environment),
             "directory": os.getcwd(),
         }
-        answer = self._ask(request, _START_SECONDS, descriptors)
+        answer = self._ask(request, descriptors)
         if "errno" in answer:
             number = int(answer["errno"])
             raise OSError(number, f"no process can be forked: {os.strerror(number)}")
@@ -114,17 +128,15 @@ class ForkServer:
     def exit_code(self, pid: int) -> int | None:
         """Of a supervisor that ended; None while it lives, or when this server is gone."""
         with suppress(ConnectionError):
-            code = self._ask({"wait": pid}, 10.0)["code"]
+            code = self._ask({"wait": pid})["code"]
             return None if code is None else int(code)
         return None
 
-    def _ask(
-        self, request: dict[str, Any], seconds: float, descriptors: Sequence[int] = ()
-    ) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         with self._lock:
             try:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-                ready, _, _ = select.select([self._socket], [], [], seconds)
+                ready, _, _ = select.select([self._socket], [], [], _ANSWER_SECONDS)
                 answer = self._socket.recv(_MESSAGE) if ready else b""
             except OSError as error:
                 raise ConnectionError(self._ended()) from error
@@ -197,13 +209,16 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 # The server's side
 
 
-def _import_what_ranks_need() -> None:
-    for name in _PRELOADED:
+def _load(modules: Iterable[str]) -> None:
+    wanted = [name for name in modules if name.startswith(_OURS) and name not in sys.modules]
+    for name in wanted:
         # A rank that needs what is missing here imports it itself, and says why it cannot.
         with suppress(Exception):
-            __import__(name)
-    gc.collect()
-    gc.freeze()
+            importlib.import_module(name)
+    if wanted:
+        # A collection would write into what is shared with the forked processes.
+        gc.collect()
+        gc.freeze()
 
 
 def _serve(connection: socket.socket) -> None:
@@ -219,7 +234,10 @@ def _serve(connection: socket.socket) -> None:
         _reap(codes)
         if "wait" in request:
             answer = {"code": codes.get(request["wait"])}
+        elif "preload" in request:
+            answer = {}
         else:
+            _load([request["module"]])
             answer = _fork(connection, request, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -227,6 +245,7 @@ def _serve(connection: socket.socket) -> None:
             connection.send(json.dumps(answer).encode())
         except OSError:
             return
+        _load(request.get("preload", ()))
 
 
 def _fork(
@@ -272,7 +291,6 @@ def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: 
 
 def main(descriptor: int) -> None:
     setproctitle("earl_core.cluster.fork_server")
-    _import_what_ranks_need()
     with socket.socket(fileno=descriptor) as connection:
         _serve(connection)
 

@@ -184,7 +184,8 @@ class LocalWorkerGroup:
         log = LogFile(path, path.stat().st_size if path.exists() else 0)
         inherited = None if listener is None else listener.fileno()
         environment = {**shared, **rank_variables(rank, inherited)}
-        return RankHandle(rank, log, environment, self._heartbeat_timeout, inherited)
+        module = self._target.partition(":")[0]
+        return RankHandle(rank, module, log, environment, self._heartbeat_timeout, inherited)
 
     def _log_path(self, rank: int) -> Path:
         return self._log_directory / f"{self.role}-{rank}.log"
@@ -232,7 +233,6 @@ class LocalWorkerGroup:
             self._condition.notify_all()
         for rank in monitor.ranks:
             rank.close()
-            rank.supervisor.wait(1.0)
         _running.discard(self)
 
     # -- calls ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from earl_core.cluster.fork_server import Supervisor, fork_server
+from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.logs import LogFile
 from earl_core.cluster.worker_group import MemoryUse
 from earl_core.system.files import private
@@ -32,12 +32,16 @@ class RankHandle:
     def __init__(
         self,
         rank: int,
+        module: str,
         log: LogFile,
         environment: Mapping[str, str],
         send_timeout_seconds: float,
         inherited: int | None = None,
     ) -> None:
-        """inherited: the descriptor of the listener that rank 0 gets. Raises `ConnectionError`."""
+        """module: of the target. inherited: the descriptor of the listener that rank 0 gets.
+
+        Raises `ConnectionError` without the fork server.
+        """
         self.rank = rank
         self.log = log
         self.mark = uuid.uuid4().hex
@@ -55,25 +59,19 @@ class RankHandle:
         self.control, control_child = socket.socketpair()
         self.channel, channel_child = socket.socketpair()
         _set_send_timeout(self.channel, send_timeout_seconds)
+        given = {**environment, "PYTHONPATH": child_path(environment)}
+        more = () if inherited is None else (inherited,)
         try:
-            more = () if inherited is None else (inherited,)
-            self.supervisor = self._spawn(
-                control_child.fileno(), channel_child.fileno(), environment, more
-            )
+            with open(log.path, "ab", opener=private) as output:
+                fds = (control_child.fileno(), channel_child.fileno(), output.fileno(), *more)
+                arguments = [self.mark, log.path.stem]
+                self.supervisor = fork_server().start(module, arguments, given, fds)
         except BaseException:
             self.close()
             raise
         finally:
             control_child.close()
             channel_child.close()
-
-    def _spawn(
-        self, control: int, channel: int, environment: Mapping[str, str], inherited: tuple[int, ...]
-    ) -> Supervisor:
-        given = {**environment, "PYTHONPATH": child_path(environment)}
-        with open(self.log.path, "ab", opener=private) as log:
-            fds = (control, channel, log.fileno(), *inherited)
-            return fork_server().start([self.mark, self.log.path.stem], given, fds)
 
     def started(self, pid: int) -> None:
         """The supervisor has forked the rank."""

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.cluster.placement import PLACED, Assignment, HostResources, ResourceRequest
 from earl_core.control.worker_environment import worker_environment
@@ -35,6 +36,12 @@ TARGETS = {
     "model": "earl_core.models.builder:ModelBuilder",
 }
 """What runs in the ranks of each worker group."""
+
+
+def preload() -> None:
+    """Have the imports of all ranks done beside something else; returns at once."""
+    fork_server().preload(*(target.partition(":")[0] for target in TARGETS.values()))
+
 
 _IN_ITS_PLACE = "earl_core.cluster.placement:build"
 

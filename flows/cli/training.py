@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from earl_core.cluster.fork_server import fork_server
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.control.worker_groups import preload
 from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished
 from earl_core.run.recovery import INITIAL, go_back
@@ -64,8 +64,8 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
     outcome = ["CANCELLED"]
 
     def work() -> dict[str, Any]:
-        # Its imports take about as long as the server's start.
-        fork_server()
+        # These imports take about as long as the server's start.
+        preload()
         display.say("starting Prefect")
         prefect_server.append(server.start(home))
         from flows.running import run_flow, set_listener
