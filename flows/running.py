@@ -25,7 +25,7 @@ from earl_core.control.run_controller import (
     open_controller,
     open_controllers,
 )
-from earl_core.control.worker_groups import preload
+from earl_core.control.worker_groups import preload_ranks
 from earl_core.secrets import guard_logging, redact_error
 from flows import flow_notes
 from flows.flow_notes import Note
@@ -166,7 +166,7 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
 async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
-    preload()
+    preload_ranks()
     controller = await asyncio.to_thread(open_controller, config, Tracker, _heard)
     try:
         yield controller

@@ -38,7 +38,7 @@ TARGETS = {
 """What runs in the ranks of each worker group."""
 
 
-def preload() -> None:
+def preload_ranks() -> None:
     """Have the imports of all ranks done beside something else; returns at once."""
     fork_server().preload(*(target.partition(":")[0] for target in TARGETS.values()))
 

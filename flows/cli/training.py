@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from earl_core.config import ConfigError, RunConfig, load_config
-from earl_core.control.worker_groups import preload
+from earl_core.control.worker_groups import preload_ranks
 from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished
 from earl_core.run.recovery import INITIAL, go_back
@@ -65,7 +65,7 @@ def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) 
 
     def work() -> dict[str, Any]:
         # These imports take about as long as the server's start.
-        preload()
+        preload_ranks()
         display.say("starting Prefect")
         prefect_server.append(server.start(home))
         from flows.running import run_flow, set_listener
