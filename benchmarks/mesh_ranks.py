@@ -15,7 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from earl_core.cluster.rendezvous import rank_variables, shared_variables
-from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 
 MEBIBYTE = 2**20
 
@@ -52,7 +53,7 @@ def even_llama(size: ModelSize) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def connected(shape: MeshShape) -> UpdateMesh:
+def connected(shape: StageDeployment) -> UpdateMesh:
     """The mesh, on this rank, which computes with its share of the cores.
 
     accelerate sets the threads when it connects the ranks, so they are set after that.

@@ -22,8 +22,9 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser
 from benchmarks.harness import publish as publish_report
 from benchmarks.mesh_ranks import QUICK, SMOLLM2, ModelSize, connected, even_llama, in_ranks
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
-from earl_core.learner.parallel.mesh import MeshShape, leave_world
+from earl_core.learner.parallel.mesh import leave_world
 from earl_core.learner.parallel_model import parallelize
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.engines.torch_engine import TorchEngine
@@ -31,10 +32,10 @@ from earl_core.weights.publish import publish
 
 DTYPE = "bfloat16"
 MESHES = {
-    "1 rank": MeshShape(),
-    "2 ranks, fsdp": MeshShape(shard=2),
-    "2 ranks, tp": MeshShape(tensor=2),
-    "2 ranks, dp": MeshShape(replicate=2),
+    "1 rank": StageDeployment("update"),
+    "2 ranks, fsdp": StageDeployment("update", shard=2),
+    "2 ranks, tp": StageDeployment("update", tensor_parallel=2),
+    "2 ranks, dp": StageDeployment("update", replicas=2),
 }
 Seconds = dict[str, list[float]]
 
@@ -98,7 +99,7 @@ def _publish_in_ranks(size: ModelSize, name: str, shared: str, rounds: int) -> l
     model = parallelize(even_llama(size), mesh).model
     seconds = []
     for version in range(1, rounds + 1):
-        if mesh.shape.size > 1:
+        if mesh.deployment.ranks > 1:
             dist.barrier()
         began = time.perf_counter()
         manifest = publish(dict(model.named_parameters()), Path(shared), version, DTYPE, mesh=mesh)

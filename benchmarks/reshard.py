@@ -31,8 +31,9 @@ from benchmarks.mesh_ranks import (
     in_ranks,
     resident_bytes,
 )
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.update import UpdateConfig
-from earl_core.learner.parallel.mesh import MeshShape, create_mesh, leave_world
+from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.parallel_model import ParallelModel, build_shell, parallelize
 from earl_core.learner.state.checkpoint import read_training_state, write_training_state
 from earl_core.learner.state.optimizer import PolicyOptimizer
@@ -41,10 +42,10 @@ from earl_core.tensors.slices import slices_like, slices_of
 
 RANKS = 2
 HOPS = {
-    "dp2": MeshShape(replicate=2),
-    "tp2": MeshShape(tensor=2),
-    "cp2": MeshShape(context=2),
-    "fsdp2": MeshShape(shard=2),
+    "dp2": StageDeployment("update", replicas=2),
+    "tp2": StageDeployment("update", tensor_parallel=2),
+    "cp2": StageDeployment("update", context_parallel=2),
+    "fsdp2": StageDeployment("update", shard=2),
 }
 WALK = ("dp2", "tp2", "cp2", "fsdp2", "tp2", "fsdp2", "dp2", "cp2", "dp2")
 """Every pair but those of cp2 and fsdp2, whose parts are the same."""
@@ -53,7 +54,7 @@ WALK = ("dp2", "tp2", "cp2", "fsdp2", "tp2", "fsdp2", "dp2", "cp2", "dp2")
 class _Learner:
     """Weights, optimizer and mesh of one rank, as the policy learner holds them."""
 
-    def __init__(self, size: ModelSize, mesh: MeshShape) -> None:
+    def __init__(self, size: ModelSize, mesh: StageDeployment) -> None:
         self.parallel = parallelize(even_llama(size), connected(mesh))
         self.optimizer = PolicyOptimizer(self.parallel.model.named_parameters(), UpdateConfig())
         for parameter in self.parallel.model.parameters():
@@ -68,7 +69,7 @@ class _Learner:
             self.optimizer.load_state(name, tensors)
         old.mesh.close()
 
-    def live(self, shape: MeshShape) -> dict[str, float]:
+    def live(self, shape: StageDeployment) -> dict[str, float]:
         """The way of the system."""
         mesh = create_mesh(shape)
         shell = build_shell(self.parallel, mesh)
@@ -76,7 +77,7 @@ class _Learner:
         self.adopt(shell, moved.state)
         return {"received": moved.moved_bytes, "counted": moved.peak_bytes}
 
-    def through_checkpoint(self, shape: MeshShape, directory: Path) -> None:
+    def through_checkpoint(self, shape: StageDeployment, directory: Path) -> None:
         """What a change of the mesh costs when processes start again, without their start."""
         parallel = self.parallel
         write_training_state(

@@ -48,17 +48,8 @@ class Earl:
 
         self._config = config
         shape = read_model_shape(model_directory(config))
-        plan = select(
-            SelectionInput(
-                iteration=0,
-                rollout=config.rollout,
-                update=config.update,
-                needs_reference=False,
-                hardware=read_hardware(),
-                model=shape,
-            )
-        )
-        deployment = plan["rollout"].model_copy(update={"replicas": 1})
+        plan = select(SelectionInput.of(config, read_hardware(), shape))
+        deployment = plan["rollout"]._replace(replicas=1)
         self._running = deployment.max_running_requests or config.rollout.max_running_requests
         self._chat = load_chat_tokenizer(config)
         self._engine = build_engine(config, deployment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector import (
@@ -14,8 +15,8 @@ from earl_core.selector import (
     SelectorConfig,
     Statistics,
 )
-from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.profile.profile_table import key_of
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)
 RESPONSES = (8, 16, 32, 64, 128)
@@ -90,9 +91,9 @@ def selection(
     )
 
 
-def layout(tensor: int, responses: int) -> Candidate:
+def layout(tensor: int, responses: int) -> StageDeployment:
     """The rollout of eight GPUs at this degree."""
-    return Candidate("rollout", 8 // tensor, tensor, running=responses)
+    return StageDeployment("rollout", 8 // tensor, tensor, max_running_requests=responses)
 
 
 def measured(leave_out: Excluded = lambda point: False) -> ProfileTable:
@@ -107,10 +108,10 @@ def measured(leave_out: Excluded = lambda point: False) -> ProfileTable:
         place = {"context": float(context), "requests": float(responses)}
         small, large = layout(SMALL, responses), layout(LARGE, responses)
         if value is None:
-            points.append(ProfilePoint(key=small.key, out_of_memory=True, **place))
+            points.append(ProfilePoint(key=key_of(small), out_of_memory=True, **place))
         elif (context, responses) != UNCERTAIN:
             rate, _ = guess.rate(small, context, responses)
             faster = rate * 2 * (1 + value / 100)
-            points.append(ProfilePoint(key=small.key, tokens_per_second=rate, **place))
-            points.append(ProfilePoint(key=large.key, tokens_per_second=faster, **place))
-    return ProfileTable(points=tuple(points)).without(leave_out)
+            points.append(ProfilePoint(key=key_of(small), tokens_per_second=rate, **place))
+            points.append(ProfilePoint(key=key_of(large), tokens_per_second=faster, **place))
+    return ProfileTable(points=tuple(each for each in points if not leave_out(each)))

@@ -28,7 +28,7 @@ from benchmarks.selector_live_replay import (
     whole,
 )
 from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b
-from earl_core.selector.model.candidates import Candidate
+from earl_core.cluster.stage_deployment import StageDeployment
 
 ITERATIONS = 36
 
@@ -49,7 +49,7 @@ class Compared(NamedTuple):
     best: Course
     floor: Course
     policies: dict[str, Course]
-    fixed: list[tuple[float, Candidate, Candidate]]
+    fixed: list[tuple[float, StageDeployment, StageDeployment]]
 
     def regret(self, seconds: float) -> float:
         """Over the best in hindsight, as a fraction."""
@@ -133,7 +133,7 @@ def ahead_of_all(compared: Sequence[Compared]) -> float:
     found = []
     for engine in dict.fromkeys(each.run.engine for each in compared):
         of_engine = [each for each in compared if each.run.engine == engine]
-        totals: dict[tuple[Candidate, Candidate], list[float]] = {}
+        totals: dict[tuple[StageDeployment, StageDeployment], list[float]] = {}
         for each in of_engine:
             for seconds, rollout, update in each.fixed:
                 totals.setdefault((rollout, update), []).append(seconds)

@@ -17,14 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, together
 from earl_core.cluster import LocalWorkerGroup
-from earl_core.cluster.placement import PLACEMENTS, HostResources, ResourceRequest
+from earl_core.cluster.placement import PLACEMENTS, HostResources
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.worker_groups import TARGETS
 from earl_core.dispatch.segments.names import new_uid
 from earl_core.models.tiny import character_tokenizer
 from earl_core.run.record import write_record
-from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile_planner import generated_tokens
 
 VOCABULARY = 2048
@@ -66,13 +66,13 @@ QUICK = Sizes(
 
 LAYOUTS = {
     "torch": (
-        Candidate("rollout", 1, 1, threads=2),
-        Candidate("rollout", 2, 1, threads=1),
+        StageDeployment("rollout", 1, 1, threads=2),
+        StageDeployment("rollout", 2, 1, threads=1),
     ),
     "vllm": (
-        Candidate("rollout", 1, 1, threads=2),
-        Candidate("rollout", 2, 1, threads=1),
-        Candidate("rollout", 1, 2, threads=1),
+        StageDeployment("rollout", 1, 1, threads=2),
+        StageDeployment("rollout", 2, 1, threads=1),
+        StageDeployment("rollout", 1, 2, threads=1),
     ),
 }
 """Everything that two cores allow."""
@@ -179,7 +179,7 @@ def measure(directory: Path, sizes: Sizes, note: Note, keep: Path | None = None)
 class Engines:
     """The engines of one layout, each in a worker group of its own."""
 
-    def __init__(self, bench: Bench, engine: str, layout: Candidate) -> None:
+    def __init__(self, bench: Bench, engine: str, layout: StageDeployment) -> None:
         self._bench, self._engine, self.layout = bench, engine, layout
         self._groups: list[LocalWorkerGroup] = []
         self._threads = ThreadPoolExecutor(layout.replicas)
@@ -192,16 +192,18 @@ class Engines:
 
     def _start(self, member: int) -> LocalWorkerGroup:
         layout, bench = self.layout, self._bench
-        wish = ResourceRequest("rollout", layout.tensor, layout.threads, member, layout.replicas)
-        place = PLACEMENTS["colocated"].place(
-            wish, HostResources(tuple(sorted(os.sched_getaffinity(0))))
+        site = HostResources(tuple(sorted(os.sched_getaffinity(0))))
+        place = PLACEMENTS["colocated"].place(layout, member, site)
+        deployment = layout._replace(
+            replicas=1,
+            max_running_requests=max(bench.sizes.requests),
+            max_model_len=bench.limit,
         )
-        deployment = layout._replace(replicas=1, running=max(bench.sizes.requests))
-        name = f"rollout-{self._engine}-{layout.replicas}x{layout.tensor}-{member}"
+        name = f"rollout-{self._engine}-{layout.replicas}x{layout.tensor_parallel}-{member}"
         group = bench.start(
             name,
             "rollout",
-            deployment.deployment(bench.limit).model_dump(mode="json"),
+            deployment._asdict(),
             self._engine,
             place.cores,
         )
@@ -279,14 +281,17 @@ def measure_update(bench: Bench, table: LiveTable) -> None:
     sizes = bench.sizes
     threads = len(os.sched_getaffinity(0))
     layouts = [
-        Candidate("update", threads=threads, microbatch=budget, checkpointing=checkpointing)
+        StageDeployment(
+            "update",
+            threads=threads,
+            max_tokens_per_microbatch=budget,
+            activation_checkpointing=checkpointing,
+        )
         for budget in sizes.budgets
         for checkpointing in (False, True)
     ]
     began = time.perf_counter()
-    group = bench.start(
-        "update", "update", layouts[0].deployment().model_dump(mode="json"), "torch", ()
-    )
+    group = bench.start("update", "update", layouts[0]._asdict(), "torch", ())
     table.learner_start = time.perf_counter() - began
     learner = Learner(group, table)
     try:
@@ -303,9 +308,9 @@ class Learner:
     def __init__(self, group: LocalWorkerGroup, table: LiveTable) -> None:
         self._group, self._table = group, table
 
-    def step(self, layout: Candidate, context: int, samples: int) -> tuple[float, float]:
+    def step(self, layout: StageDeployment, context: int, samples: int) -> tuple[float, float]:
         """Tokens/s of one update, and its peak."""
-        wanted = layout.deployment().model_dump(mode="json")
+        wanted = layout._asdict()
         if self._group.deployment != wanted:
             began = time.perf_counter()
             self._group.relayout(wanted, stage="update", iteration=0, deadline_seconds=_DEADLINE)
@@ -315,11 +320,13 @@ class Learner:
 
 
 def _update_cells(
-    bench: Bench, learner: Learner, layouts: Sequence[Candidate], context: int, samples: int
+    bench: Bench, learner: Learner, layouts: Sequence[StageDeployment], context: int, samples: int
 ) -> list[Cell]:
-    first: dict[tuple[int, bool], Candidate] = {}
+    first: dict[tuple[int, bool], StageDeployment] = {}
     for layout in layouts:
-        first.setdefault((together(layout, context, samples), layout.checkpointing), layout)
+        first.setdefault(
+            (together(layout, context, samples), layout.activation_checkpointing), layout
+        )
     found = in_turns(
         {
             layout: lambda layout=layout: learner.step(layout, context, samples)
@@ -329,7 +336,7 @@ def _update_cells(
     )
     cells = []
     for layout in layouts:
-        same = first[together(layout, context, samples), layout.checkpointing]
+        same = first[together(layout, context, samples), layout.activation_checkpointing]
         cells.append(Cell("", layout, context, samples, *found[same], alias=same != layout))
     bench.note(_line(f"update {context} x {samples}", [c for c in cells if not c.alias]))
     return cells

@@ -27,7 +27,7 @@ from earl_core.selector import (
 )
 from earl_core.selector.choice.statistics import WINDOW
 from earl_core.selector.choice.switch_cost import move_between
-from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.model.candidates import candidate_of
 from earl_core.selector.profile.observations import (
     Observation,
     calibration_of,
@@ -37,7 +37,7 @@ from earl_core.selector.profile.observations import (
 )
 
 STAGES = ("rollout", "update")
-_OBSERVED = {"rebuild": "switched", "relayout": "resharded"}
+_OBSERVED = {"rebuild": "switched", "reshard": "resharded"}
 
 
 class Growth(NamedTuple):
@@ -58,8 +58,8 @@ def growth(engine: str, first: int, last: int, iterations: int, responses: int) 
 class Switching:
     """Seconds that a change of layout costs, as measured; none where that was not."""
 
-    start: dict[Candidate, float]
-    stop: dict[Candidate, float]
+    start: dict[StageDeployment, float]
+    stop: dict[StageDeployment, float]
     relayout: float
     learner: float = 0.0
 
@@ -74,17 +74,17 @@ class Switching:
             table.learner_start,
         )
 
-    def first(self, layout: Candidate) -> float:
+    def first(self, layout: StageDeployment) -> float:
         """Seconds to bring a stage up at the start of a run."""
         return self.learner if layout.stage == "update" else self.start.get(layout, 0.0)
 
-    def cost(self, old: Candidate | None, new: Candidate) -> float:
+    def cost(self, old: StageDeployment | None, new: StageDeployment) -> float:
         """Zero at the start of a run, when something must be built in any case."""
         if old is None or old == new:
             return 0.0
         if new.stage == "update":
             return self.relayout
-        old, new = old._replace(running=0), new._replace(running=0)
+        old, new = old._replace(max_running_requests=0), new._replace(max_running_requests=0)
         return self.stop.get(old, 0.0) + self.start.get(new, 0.0)
 
 
@@ -95,7 +95,9 @@ class Course:
 
     seconds: list[float] = field(default_factory=list)
     failures: int = 0
-    layouts: dict[str, list[Candidate]] = field(default_factory=lambda: {s: [] for s in STAGES})
+    layouts: dict[str, list[StageDeployment]] = field(
+        default_factory=lambda: {s: [] for s in STAGES}
+    )
 
     @property
     def total(self) -> float:
@@ -127,7 +129,7 @@ class World:
         self.switching = Switching.of(table, run.engine)
         self._last: Predictor | None = None
 
-    def options(self, stage: str) -> list[Candidate]:
+    def options(self, stage: str) -> list[StageDeployment]:
         """Every layout of a stage, rollouts also with each measured limit on sequences."""
         layouts = self.judge.layouts(stage)
         if stage == "update":
@@ -136,19 +138,23 @@ class World:
         for layout in layouts:
             sizes = {c.requests for c in self.table.of(self.run.engine) if c.candidate == layout}
             share = self.run.responses / layout.replicas
-            limited += [layout, *(layout._replace(running=n) for n in sorted(sizes) if n < share)]
+            limited += [
+                layout,
+                *(layout._replace(max_running_requests=n) for n in sorted(sizes) if n < share),
+            ]
         return limited
 
-    def layout_of(self, deployment: StageDeployment) -> Candidate:
+    def layout_of(self, deployment: StageDeployment) -> StageDeployment:
         """As it was measured: limits that limit nothing are none, a GPU's threads do not matter."""
-        layout = Candidate.of(deployment)
-        if self.table.hardware.gpus:
-            layout = layout._replace(threads=1)
-        if layout.stage == "rollout" and layout.running >= self.run.responses / layout.replicas:
-            return layout._replace(running=0)
+        layout = candidate_of(deployment, self.table.hardware)
+        if (
+            layout.stage == "rollout"
+            and layout.max_running_requests >= self.run.responses / layout.replicas
+        ):
+            return layout._replace(max_running_requests=0)
         return layout
 
-    def seconds(self, layout: Candidate, context: float) -> float:
+    def seconds(self, layout: StageDeployment, context: float) -> float:
         """Of the layout's stage in one iteration, on set B."""
         return self.judge.seconds(layout, context, self.run.responses)
 
@@ -160,7 +166,7 @@ class World:
     def take(
         self,
         course: Course,
-        layouts: Mapping[str, Candidate],
+        layouts: Mapping[str, StageDeployment],
         context: float,
         failed: Mapping[str, int] | None = None,
     ) -> None:
@@ -187,7 +193,7 @@ class World:
             self.take(course, dict(zip(STAGES, layouts, strict=True)), context)
         return course
 
-    def fixed(self) -> list[tuple[float, Candidate, Candidate]]:
+    def fixed(self) -> list[tuple[float, StageDeployment, StageDeployment]]:
         """Every pair of layouts held throughout: seconds on set B, best first; infinite when the
         memory runs out."""
         totals = {}
@@ -232,7 +238,7 @@ class World:
             assert after is not None
             move = move_between(before, after) if before else "rebuild"
             if move in _OBSERVED:
-                took = self.switching.first(after._replace(running=0))
+                took = self.switching.first(after._replace(max_running_requests=0))
                 seconds = self.switching.cost(before, after) if before else took
                 kind = _OBSERVED[move]
                 found.append(self._observation(given, new[stage], 1.0, kind=kind, seconds=seconds))
@@ -346,7 +352,7 @@ def follow(world: World, policy: Policy) -> Course:
         seen += world.switches(given, plan, chosen)
         if policy.observes:
             found = world.observed(given, chosen, context, turns[number % repetitions])
-            profile = refined(profile, found, given.selector.half_life, world.layout_of)
+            profile = refined(profile, found, given.selector.half_life, world.table.hardware)
             seen += found
         plan = chosen
         world.take(course, layouts, context, failed)
@@ -371,7 +377,7 @@ def selection(
         context_max=past,
         generated_share=(1.0,),
         switch_seconds=seconds_of(seen, "switched"),
-        relayout_seconds=seconds_of(seen, "resharded"),
+        reshard_seconds=seconds_of(seen, "resharded"),
     )
     return SelectionInput(
         iteration=iteration,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector import Hardware, ModelShape, ProfilePoint, ProfileTable
-from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.profile.profile_table import key_of
 
 
 class Cell(NamedTuple):
@@ -26,7 +27,7 @@ class Cell(NamedTuple):
     """
 
     engine: str
-    candidate: Candidate
+    candidate: StageDeployment
     context: int
     requests: int
     a: tuple[float, ...]
@@ -44,7 +45,7 @@ class Switch(NamedTuple):
     """Seconds to build a layout's worker groups, weights loaded, and to end them."""
 
     engine: str
-    candidate: Candidate
+    candidate: StageDeployment
     start: float
     stop: float
 
@@ -110,11 +111,11 @@ class LiveTable:
 
 def _cell(row: dict[str, Any]) -> Cell:
     sets = {name: tuple(row[name]) for name in ("a", "b")}
-    return Cell(**row | {"candidate": Candidate(*row["candidate"])} | sets)
+    return Cell(**row | {"candidate": StageDeployment(*row["candidate"])} | sets)
 
 
 def _switch(row: dict[str, Any]) -> Switch:
-    return Switch(**row | {"candidate": Candidate(*row["candidate"])})
+    return Switch(**row | {"candidate": StageDeployment(*row["candidate"])})
 
 
 Measured = tuple[tuple[float, ...], tuple[float, ...], float]
@@ -124,13 +125,17 @@ Work = Callable[[], tuple[float, float] | None]
 """A rate and a peak; None: the memory ran out."""
 
 
-def in_turns(work: Mapping[Candidate, Work], repetitions: int) -> dict[Candidate, Measured]:
+def in_turns(
+    work: Mapping[StageDeployment, Work], repetitions: int
+) -> dict[StageDeployment, Measured]:
     """Both sets of each layout.
 
     Layouts follow one another within a repetition, sets from one repetition to the next; the order
     turns round, so that no layout always comes after the same one.
     """
-    sets: dict[Candidate, tuple[list[float], list[float]]] = {layout: ([], []) for layout in work}
+    sets: dict[StageDeployment, tuple[list[float], list[float]]] = {
+        layout: ([], []) for layout in work
+    }
     peaks = dict.fromkeys(work, 0.0)
     left = list(work)
     for turn in range(2 * repetitions):
@@ -145,9 +150,9 @@ def in_turns(work: Mapping[Candidate, Work], repetitions: int) -> dict[Candidate
     return {k: (tuple(a), tuple(b), peaks[k]) for k, (a, b) in sets.items()}
 
 
-def together(layout: Candidate, context: int, samples: int) -> int:
+def together(layout: StageDeployment, context: int, samples: int) -> int:
     """Samples of a microbatch: budgets that come to the same are one."""
-    return min(samples, max(1, layout.microbatch // context))
+    return min(samples, max(1, layout.max_tokens_per_microbatch // context))
 
 
 Pick = Callable[[Cell], float]
@@ -192,9 +197,9 @@ class Truth:
     """Seconds of the stages of a run on one engine by one of the two sets."""
 
     def __init__(self, table: LiveTable, engine: str, pick: Pick) -> None:
-        rates: dict[Candidate, dict[tuple[int, int], float]] = {}
-        fits: dict[Candidate, list[float]] = {}
-        fails: dict[Candidate, list[float]] = {}
+        rates: dict[StageDeployment, dict[tuple[int, int], float]] = {}
+        fits: dict[StageDeployment, list[float]] = {}
+        fails: dict[StageDeployment, list[float]] = {}
         for cell in table.of(engine):
             (fits if cell.a else fails).setdefault(cell.candidate, []).append(cell.size)
             if cell.a:
@@ -217,13 +222,13 @@ class Truth:
             for c in rates
             if any(x.peak > 0 for x in table.of(engine) if x.candidate == c)
         }
-        self._budgets = sorted({c.microbatch for c in rates if c.stage == "update"})
+        self._budgets = sorted({c.max_tokens_per_microbatch for c in rates if c.stage == "update"})
 
-    def layouts(self, stage: str) -> list[Candidate]:
+    def layouts(self, stage: str) -> list[StageDeployment]:
         """Those of the stage that were measured."""
         return sorted(c for c in self._surfaces if c.stage == stage)
 
-    def rate(self, candidate: Candidate, context: float, episodes: int) -> float:
+    def rate(self, candidate: StageDeployment, context: float, episodes: int) -> float:
         """Tokens/s of one engine, or of the whole update.
 
         Raises `KeyError` for a layout that was not measured.
@@ -231,7 +236,7 @@ class Truth:
         surface = self._surfaces[self._measured(candidate, context)]
         return surface(context, offered(candidate, episodes))
 
-    def seconds(self, candidate: Candidate, context: float, episodes: int) -> float:
+    def seconds(self, candidate: StageDeployment, context: float, episodes: int) -> float:
         """Of the stage in one iteration, in which each episode has `context` tokens; infinite where
         the memory runs out."""
         size = context * (offered(candidate, episodes) if candidate.stage == "rollout" else 1)
@@ -240,29 +245,29 @@ class Truth:
         share = episodes / candidate.replicas if candidate.stage == "rollout" else episodes
         return share * context / self.rate(candidate, context, episodes)
 
-    def peak(self, candidate: Candidate, context: float, episodes: int) -> float:
+    def peak(self, candidate: StageDeployment, context: float, episodes: int) -> float:
         """Bytes of one engine or rank; 0 when they were not measured."""
         surface = self._peaks.get(self._measured(candidate, context))
         return 0.0 if surface is None else surface(context, offered(candidate, episodes))
 
-    def _measured(self, candidate: Candidate, context: float) -> Candidate:
+    def _measured(self, candidate: StageDeployment, context: float) -> StageDeployment:
         """The measured layout that does the same. Budgets that cut samples alike are one."""
         if candidate.stage == "rollout":
-            return candidate._replace(running=0)
-        budget = candidate.microbatch
+            return candidate._replace(max_running_requests=0)
+        budget = candidate.max_tokens_per_microbatch
         if budget not in self._budgets:
             alike = [b for b in self._budgets if max(1, b // context) == max(1, budget // context)]
             nearest = min(self._budgets, key=lambda b: abs(math.log(b / budget)))
             budget = alike[0] if alike else nearest
-        return candidate._replace(microbatch=budget)
+        return candidate._replace(max_tokens_per_microbatch=budget)
 
 
-def offered(candidate: Candidate, episodes: int) -> float:
+def offered(candidate: StageDeployment, episodes: int) -> float:
     """Sequences that one engine runs at once, or samples of the update."""
     if candidate.stage != "rollout":
         return float(episodes)
     share = episodes / candidate.replicas
-    return min(share, candidate.running or share)
+    return min(share, candidate.max_running_requests or share)
 
 
 def profile_of(
@@ -271,7 +276,7 @@ def profile_of(
     """Set A as the selector's profile."""
     points = [
         ProfilePoint(
-            key=cell.candidate.key,
+            key=key_of(cell.candidate),
             context=float(cell.context),
             requests=float(cell.requests),
             tokens_per_second=from_a(cell) if cell.a else 0.0,

@@ -30,9 +30,10 @@ from benchmarks.selector_grid import (
 )
 from benchmarks.selector_growth import SWITCH_SHARE, regrets
 from earl_core.selector import Predictor, ProfilePoint, ProfileTable
-from earl_core.selector.choice.policy import choose
+from earl_core.selector.choice.explain import considered
 from earl_core.selector.model.catalogue import DEVICES
 from earl_core.selector.model.roofline import Queueing, Roofline
+from earl_core.selector.profile.profile_table import key_of
 
 
 class Ways(NamedTuple):
@@ -146,7 +147,7 @@ def without_roofline() -> dict[str, int]:
                     load = {"context": float(other[0]), "requests": float(other[1])}
                     for tensor in (SMALL, LARGE):
                         rate = tensor * (math.exp(ratio) if tensor == LARGE else 1.0)
-                        key = layout(tensor, other[1]).key
+                        key = key_of(layout(tensor, other[1]))
                         points.append(ProfilePoint(key=key, tokens_per_second=rate, **load))
             given = given.model_copy(update={"profile": ProfileTable(points=tuple(points))})
             flat = Flat(MODEL, DEVICES["h100-80gb"], HARDWARE)
@@ -158,8 +159,8 @@ def without_roofline() -> dict[str, int]:
 def forbidden_at_the_end() -> str:
     """What `live_tokens` says of TP 4 at 32K x 128, with the grid as its profile."""
     given = selection(32768.0, 128, measured())
-    rows = choose(given).predictions["rollout"]
-    return next((r.problem for r in rows if r.candidate.tensor == SMALL), "")
+    rows = considered(given).predictions["rollout"]
+    return next((r.problem for r in rows if r.candidate.tensor_parallel == SMALL), "")
 
 
 def report(steps: int) -> Report:

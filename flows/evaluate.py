@@ -11,8 +11,9 @@ from prefect import State, flow, task
 from prefect.artifacts import acreate_table_artifact
 from pydantic import Field
 
-from earl_core.config import ConfigError, RunConfig, check_references, load_config
+from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
+from earl_core.run.record import config_of_run
 from earl_core.secrets import guard_logging, redact_tree
 from flows.overrides import Overrides
 from flows.running import HOOKS, recorded
@@ -101,4 +102,4 @@ async def _evaluate(
 def _config_of(run: Path, overrides: list[str]) -> RunConfig:
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
-    return load_config(run / "config.yaml", overrides)
+    return config_of_run(run, overrides)

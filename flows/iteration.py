@@ -136,11 +136,11 @@ async def _after_select(stages: Stages, plan: Plan) -> None:
 
 async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
     """Choose a plan and do `work` under it; again as often as a stage is infeasible and there is
-    another layout to try, or lost ranks and may be repeated.
+    another candidate to try, or lost ranks and may be repeated.
 
-    Raises what the stage raised when the same layout comes back, `NoFeasiblePlan` when none is
-    left. Every infeasible stage rules out a layout, or doubles the engines' context, and losses are
-    counted, so this comes to an end.
+    Raises what the stage raised when the same stage deployment comes back, `NoFeasiblePlan` when
+    none is left. Each such error rules out a candidate, or doubles the engines' context, and losses
+    are counted, so this comes to an end.
     """
     infeasible = None
     while True:
@@ -179,8 +179,8 @@ class Stages:
 
     async def input_weights(self, plan: Plan) -> Manifest:
         """The weights that the iteration starts from."""
-        layout = plan_of(self.controller, await result(plan))["update"]
-        return await asyncio.to_thread(input_weights, self.controller, layout, self.iteration)
+        learner = plan_of(self.controller, await result(plan))["update"]
+        return await asyncio.to_thread(input_weights, self.controller, learner, self.iteration)
 
     async def submit(
         self,

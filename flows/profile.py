@@ -1,4 +1,4 @@
-"""Measure what the selector chooses by: throughput and memory of layouts under growing loads."""
+"""Measure what the selector chooses by: throughput and memory of candidates under growing loads."""
 
 from __future__ import annotations
 

@@ -24,18 +24,19 @@ from earl_core.selector import (
     ProfilePoint,
     ProfileTable,
     SelectionInput,
+    StageDeployment,
 )
 from earl_core.selector.choice.predict import STAGES
-from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.profile_table import (
     FORMAT,
     ProfileError,
     fingerprint,
+    key_of,
     only_writer,
     read_table,
     write_table,
 )
-from earl_core.selector.profile_planner import Costs, PlaceKey, Point, grid_of, next_point
+from earl_core.selector.profile_planner import START_SECONDS, PlaceKey, Point, grid_of, next_point
 from earl_core.system.errors import Cancelled, InUse
 
 logger = logging.getLogger(__name__)
@@ -143,28 +144,13 @@ class Profiler:
                 f"contexts of {longest} tokens were asked for, but the model's range ends at "
                 f"{model.max_positions}: ask for less"
             )
-        self.given = self._given(model)
+        held = dict.fromkeys(STAGES, 0.0 if self.hardware.gpus else float(memory_in_use()))
+        self.given = SelectionInput.of(config, self.hardware, model, reserved_bytes=held)
         try:
             self.grid = grid_of(self.given, longest)
             self.next()
         except ValueError as error:
             raise ConfigError(str(error)) from error
-
-    def _given(self, model: ModelShape) -> SelectionInput:
-        config = self.config
-        held = dict.fromkeys(STAGES, 0.0 if self.hardware.gpus else float(memory_in_use()))
-        return SelectionInput(
-            iteration=0,
-            rollout=config.rollout,
-            experience=config.experience,
-            update=config.update,
-            layout=config.layout,
-            needs_reference=config.needs_reference,
-            hardware=self.hardware,
-            model=model,
-            selector=config.selector,
-            reserved_bytes=held,
-        )
 
     def _prepare_model(self) -> None:
         path = Path(self.config.model.path)
@@ -188,13 +174,14 @@ class Profiler:
     def next(self) -> Point | None:
         """The point to measure now; None when the profile is finished."""
         workers = self._workers
+        started = workers.start_seconds if workers is not None else {}
         return next_point(
             self.given,
             self.grid,
             self.table,
             self.seconds_left,
             running=workers.running if workers is not None else None,
-            costs=Costs(measured=dict(workers.start_seconds) if workers is not None else {}),
+            costs=lambda stage: started.get(stage, START_SECONDS),
             skipped=self._skipped,
         )
 
@@ -226,7 +213,7 @@ class Profiler:
             self._failed.clear()
             self.measured += 1
             measured = ProfilePoint(
-                key=point.candidate.key,
+                key=key_of(point.candidate),
                 context=point.context,
                 requests=point.requests,
                 weight=_WEIGHT,
@@ -237,7 +224,7 @@ class Profiler:
         return measured
 
     def _note_failure(self, point: Point, error: WorkerError) -> None:
-        """Leave out this load of the layout and all larger ones until the next start."""
+        """Leave out this load of the candidate and all larger ones until the next start."""
         self._failed.append(error)
         if len(self._failed) >= _FAILURES or not self.measured:
             raise error
@@ -266,8 +253,10 @@ class Profiler:
 def describe(point: Point) -> str:
     """Such as `rollout TP 1 x 2, 1,024 tokens x 16 sequences`."""
     what = "sequences" if point.candidate.stage == "rollout" else "samples"
-    layout = point.candidate._replace(running=0)
-    return f"{layout.stage} {layout.label}, {point.context:,} tokens x {point.requests} {what}"
+    candidate = point.candidate._replace(max_running_requests=0)
+    return (
+        f"{candidate.stage} {candidate.label}, {point.context:,} tokens x {point.requests} {what}"
+    )
 
 
 _open: dict[str, Profiler] = {}
@@ -316,6 +305,6 @@ def stop_profilers() -> None:
 @task(name="measure", persist_result=False)
 def measure(mark: str, point: dict[str, Any]) -> dict[str, Any] | None:
     """Measure one point; the new line of the table. See `Profiler.measure`."""
-    wanted = Point(**{**point, "candidate": Candidate(**point["candidate"])})
+    wanted = Point(**{**point, "candidate": StageDeployment(**point["candidate"])})
     found = _open[mark].measure(wanted)
     return None if found is None else found.model_dump(mode="json")

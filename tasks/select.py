@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from earl_core.control.announce import announce_plan
 from earl_core.control.observation import reserved_bytes
 from earl_core.control.run_controller import RunController, controller_of
-from earl_core.control.run_history import CandidateOf, LearntProfile
+from earl_core.control.run_history import LearntProfile
 from earl_core.selector import (
     DeploymentPlan,
     NoFeasiblePlan,
@@ -23,14 +23,12 @@ from earl_core.selector import (
     Statistics,
 )
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
-from earl_core.selector.model.candidates import Candidate
 from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,
     calibration_of,
     forbidden_of,
     overflow_tokens,
-    peak_bytes_of,
     seconds_of,
 )
 from earl_core.selector.profile.profile_table import ProfileError
@@ -47,7 +45,7 @@ _REMEMBERED = 8
 def select(run: str, iteration: int) -> StageRef:
     """Pick every stage's deployment before anything of the iteration runs.
 
-    Once more for each stage of the iteration that was infeasible as picked before.
+    Once more for each stage of the iteration that was infeasible under what was picked before.
     """
     controller = controller_of(run)
 
@@ -63,7 +61,7 @@ def select(run: str, iteration: int) -> StageRef:
 def _chosen(controller: RunController, iteration: int) -> tuple[SelectionInput, DeploymentPlan]:
     """The choice and what it was made from.
 
-    Raises `NoFeasiblePlan` when no layout is left, but not by what was seen before a resume: memory
+    Raises `NoFeasiblePlan` when none is left, but not by what was seen before a resume: memory
     that was short, or that others held, may have been another program's, and may be free now.
     """
     observed = controller.observed.through(iteration)
@@ -73,7 +71,7 @@ def _chosen(controller: RunController, iteration: int) -> tuple[SelectionInput, 
         fresh = controller.observed.since_start(iteration)
         if len(fresh) == len(observed):
             raise
-        logger.info("nothing fits by what was seen before the resume: that is tried again")
+        logger.info("nothing is feasible by what was seen before the resume: that is tried again")
         old = observed[: len(observed) - len(fresh)]
         forgiven = [
             seen.model_copy(update={"reserved_bytes": 0.0})
@@ -107,12 +105,12 @@ def plan_of(controller: RunController, reference: StageRef) -> DeploymentPlan:
 
 
 def share_profile(controller: RunController) -> None:
-    """Give what the run measured of its layouts to the runs to come.
+    """Give what the run measured of its stage deployments to the runs to come.
 
     A run under `fixed` measures nothing that another would choose by.
     """
     if controller.profile is not None and controller.config.selector.policy != "fixed":
-        controller.profile.share(controller.observed.all(), _candidate_of(controller))
+        controller.profile.share(controller.observed.all(), controller.hardware)
 
 
 def _write_beside(controller: RunController, given: SelectionInput) -> None:
@@ -131,20 +129,14 @@ def _write_beside(controller: RunController, given: SelectionInput) -> None:
 def _selection_input(
     controller: RunController, iteration: int, observed: Sequence[Observation]
 ) -> SelectionInput:
-    config = controller.config
     attempt = attempts_of(controller.observed.through(iteration), iteration)
-    return SelectionInput(
+    return SelectionInput.of(
+        controller.config,
+        controller.hardware,
+        controller.model,
         iteration=iteration,
         attempt=attempt,
-        rollout=config.rollout,
-        update=config.update,
-        layout=config.layout,
-        experience=config.experience,
-        needs_reference=config.needs_reference,
-        hardware=controller.hardware,
-        model=controller.model,
-        selector=config.selector,
-        iterations_left=max(1, config.iterations - iteration),
+        iterations_left=max(1, controller.config.iterations - iteration),
         statistics=_statistics(controller, iteration, observed),
         current=_current(controller, iteration, attempt),
         profile=_profile(controller),
@@ -176,27 +168,14 @@ def _statistics(
         return tuple(float(line[name]) for line in recent if name in line)
 
     return Statistics(
-        iterations=tuple(line["iteration"] for line in recent),
         context_mean=series("rollout/context/mean"),
-        context_p95=series("rollout/context/p95"),
         context_max=series("rollout/context/max"),
-        context_by_turn=_by_turn(recent[-1]) if recent else (),
         turns_mean=series("rollout/turns/mean"),
         generated_share=tuple(share for line in recent if (share := _generated_share(line))),
-        running_requests_mean=series("rollout/load/running_requests_mean"),
         tool_wait_seconds=series("rollout/load/tool_wait_seconds"),
-        live_tokens_max=series("rollout/load/live_tokens_max"),
-        rollout_tokens_per_second=series("rollout/tokens_per_second"),
-        update_tokens_per_second=series("update/tokens_per_second"),
-        peak_bytes=peak_bytes_of(observed),
         switch_seconds=seconds_of(observed, "switched"),
-        relayout_seconds=seconds_of(observed, "resharded"),
+        reshard_seconds=seconds_of(observed, "resharded"),
     )
-
-
-def _by_turn(line: dict[str, Any]) -> tuple[float, ...]:
-    prefix = "rollout/context_by_turn/"
-    return tuple(float(line[name]) for name in sorted(line) if name.startswith(prefix))
 
 
 def _generated_share(line: dict[str, Any]) -> float:
@@ -237,15 +216,4 @@ def _profile(controller: RunController) -> ProfileTable:
             )
         half_life = config.selector.half_life
         controller.profile = LearntProfile(controller.run, directory, mark, table, half_life)
-    return controller.profile.table(controller.observed.all(), _candidate_of(controller))
-
-
-def _candidate_of(controller: RunController) -> CandidateOf:
-    """As `Predictor.candidate_of`: on GPUs threads are no part of a layout's name."""
-    gpus = controller.hardware.gpus
-
-    def candidate_of(deployment: Any) -> Candidate:
-        found = Candidate.of(deployment)
-        return found._replace(threads=1) if gpus else found
-
-    return candidate_of
+    return controller.profile.table(controller.observed.all(), controller.hardware)

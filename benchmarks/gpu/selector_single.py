@@ -30,6 +30,7 @@ from benchmarks.gpu.report import Row, parser, publish, shown
 from benchmarks.gpu.shapes import SHAPES, Shape, random_sample, save_random_model
 from benchmarks.selector_live_replay import Policy, World, follow, growth
 from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b, in_turns, together
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -38,12 +39,14 @@ from earl_core.learner.relayout import relayout
 from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.selector import Hardware, ModelShape
-from earl_core.selector.model.candidates import Candidate, logits_chunk, rungs
-from earl_core.selector.model.memory_model import TrainingNeeds, training_memory
+from earl_core.selector.model.candidates import rungs
+from earl_core.selector.model.catalogue import memory_model
+from earl_core.selector.model.memory_model import TrainingNeeds
+from earl_core.selector.model.sizes import logits_chunk
 from earl_core.system.out_of_memory import is_out_of_memory
 
 TITLE = "The selector on one GPU, as contexts grow"
-ENGINE = Candidate("rollout")
+ENGINE = StageDeployment("rollout")
 
 PRETENDED = Hardware(
     cpu_cores=8, memory_bytes=64 * 2**30, gpus=1, gpu_memory_bytes=80 * 2**30, gpu_name="H100-80GB"
@@ -142,12 +145,14 @@ class Update:
         layouts = [
             rung
             for budget in self._given.budgets
-            for rung in rungs(Candidate("update", microbatch=budget), chunk)
-            if not rung.offload
+            for rung in rungs(StageDeployment("update", max_tokens_per_microbatch=budget), chunk)
+            if not rung.offload_optimizer
         ]
-        first: dict[Candidate, Candidate] = {}
+        first: dict[StageDeployment, StageDeployment] = {}
         for layout in layouts:
-            first.setdefault(layout._replace(microbatch=together(layout, context, count)), layout)
+            first.setdefault(
+                layout._replace(max_tokens_per_microbatch=together(layout, context, count)), layout
+            )
         found = in_turns(
             {
                 layout: lambda layout=layout: attempt(lambda: self._rate(layout, context, count))
@@ -157,18 +162,20 @@ class Update:
         )
         cells = []
         for layout in layouts:
-            same = first[layout._replace(microbatch=together(layout, context, count))]
+            same = first[
+                layout._replace(max_tokens_per_microbatch=together(layout, context, count))
+            ]
             cells.append(Cell("", layout, context, count, *found[same], alias=same != layout))
         return cells
 
-    def _rate(self, layout: Candidate, context: int, count: int) -> float:
+    def _rate(self, layout: StageDeployment, context: int, count: int) -> float:
         """Tokens/s of one update, after a microbatch that warms up."""
         wanted = {
-            "max_tokens_per_microbatch": layout.microbatch,
-            "activation_checkpointing": layout.checkpointing,
+            "max_tokens_per_microbatch": layout.max_tokens_per_microbatch,
+            "activation_checkpointing": layout.activation_checkpointing,
         }
         settings = self._settings.model_copy(update=wanted)
-        relayout(self._learner, layout.deployment(), settings)
+        relayout(self._learner, layout, settings)
         draw = np.random.default_rng(context)
         samples = [random_sample(draw, context, self._vocabulary, number=n) for n in range(count)]
         try:
@@ -190,7 +197,7 @@ class Decoding:
 
     def cells(self, context: int) -> list[Cell]:
         """Every number of sequences."""
-        layouts = {n: ENGINE._replace(running=n) for n in self._given.sequences}
+        layouts = {n: ENGINE._replace(max_running_requests=n) for n in self._given.sequences}
         found = in_turns(
             {
                 layout: lambda n=n: attempt(lambda: asyncio.run(self._rate(context, n)))
@@ -251,9 +258,8 @@ def measure(given: argparse.Namespace, directory: Path) -> LiveTable:
 def row_of(table: LiveTable, cell: Cell) -> Row:
     """One measured cell."""
     update = not cell.engine
-    formula = training_memory(
-        table.model.sizes(), cell.candidate, float(cell.context), TrainingNeeds()
-    )
+    memory = memory_model(table.model, table.hardware)
+    formula = memory.training(cell.candidate, float(cell.context), TrainingNeeds())
     row: Row = {
         "stage": "update" if update else "rollout",
         "layout": cell.candidate.label if update else f"{cell.requests} in flight",
@@ -277,7 +283,7 @@ def replay(table: LiveTable, iterations: int = 24) -> tuple[dict[str, float], li
             table,
             growth("torch", contexts[0], contexts[-1], iterations, count),
             fixed_fields=("update.offload_optimizer",),
-            budget=min(c.candidate.microbatch for c in table.cells if not c.engine),
+            budget=min(c.candidate.max_tokens_per_microbatch for c in table.cells if not c.engine),
         )
         for count in counts
     ]
@@ -321,7 +327,7 @@ def story(world: World) -> Story:
     return Story(len(dead) / len(fixed), live.failures, (live.total - floor) / best, note)
 
 
-def _where(world: World, dead: Sequence[tuple[Candidate, Candidate]]) -> str:
+def _where(world: World, dead: Sequence[tuple[StageDeployment, StageDeployment]]) -> str:
     """The contexts at which they do, first and last."""
     found = [
         next(c for c in world.run.contexts if math.isinf(sum(world.seconds(o, c) for o in pair)))

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.gpu.report import Row, parser, publish
 from benchmarks.gpu.shapes import Shape, random_sample, save_random_model
 from earl_core.cluster.rendezvous import rank_variables, shared_variables
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -43,7 +44,7 @@ from earl_core.learner.attention.context_parallel import ContextCut, ContextGrou
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, load_policy, logprobs_of_trained
-from earl_core.learner.parallel.mesh import MeshShape, create_mesh, leave_world
+from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 
 TITLE = "bf16 packed training against float32 on single samples"
@@ -246,22 +247,24 @@ def context_rows(shape: Shape, device: torch.device, *, smoke: bool) -> list[Row
     return rows
 
 
-def mesh_shapes(ranks: int) -> dict[str, MeshShape]:
+def mesh_shapes(ranks: int) -> dict[str, StageDeployment]:
     found = {
-        f"replicate {ranks}": MeshShape(replicate=ranks),
-        f"shard {ranks}": MeshShape(shard=ranks),
-        f"context {ranks}": MeshShape(context=ranks),
+        f"replicas {ranks}": StageDeployment("update", replicas=ranks),
+        f"shard {ranks}": StageDeployment("update", shard=ranks),
+        f"context {ranks}": StageDeployment("update", context_parallel=ranks),
     }
     if ranks == 2:
-        found["tensor 2"] = MeshShape(tensor=2)
+        found["tensor 2"] = StageDeployment("update", tensor_parallel=2)
     if ranks == 4:
-        found["shard 2, context 2"] = MeshShape(shard=2, context=2)
-        found["context 2, tensor 2"] = MeshShape(context=2, tensor=2)
-        found["replicate 2, shard 2"] = MeshShape(replicate=2, shard=2)
+        found["shard 2, context 2"] = StageDeployment("update", shard=2, context_parallel=2)
+        found["context 2, tensor 2"] = StageDeployment(
+            "update", context_parallel=2, tensor_parallel=2
+        )
+        found["replicas 2, shard 2"] = StageDeployment("update", replicas=2, shard=2)
     return found
 
 
-def train(directory: Path, shape: MeshShape | None, *, smoke: bool) -> dict[str, list[float]]:
+def train(directory: Path, shape: StageDeployment | None, *, smoke: bool) -> dict[str, list[float]]:
     """Log-probs by sample of this rank's samples, after three steps; losses under `loss`."""
     mesh = None if shape is None else create_mesh(shape)
     vocabulary = shapes(smoke=smoke)[0].vocabulary
@@ -271,7 +274,9 @@ def train(directory: Path, shape: MeshShape | None, *, smoke: bool) -> dict[str,
         for number, sample in enumerate(samples)
     ]
     if mesh is not None:
-        samples = [s for s in samples if s.group_id % mesh.shape.data == mesh.data_rank]
+        samples = [
+            s for s in samples if s.group_id % mesh.deployment.data_parallel == mesh.data_rank
+        ]
     learner = PolicyLearner(
         ModelConfig(path=str(directory)),
         UpdateConfig(

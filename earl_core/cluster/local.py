@@ -284,7 +284,7 @@ class LocalWorkerGroup:
     def relayout(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
     ) -> list[Any]:
-        """Have the ranks change to another layout of the same number of ranks, state kept.
+        """Have the ranks change to another stage deployment of as many ranks, state kept.
 
         Calls the targets' `relayout(deployment=...)`; its results in rank order. When any rank
         fails, the group is ended: the ranks' states need not fit together any more.

@@ -9,11 +9,12 @@ their memory back first. Nothing else knows placements apart, so a new one is an
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.stage_deployment import StageDeployment
 
 _TRAINING = ("reference", "update")
 
@@ -24,18 +25,6 @@ class HostResources:
 
     cores: tuple[int, ...]
     gpus: int = 0
-
-
-@dataclass(frozen=True)
-class ResourceRequest:
-    """A group to place: member `member` of the `members` groups of a role, `ranks` devices wide,
-    with `threads` CPU threads for each of them."""
-
-    role: str
-    ranks: int
-    threads: int
-    member: int = 0
-    members: int = 1
 
 
 @dataclass(frozen=True)
@@ -53,13 +42,14 @@ class Placement(Protocol):
     """
 
     def devices(self, rollout: int, update: int) -> int:
-        """Devices that a run with such layouts needs."""
+        """Devices that a run with such stage deployments needs."""
 
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         """CPU threads for each rank of the role, at least 1."""
 
-    def place(self, wish: ResourceRequest, site: HostResources) -> Assignment:
-        """Where the group runs. Groups that work at the same time share nothing if they can."""
+    def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+        """Where group `member` of the stage runs. Groups that work at the same time share nothing
+        if they can."""
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         """Roles that must release their devices' memory before a stage of this role runs."""
@@ -74,12 +64,10 @@ class Colocated:
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         return max(1, cores // (rollout if role == "rollout" else update))
 
-    def place(self, wish: ResourceRequest, site: HostResources) -> Assignment:
-        gpus = tuple(range(site.gpus))[_slot(wish, wish.ranks)]
-        if wish.members == 1:
-            # Nobody else works at that time: threads may move to whatever core is free.
-            return Assignment(gpus=gpus)
-        return Assignment(_cores(site.cores, wish), gpus)
+    def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+        first = _first_devices(deployment, member, site)
+        # Where nobody else works at that time, threads may move to whatever core is free.
+        return first if deployment.groups > 1 else Assignment(gpus=first.gpus)
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         others = {"rollout": _TRAINING, "update": ("rollout", "reference")}
@@ -95,31 +83,29 @@ class Separate:
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         return max(1, cores // (rollout + update))
 
-    def place(self, wish: ResourceRequest, site: HostResources) -> Assignment:
-        if wish.role in _TRAINING:
-            wanted = wish.ranks * wish.threads
-            gpus = tuple(range(site.gpus))[-wish.ranks :]
-            return Assignment(site.cores[-wanted:] if wanted < len(site.cores) else (), gpus)
-        gpus = tuple(range(site.gpus))[_slot(wish, wish.ranks)]
-        return Assignment(_cores(site.cores, wish), gpus)
+    def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+        if deployment.stage not in _TRAINING:
+            return _first_devices(deployment, member, site)
+        wanted = deployment.ranks * deployment.threads
+        gpus = tuple(range(site.gpus))[-deployment.ranks :]
+        return Assignment(site.cores[-wanted:] if wanted < len(site.cores) else (), gpus)
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         return ()
 
 
-def _slot(wish: ResourceRequest, width: int) -> slice:
-    return slice(wish.member * width, (wish.member + 1) * width)
-
-
-def _cores(cores: Sequence[int], wish: ResourceRequest) -> tuple[int, ...]:
-    """The member's own cores; none in particular where there are too few for all members."""
-    width = wish.ranks * wish.threads
-    enough = wish.members * width <= len(cores)
-    return tuple(cores[_slot(wish, width)]) if enough else ()
+def _first_devices(deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+    """Of the stage's groups, from the first device on, the member's; no cores in particular where
+    there are too few for all of them."""
+    width = deployment.ranks // deployment.groups
+    gpus = tuple(range(site.gpus))[member * width : (member + 1) * width]
+    width *= deployment.threads
+    enough = deployment.groups * width <= len(site.cores)
+    return Assignment(site.cores[member * width : (member + 1) * width] if enough else (), gpus)
 
 
 PLACEMENTS: Mapping[str, Placement] = {"colocated": Colocated(), "separate": Separate()}
-"""Every placement by the name that `layout.placement` gives it."""
+"""Every placement by the name that `stages.placement` gives it."""
 
 PLACED = ("rollout", *_TRAINING)
 """Roles that have a place; those of the others are too light to matter."""

@@ -79,7 +79,7 @@ class WorkerGroup(Protocol):
 
     @property
     def deployment(self) -> Json | None:
-        """The StageDeployment that the ranks are laid out by, or None when it is not alive."""
+        """The dumped StageDeployment that the ranks follow, or None when it is not alive."""
 
     @property
     def alive(self) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
+from earl_core.config.refusal import REFERRING
 from earl_core.config.run import RunConfig
 from earl_core.secrets import resolve
 from earl_core.system.errors import ConfigError
@@ -15,16 +13,9 @@ def check_references(config: RunConfig) -> None:
 
     Raises `ConfigError`. Nothing is returned: the process that uses a value resolves it.
     """
-    for key, value in _referring(config):
+    for key in REFERRING:
+        section, _, name = key.partition(".")
         try:
-            resolve(value)
+            resolve(getattr(getattr(config, section), name))
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
-
-
-def _referring(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    yield "environment.options", config.environment.options
-    yield "evaluation.options", config.evaluation.options
-    yield "model.builder_options", config.model.builder_options
-    yield "dispatch.spill_url", config.dispatch.spill_url
-    yield "tracking.uri", config.tracking.uri

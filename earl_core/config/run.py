@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,7 +14,6 @@ from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.experience import ExperienceConfig
-from earl_core.config.layout import LayoutConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
 from earl_core.config.rollout import EnvironmentConfig, RolloutConfig
@@ -26,6 +26,7 @@ from earl_core.config.services import (
     TrackingConfig,
 )
 from earl_core.config.settings import Settings
+from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
@@ -49,13 +50,20 @@ class RunConfig(Settings):
     experience: ExperienceConfig = ExperienceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()
-    layout: LayoutConfig = LayoutConfig()
+    stages: StagesConfig = StagesConfig()
     selector: SelectorConfig = SelectorConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dispatch: DispatchConfig = DispatchConfig()
     tracking: TrackingConfig = TrackingConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "layout" in given:
+            raise ValueError("the section `layout` is called `stages` now: rename it")
+        return given
 
     @field_validator("name")
     @classmethod
@@ -111,9 +119,9 @@ class RunConfig(Settings):
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
-        self.layout.check_rollout(rollout.engine, rollout.prompts_per_iteration)
+        self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
-        self.selector.check_layout(self.layout)
+        self.selector.check_stages(self.stages)
         return self
 
     @property

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.config.layout import LayoutConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.settings import Settings
+from earl_core.config.stages import StagesConfig
 
 VARIABLE_FIELDS = (
     "rollout.replicas",
@@ -29,7 +29,7 @@ VARIABLE_FIELDS = (
 class SelectorConfig(Settings):
     """Policy and patience of the Parallelism Selector.
 
-    `fixed` keeps one layout; `average_context` is the rule of the EARL paper (rollout only, by the
+    `fixed` moves nothing; `average_context` is the rule of the EARL paper (rollout only, by the
     mean context); `live_tokens` takes the least predicted iteration time over all stages.
     """
 
@@ -121,19 +121,19 @@ class SelectorConfig(Settings):
         moved = {"fixed": (), "average_context": ("rollout",)}
         return moved.get(self.policy, self.stages)
 
-    def check_layout(self, layout: LayoutConfig) -> None:
-        """Raise `ValueError` for a layout that leaves the policy nothing to move."""
+    def check_stages(self, stages: StagesConfig) -> None:
+        """Raise `ValueError` for stage deployments that leave the policy nothing to move."""
         if self.policy == "fixed":
             return
-        if layout.changes:
+        if stages.changes:
             raise ValueError(
-                f"layout.changes and selector.policy {self.policy!r} both say when layouts change: "
-                "remove the changes, or set selector.policy to `fixed`"
+                f"stages.changes and selector.policy {self.policy!r} both say when stage "
+                "deployments change: remove the changes, or set selector.policy to `fixed`"
             )
-        if layout.placement != "colocated":
+        if stages.placement != "colocated":
             raise ValueError(
                 f"selector.policy {self.policy!r} lays every stage out over all devices, which "
-                f"layout.placement {layout.placement!r} divides: set it to `colocated`, or "
+                f"stages.placement {stages.placement!r} divides: set it to `colocated`, or "
                 "selector.policy to `fixed`"
             )
 

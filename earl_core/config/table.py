@@ -37,7 +37,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
             "update.max_tokens_per_microbatch",
         ),
         ("episodes in all", str(episodes * config.iterations), "x iterations"),
-        *_layout_rows(config),
+        *_stage_rows(config),
         ("precision of the update", update.precision, "update.precision"),
         ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
         ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),
@@ -45,29 +45,21 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     ]
 
 
-def _layout_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     """Who lays the stages out: the configuration, or a policy."""
-    chosen = config.selector.moves
-    rows = [row for row in layout_rows(config) if not row[0].endswith(tuple(chosen))]
-    if chosen:
-        stages = ", ".join(stage for stage in chosen if _runs(config, stage))
-        rows.append((f"layout of {stages}", config.selector.policy, "selector.policy"))
-    return rows
-
-
-def _runs(config: RunConfig, stage: str) -> bool:
-    return stage != "reference" or config.needs_reference
-
-
-def layout_rows(config: RunConfig) -> list[tuple[str, str, str]]:
-    """The layout's rows of the resolved table; see `earl_core.config.table`."""
-    layout = config.layout
-    return [
-        ("layout of the rollout", layout.rollout.text, "layout.rollout"),
-        ("layout of the update", layout.update.text, "layout.update"),
-        *(
-            (f"from iteration {change.iteration} on", change.text, "layout.changes")
-            for change in layout.changes
-        ),
-        ("devices of the two", layout.placement, "layout.placement"),
+    stages, moved = config.stages, config.selector.moves
+    rows = [
+        (f"stage deployment of the {each.stage}", each.label, f"stages.{each.stage}")
+        for each in (stages.rollout, stages.update)
+        if each.stage not in moved
     ]
+    for change in stages.changes:
+        named = [each for each in (change.rollout, change.update) if each is not None]
+        text = "; ".join(f"{each.stage} {each.label}" for each in named)
+        rows.append((f"from iteration {change.iteration} on", text, "stages.changes"))
+    rows.append(("devices of the two", stages.placement, "stages.placement"))
+    if moved:
+        runs = [each for each in moved if each != "reference" or config.needs_reference]
+        where = f"stage deployment of {', '.join(runs)}"
+        rows.append((where, config.selector.policy, "selector.policy"))
+    return rows

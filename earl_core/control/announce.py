@@ -1,4 +1,4 @@
-"""What a run says while it goes on: layouts that switch, stages that are repeated.
+"""What a run says while it goes on: stage deployments that switch, stages that are repeated.
 
 Each is one line, an event for the listener: `switched` or `repeated`.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from earl_core.control.run_controller import RunController
 from earl_core.selector import DeploymentPlan
-from earl_core.selector.choice.changes import infeasible_text, layout_changes
+from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.profile.observations import Observation
 
 
 def announce_plan(
     controller: RunController, before: DeploymentPlan | None, plan: DeploymentPlan
 ) -> None:
-    """Say which stages are laid out otherwise than in `before`: the iteration's earlier attempt,
+    """Say which stages are deployed otherwise than in `before`: the iteration's earlier attempt,
     else the last iteration's plan."""
-    for change in layout_changes(before, plan):
+    for change in stage_changes(before, plan):
         controller.listener(change.stage, plan.iteration, {"switched": change.text})
 
 

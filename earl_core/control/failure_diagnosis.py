@@ -16,7 +16,7 @@ from earl_core.system.errors import EarlError
 from earl_core.system.out_of_memory import refused
 
 _LEARNER = {"publish": "update"}
-"""Whose layout has to change when a step of this name is infeasible."""
+"""Whose deployment has to change when a step of this name is infeasible."""
 
 
 class ReplicasLost(EarlError):
@@ -56,8 +56,8 @@ class RanksLost(EarlError):
 
 
 class Infeasible(NamedTuple):
-    """Why a stage is infeasible. stage: the one that needs another layout, empty where the error
-    does not say. tokens: of the context that overflowed."""
+    """Why a stage is infeasible. stage: the one that needs another stage deployment, empty
+    where the error does not say. tokens: of the context that overflowed."""
 
     kind: Kind
     stage: str = ""
@@ -105,7 +105,7 @@ def _raised(error: WorkerCallFailed) -> Infeasible | None:
 
 
 def require_another(infeasible: StageInfeasible, plan: DeploymentPlan) -> None:
-    """Raise the original error when the plan keeps the layout that was infeasible."""
+    """Raise the original error when the plan keeps what was infeasible."""
     seen = infeasible.seen
     if plan.stages.get(seen.stage) == seen.deployment:
         cause = infeasible.__cause__

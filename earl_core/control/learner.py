@@ -1,4 +1,4 @@
-"""The live learner: started, laid out, restored and checked before a stage needs its version."""
+"""The live learner: started, resharded, restored and checked before a stage needs its version."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 def ensure_learner(
     controller: RunController, deployment: StageDeployment, iteration: int, version: int
 ) -> None:
-    """Have a learner, laid out so, that holds policy version `version`.
+    """Have a learner, deployed so, that holds policy version `version`.
 
-    A live one takes another layout as it is where its number of ranks stays; else its state goes
+    A live one is resharded where its number of ranks stays; else its state goes
     through a checkpoint. One that holds another version, and a fresh group, load the checkpoint of
     the version needed. Raises `StateLost` when there is none: the missing iterations come first.
     """
     with timing_switch(controller, "update", deployment, iteration):
-        saved = _take_layout(controller, deployment, iteration)
+        saved = _redeploy(controller, deployment, iteration)
         controller.groups.get("update", deployment)
         if controller.live_version is None and saved is not None:
             _restore(controller, deployment, iteration, saved)
@@ -83,10 +83,8 @@ def call_together(
         raise
 
 
-def _take_layout(
-    controller: RunController, deployment: StageDeployment, iteration: int
-) -> str | None:
-    """Bring a live learner's state over to another layout.
+def _redeploy(controller: RunController, deployment: StageDeployment, iteration: int) -> str | None:
+    """Bring a live learner's state over to another stage deployment.
 
     Returns the directory that a fresh group must restore from, if its state was put into one.
     """
@@ -94,9 +92,9 @@ def _take_layout(
     if group is None or group.deployment is None or controller.live_version is None:
         drop_handoff(controller)
         return None
-    if group.deployment == deployment.model_dump(mode="json"):
+    if group.deployment == deployment._asdict():
         return None
-    current = StageDeployment.model_validate(group.deployment)
+    current = StageDeployment(**group.deployment)
     try:
         if current.world_size == deployment.world_size:
             moved = controller.groups.relayout("update", deployment, iteration)
@@ -111,10 +109,7 @@ def _take_layout(
         return handoff
     except WorkerCallFailed:
         # Its state is no use any more; the last checkpoint's may be as new.
-        logger.warning(
-            "the live learner could not be resharded: a new one is built",
-            exc_info=True,
-        )
+        logger.warning("the live learner could not be resharded: a new one is built", exc_info=True)
         return None
 
 

@@ -12,15 +12,13 @@ from earl_core.control.failure_diagnosis import Infeasible, StageInfeasible, dia
 from earl_core.control.hardware import memory_in_use
 from earl_core.control.run_controller import RunController
 from earl_core.selector import Predictor, SelectionInput, StageDeployment
-from earl_core.selector.choice.predict import gib
 from earl_core.selector.choice.switch_cost import move_between
-from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.model.memory_model import gib
 from earl_core.selector.model.roofline import Load
 from earl_core.selector.profile.observations import (
     Kind,
     Observation,
     decode_rate,
-    offered_requests,
     training_rate,
 )
 from earl_core.system import fault_points
@@ -62,18 +60,16 @@ def observe_stage(
     seconds: of its work alone, neither start nor switch nor checkpoint. device_peak_bytes: the
     largest of its ranks' peaks on their GPUs.
     """
-    ruler = _Ruler.of(controller, stage, deployment, iteration)
-    if ruler is None:
+    predictor = _predictor(controller, stage, iteration)
+    if predictor is None:
         return
-    peak = (
-        device_peak_bytes
-        if controller.hardware.gpus
-        else controller.groups.peak_bytes(stage) / ruler.devices
-    )
-    layout = ruler.layout
+    candidate = predictor.candidate_of(deployment)
+    peak = device_peak_bytes
+    if not controller.hardware.gpus:
+        peak = controller.groups.peak_bytes(stage) / candidate.ranks
     if stage == "rollout":
-        rate = decode_rate(ruler.predictor.roofline, layout, load, seconds)
-        requests = offered_requests(layout, load.episodes)
+        rate = decode_rate(predictor.roofline, candidate, load, seconds)
+        requests = load.offered(candidate)
     else:
         rate, requests = training_rate(load, seconds), float(load.episodes)
     controller.observed.add(
@@ -88,34 +84,19 @@ def observe_stage(
             tokens_per_second=rate,
             seconds=seconds,
             peak_bytes=peak,
-            formula_bytes=ruler.predictor.formula_peak(layout, load),
+            formula_bytes=predictor.formula_peak(candidate, load),
             reserved_bytes=reserved_bytes(controller, stage),
         )
     )
 
 
-class _Ruler:
-    """The predictor that the iteration's plan came from, and the layout as it sees it."""
-
-    def __init__(self, predictor: Predictor, layout: Candidate) -> None:
-        self.predictor, self.layout = predictor, layout
-
-    @classmethod
-    def of(
-        cls, controller: RunController, stage: str, deployment: StageDeployment, iteration: int
-    ) -> _Ruler | None:
-        """None for a model of which nothing can be predicted."""
-        try:
-            predictor = Predictor(given_of(controller, iteration))
-        except (OSError, ValueError) as error:
-            logger.debug("%s of iteration %d is not observed: %s", stage, iteration, error)
-            return None
-        return cls(predictor, predictor.candidate_of(deployment))
-
-    @property
-    def devices(self) -> int:
-        """Devices whose peaks a group's memory is the sum of: on a CPU host, its ranks."""
-        return self.layout.ranks
+def _predictor(controller: RunController, stage: str, iteration: int) -> Predictor | None:
+    """The one that the iteration's plan came from; None for a model that it cannot predict."""
+    try:
+        return Predictor(given_of(controller, iteration))
+    except (OSError, ValueError) as error:
+        logger.debug("%s of iteration %d is not observed: %s", stage, iteration, error)
+        return None
 
 
 def reserved_bytes(controller: RunController, stage: str) -> float:
@@ -141,16 +122,16 @@ def fitting(
     try:
         yield
     except Exception as error:
-        infeasible = diagnose(error)
-        if infeasible is None:
+        found = diagnose(error)
+        if found is None:
             raise
-        if infeasible.stage not in ("", stage):
+        if found.stage not in ("", stage):
             # Its group holds the memory of another stage's work.
-            logger.info("%s failed for %s", stage, infeasible.stage)
-        movable = infeasible.kind == "context_overflow" or stage in controller.config.selector.moves
-        seen = _infeasible(controller, stage, iteration, deployment, infeasible, load, movable)
+            logger.info("%s failed for %s", stage, found.stage)
+        movable = found.kind == "context_overflow" or stage in controller.config.selector.moves
+        seen = _infeasible(controller, stage, iteration, deployment, found, load, movable)
         controller.observed.add(seen)
-        controller.run.note(iteration, stage, f"infeasible: {infeasible.kind.replace('_', ' ')}")
+        controller.run.note(iteration, stage, f"infeasible: {found.kind.replace('_', ' ')}")
         fault_points.point(f"{stage}.unfit", iteration)
         if not movable:
             raise
@@ -162,10 +143,10 @@ def observe_lost_engine(
     controller: RunController, iteration: int, deployment: StageDeployment, error: BaseException
 ) -> None:
     """Write down that an engine ran out of memory whose episodes others have played."""
-    infeasible = diagnose(error)
-    if infeasible is not None:
+    found = diagnose(error)
+    if found is not None:
         seen = _infeasible(
-            controller, "rollout", iteration, deployment, infeasible, None, answered=False
+            controller, "rollout", iteration, deployment, found, None, answered=False
         )
         controller.observed.add(seen)
 
@@ -175,36 +156,35 @@ def _infeasible(
     stage: str,
     iteration: int,
     deployment: StageDeployment,
-    infeasible: Infeasible,
+    found: Infeasible,
     load: Load | None,
     answered: bool,
 ) -> Observation:
-    ruler = _Ruler.of(controller, stage, deployment, iteration)
+    predictor = _predictor(controller, stage, iteration)
     seen = Observation(
         iteration=iteration,
         stage=stage,
-        kind=infeasible.kind,
+        kind=found.kind,
         deployment=deployment,
-        longest=infeasible.tokens,
+        longest=found.tokens,
         answered=answered,
         reserved_bytes=reserved_bytes(controller, stage),
     )
-    if ruler is None or infeasible.kind == "context_overflow":
+    if predictor is None or found.kind == "context_overflow":
         return seen
-    load = load or ruler.predictor.now
-    devices = 1 if controller.hardware.gpus else ruler.devices
+    load = load or predictor.now
+    candidate = predictor.candidate_of(deployment)
     peak = 0.0 if controller.hardware.gpus else controller.groups.peak_bytes(stage)
     if stage != "rollout":
         # All that there was for the stage was not enough, whatever a sample of its use has caught.
-        # Engines take what they are given: of them the layout is ruled out, and no size.
-        peak = max(peak, ruler.predictor.predict(ruler.layout, load).budget)
-    peak /= devices
+        # Engines take what they are given: of them the candidate is ruled out, and no size.
+        peak = max(peak, predictor.budget(stage))
     numbers = {
         "context": load.context,
         "longest": load.longest,
         "requests": float(load.episodes),
-        "peak_bytes": max(0.0, peak),
-        "formula_bytes": ruler.predictor.formula_peak(ruler.layout, load),
+        "peak_bytes": peak / predictor.sharers(candidate),
+        "formula_bytes": predictor.formula_peak(candidate, load),
     }
     return seen.model_copy(update=numbers)
 
@@ -219,10 +199,10 @@ def _reason(seen: Observation, error: BaseException) -> str:
 def timing_switch(
     controller: RunController, stage: str, deployment: StageDeployment, iteration: int
 ) -> Iterator[None]:
-    """Around what brings a stage's group into its layout: writes down what that took, if processes
-    were started or live ones exchanged their state."""
+    """Around what brings a stage's group into its stage deployment: writes down what that took, if
+    processes were started or live ones exchanged their state."""
     before = controller.groups.live(stage)
-    layout = before.deployment if before is not None else None
+    old = before.deployment if before is not None else None
     started = time.perf_counter()
     yield
     after, seconds = controller.groups.live(stage), time.perf_counter() - started
@@ -232,10 +212,8 @@ def timing_switch(
         observe_switch(controller, stage, deployment, iteration, ahead.seconds(started))
     elif after is not before:
         observe_switch(controller, stage, deployment, iteration, seconds)
-    elif layout is not None:
-        old = Candidate.of(StageDeployment.model_validate(layout))
-        if move_between(old, Candidate.of(deployment)) == "relayout":
-            observe_switch(controller, stage, deployment, iteration, seconds, "resharded")
+    elif old and move_between(StageDeployment(**old), deployment) == "reshard":
+        observe_switch(controller, stage, deployment, iteration, seconds, "resharded")
 
 
 def observe_switch(
@@ -246,7 +224,7 @@ def observe_switch(
     seconds: float,
     kind: Kind = "switched",
 ) -> None:
-    """Write down what bringing up a layout took. kind: `switched` or `resharded`."""
+    """Write down what another stage deployment took. kind: `switched` or `resharded`."""
     controller.observed.add(
         Observation(
             iteration=iteration,

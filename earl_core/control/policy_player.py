@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
-from earl_core.config.layout import LayoutConfig, RolloutLayout
+from earl_core.config.stages import StagesConfig
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.worker_environment import worker_environment
 from earl_core.dispatch import ManifestError, read_manifest
@@ -32,7 +32,13 @@ from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
 from earl_core.run.recovery import newest_whole
 from earl_core.run.training_state import verify_checkpoint
-from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
+from earl_core.selector import (
+    DeploymentPlan,
+    SelectionInput,
+    SelectorConfig,
+    StageDeployment,
+    select,
+)
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -40,7 +46,7 @@ Progress = Callable[[dict[str, Any]], None]
 @dataclass(frozen=True)
 class PlayedPolicy:
     """A policy on disk. version: the policy version; label: how to call it to people. engine: how
-    its run lays an engine out; None before its first iteration. marker: its STABLE file, by which
+    its run deploys an engine; None before its first iteration. marker: its STABLE file, by which
     the checkpoint is held while it is used; None for a model that no run removes. damaged: what is
     wrong with each later one, for which this one stands in."""
 
@@ -175,7 +181,7 @@ class PolicyPlayer:
             "config": self.config.model_dump(mode="json"),
             "run_directory": str(self._directory),
         }
-        self._group.start(self._deployment.model_dump(mode="json"), arguments)
+        self._group.start(self._deployment._asdict(), arguments)
         path = str(self.checkpoint.policy.resolve())
         self._call("ensure_directory", path=path, policy_version=self.checkpoint.version)
 
@@ -188,13 +194,13 @@ class PolicyPlayer:
             try:
                 return self._call_once(method, **arguments)
             except WorkerCallFailed as error:
-                length = self._deployment.max_model_len or 0
+                length = self._deployment.max_model_len
                 full = length >= self._shape.max_positions
                 if full or not issubclass(error.kind, ContextOverflow):
                     raise
                 needed = int(error.payload["tokens"])
                 longer = min(max(2 * length, needed), self._shape.max_positions)
-                self._deployment = self._deployment.model_copy(update={"max_model_len": longer})
+                self._deployment = self._deployment._replace(max_model_len=longer)
                 self._start()
 
     def _call_once(self, method: str, **arguments: Any) -> dict[str, Any]:
@@ -221,23 +227,13 @@ class PolicyPlayer:
     def _choose_deployment(self) -> StageDeployment:
         """One engine as wide as the run's, for a model that needs two devices needs them here too,
         and for contexts as long."""
-        engine, layout = self.checkpoint.engine, self.config.layout.rollout
-        width = engine.tensor_parallel if engine else layout.tensor_parallel
-        plan = select(
-            SelectionInput(
-                iteration=0,
-                rollout=self.config.rollout,
-                update=self.config.update,
-                layout=LayoutConfig(rollout=RolloutLayout(tensor_parallel=width)),
-                needs_reference=False,
-                hardware=read_hardware(),
-                model=self._shape,
-            )
-        )
-        chosen = plan["rollout"]
-        grown = engine.max_model_len if engine else None
-        length = max(chosen.max_model_len or 0, min(grown or 0, self._shape.max_positions))
-        return chosen.model_copy(update={"max_model_len": length})
+        engine = self.checkpoint.engine or self.config.stages.rollout
+        width = StageDeployment("rollout", tensor_parallel=engine.tensor_parallel)
+        stages = StagesConfig(rollout=width)
+        config = self.config.model_copy(update={"stages": stages, "selector": SelectorConfig()})
+        chosen = select(SelectionInput.of(config, read_hardware(), self._shape))["rollout"]
+        length = min(engine.max_model_len, self._shape.max_positions)
+        return chosen._replace(max_model_len=max(chosen.max_model_len, length))
 
 
 players: set[PolicyPlayer] = set()

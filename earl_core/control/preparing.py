@@ -17,14 +17,14 @@ from earl_core.config import RunConfig, check_references
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.worker_environment import worker_environment
-from earl_core.deployment.feasibility import check_devices, check_layout
+from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.selector import StageDeployment
 
 logger = logging.getLogger(__name__)
 
 
 def check_start(config: RunConfig) -> None:
-    """Check references, devices, layouts (where the model is there) and environments.
+    """Check references, devices, stage deployments (where the model is there) and environments.
 
     Writes nothing. Raises `ConfigError`, or `WorkerCallFailed` with what the environment's code
     raised, whose log is then kept.
@@ -35,7 +35,7 @@ def check_start(config: RunConfig) -> None:
     check_devices(config, hardware)
     model = Path(config.model.path)
     if (model / "config.json").is_file():
-        check_layout(config, read_model_shape(model), hardware)
+        check_stages(config, read_model_shape(model), hardware)
     surely(lambda: _check_environments(config), config.deadlines.repeats)
 
 
@@ -65,7 +65,7 @@ def _check_environments(config: RunConfig) -> None:
         heartbeat_timeout_seconds=config.deadlines.heartbeat,
     )
     try:
-        group.start(deployment.model_dump(mode="json"), {"config": config.model_dump(mode="json")})
+        group.start(deployment._asdict(), {"config": config.model_dump(mode="json")})
         group.call(
             "check", stage="environment", iteration=0, deadline_seconds=config.deadlines.stage
         )

@@ -182,11 +182,11 @@ class Engines:
 
     def write_down(self) -> None:
         """What starting engines took, side by side, and which of them memory has cost."""
-        layout, number = self.deployment, self.job.iteration
+        deployment, number = self.deployment, self.job.iteration
         if self._built:
-            observe_switch(self.controller, "rollout", layout, number, max(self._built))
+            observe_switch(self.controller, "rollout", deployment, number, max(self._built))
         for error in self._losses:
-            observe_lost_engine(self.controller, number, layout, error)
+            observe_lost_engine(self.controller, number, deployment, error)
 
     def _name(self, share: Share) -> str:
         what = "prompts" if self.job.stage == "rollout" else "held-out episodes"

@@ -20,7 +20,7 @@ from earl_core.control.preparing import check_start, surely
 from earl_core.control.run_history import LearntProfile, RunHistory
 from earl_core.control.start_ahead import start_as_before
 from earl_core.control.worker_groups import Progress, WorkerGroups
-from earl_core.deployment.feasibility import check_layout
+from earl_core.deployment.feasibility import check_stages
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.run import RunDirectory
 from earl_core.run.recovery import take_newest_whole
@@ -87,7 +87,9 @@ class RunController:
         self.observed = RunHistory(run)
         self.profile: LearntProfile | None = None
         self._learner: tuple[LocalWorkerGroup | None, int] = None, 0
-        self.groups = WorkerGroups(run, self.hardware, self.listener, self.next_iteration)
+        self.groups = WorkerGroups(
+            run.config, run.path, run.logs, hardware, self.listener, self.next_iteration
+        )
         self.stop_requested = self.groups.stop_requested
         self._end_tracker: Callable[[Status], None] = lambda status: None
 
@@ -98,7 +100,7 @@ class RunController:
         """
         self._prepare_model()
         self.model = read_model_shape(Path(self.config.model.path))
-        check_layout(self.config, self.model, self.hardware)
+        check_stages(self.config, self.model, self.hardware)
         self._check_shared_memory()
         start_as_before(self.groups, self.run, self.next_iteration())
         self.run.store_config()

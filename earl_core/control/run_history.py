@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from earl_core.run import RunDirectory
-from earl_core.selector import ProfileTable, StageDeployment
-from earl_core.selector.model.candidates import Candidate
+from earl_core.selector import Hardware, ProfileTable
 from earl_core.selector.profile.observations import Observation, refined
 from earl_core.selector.profile.profile_table import (
     ProfileError,
@@ -20,8 +18,6 @@ from earl_core.selector.profile.profile_table import (
 from earl_core.system.errors import InUse
 
 logger = logging.getLogger(__name__)
-
-CandidateOf = Callable[[StageDeployment], Candidate]
 
 
 class RunHistory:
@@ -77,15 +73,15 @@ class LearntProfile:
         known: dict[str, int] = self._run.record.get("profiled", {})
         return known.get(self._mark, 0)
 
-    def table(self, observations: list[Observation], candidate_of: CandidateOf) -> ProfileTable:
+    def table(self, observations: list[Observation], hardware: Hardware) -> ProfileTable:
         """With all of the run's observations."""
         fresh = observations[self._counted :]
         if fresh:
-            self._table = refined(self._table, fresh, self._half_life, candidate_of)
+            self._table = refined(self._table, fresh, self._half_life, hardware)
             self._counted = len(observations)
         return self._table
 
-    def share(self, observations: list[Observation], candidate_of: CandidateOf) -> None:
+    def share(self, observations: list[Observation], hardware: Hardware) -> None:
         """Write what the run measured into the shared table, for the runs to come.
 
         Never that it ran out of memory: that may have been another program's doing. A table that
@@ -98,7 +94,7 @@ class LearntProfile:
         try:
             with only_writer(self._directory, self._mark):
                 table = read_table(self._directory, self._mark)
-                table = refined(table, fresh, self._half_life, candidate_of)
+                table = refined(table, fresh, self._half_life, hardware)
                 write_table(self._directory, self._mark, table)
         except InUse:
             # `earl profile` writes it for long: the next iteration will do.

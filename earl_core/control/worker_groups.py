@@ -13,14 +13,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.local import LocalWorkerGroup
-from earl_core.cluster.placement import PLACED, Assignment, HostResources, ResourceRequest
+from earl_core.cluster.placement import PLACED, Assignment, HostResources
+from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
-from earl_core.run import RunDirectory
 from earl_core.selector import Hardware, StageDeployment
 from earl_core.system.errors import Cancelled
 
@@ -77,20 +78,22 @@ class Ahead(NamedTuple):
 class WorkerGroups:
     """The groups of one controller. Any thread may ask for one; no two start the same one.
 
-    listener: told what starts. next_iteration: the one that calls outside of a stage belong to.
+    directory: the run's. listener: told what starts. next_iteration: the one that calls outside of
+    a stage belong to.
     """
 
     def __init__(
         self,
-        run: RunDirectory,
+        config: RunConfig,
+        directory: Path,
+        logs: Path,
         hardware: Hardware,
-        listener: Progress,
-        next_iteration: Callable[[], int],
+        listener: Progress = lambda stage, iteration, progress: None,
+        next_iteration: Callable[[], int] = lambda: 0,
     ) -> None:
         self.hardware = hardware
         self.stop_requested = threading.Event()
-        self._run = run
-        self._config = run.config
+        self._config, self._directory, self._logs = config, directory, logs
         self._listener = listener
         self._next_iteration = next_iteration
         self._closing = False
@@ -115,10 +118,13 @@ class WorkerGroups:
             place = self._place(role, deployment, member)
             if role == "rollout":
                 # An engine does not change when others come and go.
-                deployment = deployment.model_copy(update={"replicas": 1})
+                deployment = deployment._replace(replicas=1)
             group = self.live(role, member)
-            wanted = deployment.model_dump(mode="json")
-            if group is None or group.deployment != wanted or self._places.get(key) != place:
+            if (
+                group is None
+                or group.deployment != deployment._asdict()
+                or self._places.get(key) != place
+            ):
                 group = self._rebuild(key, deployment, place)
             elif key in self._released:
                 self._memory_call(key, _MEMORY[role][1], deployment)
@@ -147,7 +153,7 @@ class WorkerGroups:
             "gpus": list(place.gpus),
             "arguments": self._arguments(),
         }
-        group.start(deployment.model_dump(mode="json"), arguments, deployment.world_size)
+        group.start(deployment._asdict(), arguments, deployment.world_size)
         return group
 
     def _starting_of(self, key: Member) -> threading.RLock:
@@ -161,16 +167,8 @@ class WorkerGroups:
     def _place(self, role: str, deployment: StageDeployment, member: int) -> Assignment:
         if role not in PLACED:
             return Assignment()
-        rollout = role == "rollout"
-        wish = ResourceRequest(
-            role=role,
-            ranks=deployment.tensor_parallel if rollout else deployment.world_size,
-            threads=deployment.threads,
-            member=member,
-            members=deployment.replicas if rollout else 1,
-        )
-        cores = tuple(sorted(os.sched_getaffinity(0)))
-        return self._config.layout.placed.place(wish, HostResources(cores, self.hardware.gpus))
+        site = HostResources(tuple(sorted(os.sched_getaffinity(0))), self.hardware.gpus)
+        return self._config.stages.placed.place(deployment, member, site)
 
     def _make_room(self, role: str, deployment: StageDeployment) -> None:
         """Have other roles give back the devices' memory that this one is about to use."""
@@ -178,7 +176,7 @@ class WorkerGroups:
             # A core's memory is everybody's: nothing would be freed by giving it back.
             return
         for key in list(self._groups):
-            giving = key[0] in self._config.layout.placed.gives_way(role)
+            giving = key[0] in self._config.stages.placed.gives_way(role)
             if giving and key not in self._released and self.live(*key) is not None:
                 self._memory_call(key, _MEMORY[key[0]][0], deployment)
                 self._released.add(key)
@@ -207,7 +205,7 @@ class WorkerGroups:
             group = self._groups[(role, 0)]
             self._listener(role, iteration, {"resharding": role})
             results = group.relayout(
-                deployment.model_dump(mode="json"),
+                deployment._asdict(),
                 stage=role,
                 iteration=iteration,
                 deadline_seconds=self._config.deadlines.stage,
@@ -217,7 +215,7 @@ class WorkerGroups:
             return dict(results[0] or {})
 
     def retire(self, role: str, members: int) -> None:
-        """Stop the role's groups from number `members` on, which no layout has any more."""
+        """Stop the role's groups from number `members` on, which no plan has any more."""
         with self._lock:
             over = [key for key in self._groups if key[0] == role and key[1] >= members]
             groups = [self._groups.pop(key) for key in over]
@@ -228,14 +226,14 @@ class WorkerGroups:
         """Start the groups of these roles side by side, and return at once.
 
         A stage that needs one of them waits for it. Groups that live are left alone, for only
-        their stage knows how to bring their state into another layout, and so are those that must
+        their stage knows how to bring their state into another one, and so are those that must
         not use a device beside others. Half of the cores start groups ahead, for a stage may start
         one of its own meanwhile. An error is the stage's to raise: it starts the group again.
         """
         for role, deployment in wanted:
-            if self.hardware.gpus and self._config.layout.placed.gives_way(role):
+            if self.hardware.gpus and self._config.stages.placed.gives_way(role):
                 continue
-            for member in range(deployment.replicas if role == "rollout" else 1):
+            for member in range(deployment.groups):
                 if self.live(role, member) is None:
                     self._in_background(role, deployment, member)
 
@@ -267,7 +265,7 @@ class WorkerGroups:
         return LocalWorkerGroup(
             name,
             _IN_ITS_PLACE,
-            log_directory=self._run.logs,
+            log_directory=self._logs,
             environment=worker_environment(deployment.threads),
             start_timeout_seconds=self._config.deadlines.start,
             heartbeat_timeout_seconds=self._config.deadlines.heartbeat,
@@ -276,7 +274,7 @@ class WorkerGroups:
     def _arguments(self) -> dict[str, Any]:
         return {
             "config": self._config.model_dump(mode="json"),
-            "run_directory": str(self._run.path),
+            "run_directory": str(self._directory),
         }
 
     def live(self, role: str, member: int = 0) -> LocalWorkerGroup | None:
@@ -343,19 +341,20 @@ class WorkerGroups:
     def interrupt(self) -> None:
         """Stop every group now, from any thread; calls and starts under way raise."""
         self.stop_requested.set()
-        self._stop_all(grace_seconds=2.0)
+        self.stop_all(grace_seconds=2.0)
 
     def close(self) -> None:
         """Stop every group, those that are being started too; none starts any more."""
         with self._lock:
             self._closing = True
-        self._stop_all(_GRACE_SECONDS)
+        self.stop_all(_GRACE_SECONDS)
         for thread in self._threads:
             thread.join(self._config.deadlines.start)
         # One that was about to begin when the others were stopped.
-        self._stop_all(_GRACE_SECONDS)
+        self.stop_all(_GRACE_SECONDS)
 
-    def _stop_all(self, grace_seconds: float) -> None:
+    def stop_all(self, grace_seconds: float) -> None:
+        """Stop every group that there is, side by side; others may start."""
         with self._lock:
             groups = list(self._groups.values())
         if groups:

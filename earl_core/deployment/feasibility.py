@@ -1,16 +1,15 @@
-"""Whether a configured layout is possible for the model and on the hardware."""
+"""Whether the configured stage deployments are possible for the model and on the hardware."""
 
 from __future__ import annotations
 
-import math
-
 from earl_core.config.run import RunConfig
+from earl_core.deployment.configured import configured
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.system.errors import ConfigError
 
 
-def check_layout(config: RunConfig, model: ModelShape, hardware: Hardware) -> None:
-    """Raise `ConfigError` for a layout that this model or this machine does not allow.
+def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> None:
+    """Raise `ConfigError` for stage deployments that this model or this machine does not allow.
 
     The message names the degrees that work, or the devices there are.
     """
@@ -20,51 +19,60 @@ def check_layout(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
             f"rollout.engine=vllm cannot take new weights of a mixture of {model.experts} experts "
             "while it runs: set rollout.engine=torch, or choose a model without experts"
         )
-    for key, iteration in config.layout.steps():
-        rollout, update = config.layout.at(iteration)
-        _check_degree(f"{key}.rollout.tensor_parallel", rollout.tensor_parallel, model, True)
-        _check_degree(f"{key}.update.tensor_parallel", update.tensor_parallel, model, False)
+    for key, iteration in config.stages.steps():
+        for deployment in config.stages.at(iteration):
+            degree, engine = deployment.tensor_parallel, deployment.stage == "rollout"
+            if problem := tensor_problem(model, degree, engine):
+                working = " or ".join(map(str, tensor_degrees(model, engine)))
+                raise ConfigError(
+                    f"{key}.{deployment.stage}.tensor_parallel is {degree}: {problem}: use "
+                    f"{working}"
+                )
 
 
 def check_devices(config: RunConfig, hardware: Hardware) -> None:
-    """Raise `ConfigError` when a layout needs more devices than there are."""
-    layout = config.layout
+    """Raise `ConfigError` when stage deployments need more devices than there are."""
+    stages = config.stages
     unit = "GPUs" if hardware.gpus else "CPU cores"
-    for key, iteration in layout.steps():
-        rollout, update = layout.at(iteration)
-        needed = layout.placed.devices(rollout.devices, update.ranks)
+    for key, iteration in stages.steps():
+        cores = hardware.cpu_cores
+        rollout, update = configured(stages, config.rollout, config.update, cores, iteration)
+        needed = stages.placed.devices(rollout.ranks, update.ranks)
         if needed > hardware.devices:
             raise ConfigError(
-                f"{key} asks for {rollout.text} and {update.text}, {layout.placement}, which need "
-                f"{needed} devices; this machine has {hardware.devices} {unit}: lower a degree"
-                + ("" if layout.placement == "colocated" else ", or set layout.placement=colocated")
+                f"{key} asks for {rollout.replicas} engines on {rollout.ranks} devices and for "
+                f"{update.ranks} ranks, {stages.placement}, which need {needed} devices; this "
+                f"machine has {hardware.devices} {unit}: lower a degree"
+                + ("" if stages.placement == "colocated" else ", or set stages.placement=colocated")
             )
-        engine, rank = layout.threads(config.rollout, config.update, hardware.cpu_cores, iteration)
-        together = layout.placed.devices(1, 1) > 1
-        wanted = engine * rollout.devices + rank * update.ranks
-        if together and wanted > max(hardware.cpu_cores, rollout.devices + update.ranks):
+        together = stages.placed.devices(1, 1) > 1
+        wanted = rollout.threads * rollout.ranks + update.threads * update.ranks
+        if together and wanted > max(cores, rollout.ranks + update.ranks):
             raise ConfigError(
                 f"rollout.threads and update.threads make {wanted} threads that work at the same "
-                f"time under layout.placement {layout.placement}, more than the "
-                f"{hardware.cpu_cores} CPU cores: lower them, or set both to 0"
+                f"time under stages.placement {stages.placement}, more than the {cores} CPU "
+                "cores: lower them, or set both to 0"
             )
-
-
-def _check_degree(key: str, degree: int, model: ModelShape, engine: bool) -> None:
-    if degree > 1 and degree not in (working := tensor_degrees(model, engine)):
-        raise ConfigError(
-            f"{key} is {degree}, which does not divide the model's {model.attention_heads} "
-            f"attention heads, {model.key_value_heads} key-value heads and feed-forward width of "
-            f"{model.feed_forward}: use {' or '.join(map(str, working))}"
-        )
 
 
 def tensor_degrees(model: ModelShape, engine: bool) -> list[int]:
-    """Tensor-parallel degrees that divide the model. engine: engines may copy key-value heads."""
+    """Tensor-parallel degrees that divide the model; engine as in `tensor_problem`."""
+    degrees = range(1, model.attention_heads + 1)
+    return [degree for degree in degrees if not tensor_problem(model, degree, engine)]
+
+
+def tensor_problem(model: ModelShape, degree: int, engine: bool) -> str:
+    """Why the model cannot be split over so many ranks; empty when it can.
+
+    engine: engines copy key-value heads; copies that are trained would drift apart.
+    """
     heads, pairs = model.attention_heads, model.key_value_heads
-    return [
-        degree
-        for degree in range(1, heads + 1)
-        if math.gcd(heads, model.feed_forward) % degree == 0
-        and (pairs % degree == 0 or (engine and degree % pairs == 0))
-    ]
+    if heads % degree:
+        return f"{degree} does not divide the {heads} attention heads"
+    if pairs % degree and not engine:
+        return f"{degree} does not divide the {pairs} key-value heads"
+    if pairs % degree and degree % pairs:
+        return f"{degree} neither divides the {pairs} key-value heads nor is a multiple of them"
+    if model.feed_forward % degree:
+        return f"{degree} does not divide the feed-forward width of {model.feed_forward}"
+    return ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from pydantic import Field
 
@@ -11,7 +12,8 @@ from earl_core.config.settings import Settings
 
 
 class ModelShape(Settings):
-    """The numbers of a model's configuration that decide memory, work and legal degrees."""
+    """The numbers of a model's configuration that decide memory, work and legal degrees. What is
+    derived from them is worked out once, because many candidates need it."""
 
     model_type: str
     hidden_size: int
@@ -69,34 +71,34 @@ class ModelShape(Settings):
             ),
         )
 
-    @property
+    @cached_property
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.attention_heads * (self.head_dim or self.hidden_size // self.attention_heads)
 
-    @property
+    @cached_property
     def key_value_size(self) -> int:
         """Width of all key heads together; the value heads are as wide."""
         return self.key_value_heads * (self.head_dim or self.hidden_size // self.attention_heads)
 
-    @property
+    @cached_property
     def feed_forward(self) -> int:
         """Width of the feed-forward layer."""
         return self.intermediate_size or 4 * self.hidden_size
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer: attention, feed-forward, two norms; no biases."""
         attention = self.hidden_size * 2 * (self.query_size + self.key_value_size)
         matrices = 3 if self.gated_mlp else 2
         return attention + matrices * self.hidden_size * self.feed_forward + 2 * self.hidden_size
 
-    @property
+    @cached_property
     def embedding_parameters(self) -> int:
         """Parameters of the table that turns tokens into vectors."""
         return self.vocabulary * self.hidden_size
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All parameters; biases, under 0.1 % in these models, are left out."""
         tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
@@ -106,47 +108,20 @@ class ModelShape(Settings):
         """Keys and values of one token over all layers and heads in bf16, bytes."""
         return 4 * self.layers * self.key_value_size
 
-    def sizes(self) -> Sizes:
-        """What is derived, worked out once for the many candidates that need it.
-
-        Raises `ValueError` for mixtures of experts.
-        """
+    def require_dense(self) -> None:
+        """Raise `ValueError` for a mixture of experts, whose memory no formula knows."""
         if self.experts > 1:
             raise ValueError(
                 f"this {self.model_type} model is a mixture of {self.experts} experts, whose "
                 "memory and speed the selector cannot predict: use selector.policy `fixed`"
             )
-        return Sizes(*(getattr(self, name) for name in Sizes._fields))
-
-
-class Sizes(NamedTuple):
-    """A `ModelShape` with its derived numbers, as a plain tuple; names as there."""
-
-    hidden_size: int
-    layers: int
-    attention_heads: int
-    key_value_heads: int
-    vocabulary: int
-    max_positions: int
-    tied_embeddings: bool
-    gated_mlp: bool
-    query_size: int
-    key_value_size: int
-    feed_forward: int
-    layer_parameters: int
-    embedding_parameters: int
-    parameters: int
-
-    def kv_bytes_per_token(self) -> int:
-        """As `ModelShape.kv_bytes_per_token`."""
-        return 4 * self.layers * self.key_value_size
 
 
 class DeviceFigures(Settings):
     """What a data sheet says of one device. Rates are peaks, per second, for dense bf16."""
 
     name: str
-    kind: str = Field(default="gpu", pattern="^(gpu|cpu)$")
+    nccl: bool = Field(default=True, description="Collectives are NCCL's, with its latencies.")
     memory_bytes: int = Field(ge=1)
     flops: float = Field(gt=0, description="Floating-point operations a second, bf16, dense.")
     memory_bandwidth: float = Field(gt=0, description="bytes/s")
@@ -170,7 +145,7 @@ class Hardware(Settings):
 
     @property
     def devices(self) -> int:
-        """Units that layouts are counted in: GPUs, or without them the cores of this host."""
+        """Units that ranks are counted in: GPUs, or without them the cores of this host."""
         return self.gpus or self.cpu_cores
 
     @property

@@ -66,7 +66,7 @@ def measure_training(
     started = time.perf_counter()
     settings = config.update
     steps = 1 if scoring else settings.minibatches
-    share = math.ceil(samples / (steps * learner.mesh.shape.data))
+    share = math.ceil(samples / (steps * learner.mesh.deployment.data_parallel))
     sizes = _Sizes.of(context, share, learner.config.max_tokens_per_microbatch)
     made = _synthetic_samples(learner, config, context, sizes.measured * sizes.together)
     give_back_free_memory()

@@ -18,7 +18,7 @@ from earl_core.dispatch import Batch, ShardEntry
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import RankReader, RowCost, Split, training_samples
 from earl_core.learner.memory import Parking, guarded
-from earl_core.learner.parallel.mesh import MeshShape, create_mesh, leave_world
+from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.run.shards import run_store
 from earl_core.selector import ModelShape, StageDeployment
@@ -45,8 +45,8 @@ class ModelWorker:
     ) -> None:
         self._context = context
         self._config = parse_config(config)
-        self._deployment = StageDeployment.model_validate(deployment)
-        self._mesh = create_mesh(MeshShape.of(self._deployment))
+        self._deployment = StageDeployment(**deployment)
+        self._mesh = create_mesh(self._deployment)
         self._reader = RankReader(
             run_store(run_directory, self._config),
             context.hosts or (host_name(),) * context.world_size,
@@ -103,7 +103,7 @@ class ModelWorker:
             return store.complete(writer.seal())
 
     def _build_learner(self) -> PolicyLearner:
-        """A learner laid out as the deployment says, on this rank of the mesh."""
+        """A learner as the deployment says, on this rank of the mesh."""
         transformers_logging.disable_progress_bar()
         config, deployment = self._config, self._deployment
         return PolicyLearner(
@@ -114,7 +114,7 @@ class ModelWorker:
             iterations=config.iterations,
             seed=config.seed,
             mesh=self._mesh,
-            logits_chunk_tokens=deployment.logits_chunk_tokens,
+            logits_chunk_tokens=deployment.logits_chunk_tokens or None,
             offload_optimizer=deployment.offload_optimizer,
         )
 

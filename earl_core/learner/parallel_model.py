@@ -1,4 +1,4 @@
-"""A policy laid out on a mesh: split over tensor ranks, then sharded with FSDP2.
+"""A policy on a mesh: split over tensor ranks, then sharded with FSDP2.
 
 Tensor parallelism first, which cuts matrices, then `fully_shard` of each decoder layer and of the
 rest over the shard and context ranks: each gathers a layer's parameters when it computes it, and
@@ -49,7 +49,7 @@ class ParallelModel:
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Call it before each microbatch: copies of the model exchange sums in the last only."""
-        if isinstance(self.module, FSDPModule) and self.mesh.shape.replicate > 1:
+        if isinstance(self.module, FSDPModule) and self.mesh.deployment.replicas > 1:
             self.module.set_requires_all_reduce(last)
 
     def rest(self) -> None:
@@ -76,8 +76,8 @@ def parallelize(
     Raises ConfigError, with the degrees that work, when it cannot be split so often.
     """
     vocabulary = None
-    if mesh.shape.tensor > 1:
-        vocabulary = split_over_ranks(model, mesh.submesh("tensor"))
+    if mesh.deployment.tensor_parallel > 1:
+        vocabulary = split_over_ranks(model, mesh.submesh("tensor_parallel"))
     module = PolicyModule(
         model, chunk_tokens=chunk_tokens, vocabulary=vocabulary, float32_head=float32_head
     )
@@ -97,7 +97,7 @@ def parallelize(
 
 
 def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
-    """The same model laid out on another mesh, all of it on the meta device.
+    """The same model on another mesh, all of it on the meta device.
 
     Each parameter there says what part of it belongs to this rank; it and the buffers are to be
     replaced by real ones.

@@ -96,7 +96,7 @@ class PolicyLearner:
             self.optimizer.load_state(name, tensors)
         self._gradients = Gradients(parallel.model.parameters(), self.mesh)
         self._feed = Feed(self.device, self.mesh)
-        self._ranks = Ranks(self.mesh, "data")
+        self._ranks = Ranks(self.mesh, "data_parallel")
 
     @property
     def model(self) -> PreTrainedModel:
@@ -231,7 +231,7 @@ class PolicyLearner:
     @property
     def _others_wait(self) -> bool:
         """Whether ranks with other samples count on this one even where it has none."""
-        return self.mesh.shape.data > 1
+        return self.mesh.deployment.data_parallel > 1
 
     def _table(self, samples: Sequence[TrainingSample]) -> SampleTable:
         """What decides the minibatches, of all ranks' samples."""

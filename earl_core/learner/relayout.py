@@ -8,7 +8,7 @@ import torch
 
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.model import checkpoint_activations
-from earl_core.learner.parallel.mesh import MeshShape, create_mesh
+from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.parallel_model import ParallelModel, build_shell
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.state.reshard import move_state
@@ -26,11 +26,11 @@ def relayout(
     the learner is then as it was.
     """
     began = time.perf_counter()
-    shape, old = MeshShape.of(deployment), learner.mesh
+    old = learner.mesh
     parallel, state = learner.parallel, {k: dict(v) for k, v in learner.optimizer.state.items()}
     moved_bytes = peak_bytes = 0
-    if shape != old.shape:
-        new = create_mesh(shape)
+    if deployment.axes != old.deployment.axes:
+        new = create_mesh(deployment)
         try:
             shell = build_shell(parallel, new)
         except BaseException:
@@ -57,7 +57,7 @@ def _take_settings(
 ) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    parallel.module.chunk_tokens = deployment.logits_chunk_tokens
+    parallel.module.chunk_tokens = deployment.logits_chunk_tokens or None
     if settings.activation_checkpointing:
         checkpoint_activations(parallel.model)
     else:

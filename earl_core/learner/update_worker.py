@@ -144,7 +144,7 @@ class LearnerWorker(ModelWorker):
         fit.
         """
         self._require_clean("be resharded")
-        wanted = StageDeployment.model_validate(deployment)
+        wanted = StageDeployment(**deployment)
         self._parking.take()
         moved = relayout(self._learner, wanted, update_settings(self._config, wanted))
         self._deployment, self._mesh = wanted, self._learner.mesh
@@ -237,7 +237,7 @@ class LearnerWorker(ModelWorker):
         """Equal for equal weights in an equal mesh; 32 hex digits."""
         parts = {each.name: each.tensor for each in slices_of(self._learner.named_weights())}
         digest = digest_of(parts)
-        if self._mesh.shape.size == 1:
+        if self._mesh.deployment.ranks == 1:
             return digest
         own = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.int64)
         every = [table.tolist() for table in Ranks(self._mesh).gather(own)]

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
 from earl_core.deployment.shapes import ModelShape
-from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 

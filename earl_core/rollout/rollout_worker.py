@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
-from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.environments.base import Message
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.rollout import metrics
@@ -77,7 +77,7 @@ class RolloutWorker:
         run_directory: str,
     ) -> None:
         self._context = context
-        self._deployment = StageDeployment.model_validate(deployment)
+        self._deployment = StageDeployment(**deployment)
         self._config = parse_config(config)
         self._run_directory = Path(run_directory)
         self._engine: Engine | None = None

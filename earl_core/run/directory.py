@@ -6,7 +6,7 @@ runs/<name>/
   lock                           held by the live controller
   ledger.jsonl                   what each attempt really executed
   metrics.jsonl                  one line per finished iteration
-  selector.jsonl                 what was observed of the layouts, oldest first
+  selector.jsonl                 what was observed of the stages, oldest first
   iterations/000012/rollout.json sealed manifests, one per stage
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
   logs/attempt_1/                worker logs

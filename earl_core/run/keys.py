@@ -18,7 +18,7 @@ STAGES = ("select", "rollout", "reference", "reward", "advantage", "update", "pu
 """Every stage and step of an iteration, in order; `reference` only with a KL penalty."""
 
 STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
-    "select": ("rollout", "experience", "update", "layout", "selector", "model.path"),
+    "select": ("rollout", "experience", "update", "stages", "selector", "model.path"),
     "rollout": (
         "seed",
         "model.path",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earl_core.config import RunConfig
+from earl_core.config import RunConfig, load_config
 from earl_core.system.errors import EarlError
 from earl_core.system.files import canonical_json, read_file, write_atomic
 
-FORMAT = "earl.run/2"
+FORMAT = "earl.run/3"
 
 _PLACE = ("name", "runs_directory")
 """Settings that say where a run lies: they follow it when it is moved."""
@@ -20,6 +20,10 @@ _PLACE = ("name", "runs_directory")
 
 class RunDamaged(EarlError):
     """What lies in a run directory is not what EARL wrote there."""
+
+
+class OtherFormat(RunDamaged):
+    """Another version of EARL made the run."""
 
 
 def read_record(run_directory: Path) -> dict[str, Any]:
@@ -38,7 +42,7 @@ def read_record(run_directory: Path) -> dict[str, Any]:
         record = None
     written = record.get("format") if isinstance(record, dict) else None
     if isinstance(written, str) and written.startswith("earl.run/") and written != FORMAT:
-        raise RunDamaged(
+        raise OtherFormat(
             f"{path} has the format {written}, and this version of earl reads {FORMAT}: start a "
             "new run under another name"
         )
@@ -48,6 +52,20 @@ def read_record(run_directory: Path) -> dict[str, Any]:
             "another name"
         )
     return record
+
+
+def config_of_run(run_directory: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a run directory, with overrides.
+
+    Raises `RunDamaged` for a run of another format, else what `load_config` raises.
+    """
+    try:
+        read_record(Path(run_directory))
+    except OtherFormat:
+        raise
+    except (FileNotFoundError, RunDamaged):
+        pass  # Whoever opens the run says so.
+    return load_config(Path(run_directory) / "config.yaml", overrides)
 
 
 def is_finished(run_directory: Path) -> bool:

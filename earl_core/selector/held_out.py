@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 from earl_core.selector.choice.predict import STAGES, Predictor
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.candidates import Candidate
-from earl_core.selector.model.memory_model import Calibration, Peak
+from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.roofline import Load
-from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable
+from earl_core.selector.profile.profile_table import (
+    ProfilePoint,
+    ProfileTable,
+    candidate_of_key,
+)
 
 WELL = 0.1
 """A prediction this near to the measured peak, as a share of it, counts as good."""
@@ -67,11 +70,12 @@ def _errors(stage: str, peaks: Sequence[Peak]) -> HeldOutError:
 
 
 def _peak(predictor: Predictor, point: ProfilePoint) -> Peak:
-    layout = Candidate.of_key(point.key, predictor.hardware)
+    candidate = candidate_of_key(point.key, predictor.hardware.devices)
     sequences = point.requests
-    if layout.stage == "rollout":
-        layout = layout._replace(running=predictor.given.rollout.max_running_requests)
-        sequences *= layout.replicas
+    if candidate.stage == "rollout":
+        most = predictor.given.rollout.max_running_requests
+        candidate = candidate._replace(max_running_requests=most)
+        sequences *= candidate.replicas
     load = Load(max(1, round(sequences)), point.context, point.context, point.context)
-    formula = predictor.formula_peak(layout, load)
-    return Peak(stage=layout.stage, predicted=formula, measured=point.peak_bytes)
+    formula = predictor.formula_peak(candidate, load)
+    return Peak(stage=candidate.stage, predicted=formula, measured=point.peak_bytes)

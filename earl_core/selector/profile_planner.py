@@ -1,27 +1,33 @@
 """Which point of the profile to measure next: the one most likely to change a choice for its time.
 
 A survey is a pure function of what is known so far, so that one that was cut off goes on where it
-ended. A point is worth measuring where its layout might be the best one and little is known of it;
-what workers must be started for it counts against it, shared with the other points that these
+ended. A point is worth measuring where its candidate might be the best one and little is known of
+it; what workers must be started for it counts against it, shared with the other points that these
 workers can measure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from pydantic import Field
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.settings import Settings
 from earl_core.selector.choice.predict import STAGES, Predictor
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.statistics import Statistics
-from earl_core.selector.model.candidates import Candidate, powers
-from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, log_ratio_of
+from earl_core.selector.model.sizes import powers
+from earl_core.selector.profile.profile_table import (
+    ProfilePoint,
+    ProfileTable,
+    key_of,
+    log_ratios,
+)
 
 GENERATED_SHARE = 0.5
 """Part of a synthetic sequence that counts as the model's: what `forecast` assumes too."""
@@ -35,16 +41,19 @@ MICROBATCHES = 3
 WINDOW_SECONDS = 1.0
 """What is timed is repeated for at least so long."""
 
+START_SECONDS = 20.0
+"""What starting workers takes until it was measured."""
+
 _OVERHEAD_SECONDS = 0.3
 _UNKNOWN_TURN = 512
 _SHORTEST = 64
 
 _GUESS_SPREAD = 0.4
-"""Standard deviation of log(true / guessed throughput) between layouts of one stage, before any is
-measured: layouts within a factor of one and a half of each other are rivals."""
+"""Standard deviation of log(true / guessed throughput) between candidates of one stage, before any
+is measured: those within a factor of one and a half of each other are rivals."""
 
 _GUESS_WEIGHT = 2.0
-"""So many measured layouts say as much about that spread."""
+"""So many measured candidates say as much about that spread."""
 
 _NOISE_SPREAD = 0.04
 """What is left of it at a measured place."""
@@ -59,7 +68,7 @@ _LEAST_VALUE = 2e-3
 _NORMAL = NormalDist()
 
 PlaceKey = tuple[str, int, int]
-"""Layout and half octaves of context and requests: `ProfilePoint.bucket`."""
+"""Candidate and half octaves of context and requests: `ProfilePoint.bucket`."""
 
 
 class Grid(Settings):
@@ -70,17 +79,6 @@ class Grid(Settings):
     episodes: tuple[int, ...] = Field(min_length=1)
 
 
-class Costs(Settings):
-    """What starting a stage's workers takes, seconds: as last measured, else `start`."""
-
-    start: float = Field(default=20.0, ge=0)
-    measured: dict[str, float] = Field(default_factory=dict)
-
-    def of(self, stage: str) -> float:
-        """Seconds to start the stage's workers."""
-        return self.measured.get(stage, self.start)
-
-
 class Point(NamedTuple):
     """A place to measure.
 
@@ -89,7 +87,7 @@ class Point(NamedTuple):
     stage's time that knowing it may save.
     """
 
-    candidate: Candidate
+    candidate: StageDeployment
     context: int
     requests: int
     seconds: float
@@ -99,7 +97,7 @@ class Point(NamedTuple):
     def place(self) -> PlaceKey:
         """Its bucket in the profile table."""
         return ProfilePoint(
-            key=self.candidate.key, context=self.context, requests=self.requests
+            key=key_of(self.candidate), context=self.context, requests=self.requests
         ).bucket
 
 
@@ -107,33 +105,28 @@ def grid_of(given: SelectionInput, longest: int | None = None) -> Grid:
     """Contexts from one answer's size up to `longest`, else to the model's position range."""
     limit = min(longest or given.model.max_positions, given.model.max_positions)
     turn = given.rollout.max_tokens_per_turn or _UNKNOWN_TURN
-    contexts = [size for size in powers(limit) if size >= max(_SHORTEST, turn)] or powers(limit)[
-        -1:
-    ]
+    sizes = powers(limit)
+    contexts = [size for size in sizes if size >= max(_SHORTEST, turn)] or sizes[-1:]
     own = given.rollout.episodes_per_iteration
     return Grid(contexts=tuple(contexts), episodes=tuple(sorted({*powers(own), own})))
 
 
-def workers_of(candidate: Candidate) -> Candidate:
-    """What of a layout needs other workers; the rest of it changes while they live.
+def workers_of(candidate: StageDeployment) -> StageDeployment:
+    """What of a candidate needs other workers; the rest of it changes while they live.
 
     An engine has no place for other threads, ranks or replicas; ranks of an update take another
     token budget, checkpointing, chunks and offload as they are.
     """
-    return candidate._replace(
-        microbatch=0, running=0, checkpointing=False, logits_chunk=0, offload=False
+    c = candidate
+    return StageDeployment(
+        c.stage, c.replicas, c.tensor_parallel, c.context_parallel, c.shard, c.threads
     )
 
 
 def at_context(given: SelectionInput, context: int, table: ProfileTable) -> SelectionInput:
     """The input of a run whose episodes have this many tokens each, with this profile."""
     size = float(context)
-    seen = Statistics(
-        context_mean=(size,),
-        context_max=(size,),
-        generated_share=(GENERATED_SHARE,),
-        turns_mean=(1.0,),
-    )
+    seen = Statistics(context_mean=(size,), context_max=(size,), turns_mean=(1.0,))
     # Engines are built for what they meet, not for the model's whole range.
     rollout = given.rollout.model_copy(update={"max_model_len": max(8, context)})
     changes = {"statistics": seen, "rollout": rollout, "profile": table, "current": None}
@@ -146,32 +139,31 @@ def next_point(
     table: ProfileTable,
     seconds_left: float,
     *,
-    running: Candidate | None = None,
-    costs: Costs | None = None,
+    running: StageDeployment | None = None,
+    costs: Callable[[str], float] = lambda stage: START_SECONDS,
     skipped: Collection[PlaceKey] = (),
 ) -> Point | None:
     """The point to measure now; None when nothing fits the time or nothing is left worth it.
 
-    running: the layout whose workers live. skipped: places that could not be measured, as
-    `Point.place`; a larger load of a layout that ran out of memory is never asked for. Equal
-    arguments give equal points, and no point has the bucket of one in the table.
+    running: the candidate whose workers live. costs: seconds to start a stage's workers. skipped:
+    places that could not be measured, as `Point.place`; a larger load of a candidate that ran out
+    of memory is never asked for. Equal arguments give equal points, and no point has the bucket of
+    one in the table.
     """
-    costs = costs or Costs()
-    visits: dict[Candidate, list[Point]] = {}
+    visits: dict[StageDeployment, list[Point]] = {}
     for point in _Survey(given, grid, table, frozenset(skipped)).points():
         visits.setdefault(workers_of(point.candidate), []).append(point)
-    best: tuple[float, Point] | None = None
     alive = workers_of(running) if running is not None else None
-    for workers in sorted(visits):
-        start = 0.0 if workers == alive else costs.of(workers.stage)
-        rated = _visit(visits[workers], start, seconds_left)
-        if rated is not None and (best is None or rated[0] > best[0]):
-            best = rated
-    return None if best is None else best[1]
+    rated = [
+        _visit(points, 0.0 if workers == alive else costs(workers.stage), seconds_left)
+        for workers, points in sorted(visits.items())
+    ]
+    return max(rated, key=lambda each: each[0], default=(0.0, None))[1]
 
 
-def _visit(points: list[Point], start: float, seconds_left: float) -> tuple[float, Point] | None:
-    """The most worth a second that a visit to these workers can have, and its first point."""
+def _visit(points: list[Point], start: float, seconds_left: float) -> tuple[float, Point | None]:
+    """The most worth a second that a visit to these workers can have, and its first point; -1 where
+    none fits the time."""
     ordered = sorted(points, key=lambda p: (-p.value / p.seconds, p.place))
     spent, gained, best = start, 0.0, 0.0
     first: Point | None = None
@@ -181,13 +173,15 @@ def _visit(points: list[Point], start: float, seconds_left: float) -> tuple[floa
         first = first or point
         spent, gained = spent + point.seconds, gained + point.value
         best = max(best, gained / spent)
-    return None if first is None else (best, first._replace(seconds=start + first.seconds))
+    if first is None:
+        return -1.0, None
+    return best, first._replace(seconds=start + first.seconds)
 
 
 class _Option(NamedTuple):
-    """One layout in one choice: its rate for the whole stage, and how well that is known."""
+    """One candidate in one choice: its rate for the whole stage, and how well that is known."""
 
-    candidate: Candidate
+    candidate: StageDeployment
     requests: int
     log_rate: float
     spread: float
@@ -208,8 +202,8 @@ class _Survey:
         self._done = skipped | {point.bucket for point in table.points}
         self._predictor = Predictor(at_context(given, grid.contexts[0], table))
         self._offers = {context: self._offered(context) for context in grid.contexts}
-        layouts = {c.key: c for found in self._offers.values() for c in found}
-        self._spread = self._spreads(layouts)
+        candidates = {key_of(c): c for found in self._offers.values() for c in found}
+        self._spread = self._spreads(candidates)
 
     def points(self) -> Iterator[Point]:
         """Each place that is worth its time, once."""
@@ -228,10 +222,10 @@ class _Survey:
                 if point.value >= _LEAST_VALUE:
                     yield point._replace(seconds=self._seconds(point))
 
-    def _offered(self, context: int) -> list[Candidate]:
-        """Layouts that fit the memory at this context; one of those that come to the same."""
+    def _offered(self, context: int) -> list[StageDeployment]:
+        """Candidates that fit the memory at this context; one of those that come to the same."""
         predictor = Predictor(at_context(self._given, context, self._table))
-        kept: dict[Candidate, Candidate] = {}
+        kept: dict[StageDeployment, StageDeployment] = {}
         for stage in self._given.selector.stages:
             if stage == "reference" and not self._given.needs_reference:
                 continue
@@ -244,64 +238,64 @@ class _Survey:
                     kept[same] = candidate
         return list(kept.values())
 
-    def _in_effect(self, candidate: Candidate, context: int) -> Candidate:
-        """What is left of a layout when settings that change nothing at this context are cleared:
-        limits on running sequences are loads here, budgets beyond all samples are alike."""
+    def _in_effect(self, candidate: StageDeployment, context: int) -> StageDeployment:
+        """What is left of a candidate when settings that change nothing at this context are
+        cleared: limits on running sequences are loads here, and budgets beyond all samples are
+        alike."""
         if candidate.stage == "rollout":
-            alone = bool(self._given.hardware.gpus)
-            return candidate._replace(running=0, replicas=1 if alone else candidate.replicas)
+            replicas = candidate.replicas if self._predictor.memory.shared else 1
+            return candidate._replace(max_running_requests=0, replicas=replicas)
         filled = self._filled(candidate, context)
-        chunk = candidate.logits_chunk if candidate.logits_chunk < filled else 0
-        return candidate._replace(microbatch=filled, logits_chunk=chunk)
+        chunk = candidate.logits_chunk_tokens
+        return candidate._replace(
+            max_tokens_per_microbatch=filled, logits_chunk_tokens=chunk if chunk < filled else 0
+        )
 
-    def _filled(self, candidate: Candidate, context: int) -> int:
-        """Tokens of a microbatch in this layout's update."""
+    def _filled(self, candidate: StageDeployment, context: int) -> int:
+        """Tokens of a microbatch in this candidate's update."""
         steps = self._given.update.minibatches if candidate.stage == "update" else 1
         samples = self._given.rollout.episodes_per_iteration / (steps * candidate.data_parallel)
-        fitting = max(1, candidate.microbatch // context)
+        fitting = max(1, candidate.max_tokens_per_microbatch // context)
         return context * min(fitting, max(1, math.ceil(samples)))
 
     def _choices(
-        self, context: int, offered: list[Candidate]
+        self, context: int, offered: list[StageDeployment]
     ) -> Iterator[tuple[float, list[_Option]]]:
         """Every choice that a run at this context may have to make, and how much it matters."""
         own = self._grid.episodes[-1]
         for stage in STAGES:
-            layouts = [c for c in offered if c.stage == stage]
+            mine = [c for c in offered if c.stage == stage]
             # Engines meet fewer sequences when episodes end or prompts are dropped; an update
             # always has about its number of samples.
             for episodes in self._grid.episodes if stage == "rollout" else (own,):
                 options = [
-                    self._option(layout, context, episodes)
-                    for layout in layouts
-                    if stage != "rollout" or layout.replicas <= episodes
+                    self._option(candidate, context, episodes)
+                    for candidate in mine
+                    if stage != "rollout" or candidate.replicas <= episodes
                 ]
                 if options:
                     yield math.sqrt(episodes / own), options
 
-    def _option(self, layout: Candidate, context: int, episodes: int) -> _Option:
+    def _option(self, candidate: StageDeployment, context: int, episodes: int) -> _Option:
         requests = episodes
-        if layout.stage == "rollout":
-            limit = layout.running or self._given.rollout.max_running_requests
-            requests = max(1, min(round(episodes / layout.replicas), limit))
-        rate, known = self._rate(layout, context, requests)
-        if layout.stage == "rollout":
-            rate *= layout.replicas
-        spread = _NOISE_SPREAD + (1 - known) * (self._spread[layout.stage] - _NOISE_SPREAD)
-        return _Option(layout, requests, math.log(max(rate, 1e-9)), spread, known)
+        if candidate.stage == "rollout":
+            limit = candidate.max_running_requests or self._given.rollout.max_running_requests
+            requests = max(1, min(round(episodes / candidate.replicas), limit))
+        rate, known = self._predictor.rate(candidate, context, requests)
+        if candidate.stage == "rollout":
+            rate *= candidate.replicas
+        spread = _NOISE_SPREAD + (1 - known) * (self._spread[candidate.stage] - _NOISE_SPREAD)
+        return _Option(candidate, requests, math.log(max(rate, 1e-9)), spread, known)
 
-    def _rate(self, layout: Candidate, context: int, requests: int) -> tuple[float, float]:
-        return self._predictor.rate(layout, context, requests)
-
-    def _spreads(self, layouts: dict[str, Candidate]) -> dict[str, float]:
-        """How far log(measured / guessed) of a layout may be from that of its stage's others."""
+    def _spreads(self, candidates: dict[str, StageDeployment]) -> dict[str, float]:
+        """How far log(measured / guessed) of a candidate may be from that of its stage's others."""
         found: dict[str, list[float]] = {stage: [] for stage in STAGES}
         for key, points in self._table.by_key().items():
-            layout = layouts.get(key)
-            if layout is not None:
-                guess = self._predictor.guess(layout)
-                ratios = [r for p in points if (r := log_ratio_of(p, guess)) is not None]
-                found[layout.stage] += [fmean(ratios)] if ratios else []
+            candidate = candidates.get(key)
+            if candidate is not None:
+                guess = self._predictor.guess(candidate)
+                ratios = [ratio for _, ratio in log_ratios(points, guess)]
+                found[candidate.stage] += [fmean(ratios)] if ratios else []
         spreads = {}
         for stage, ratios in found.items():
             mean = fmean(ratios) if ratios else 0.0
@@ -313,18 +307,18 @@ class _Survey:
 
     def _seconds(self, point: Point) -> float:
         """What measuring will take once the workers run."""
-        layout, context = point.candidate, point.context
-        rate = max(self._rate(layout, context, point.requests)[0], 1e-9)
-        if layout.stage == "rollout":
+        candidate, context = point.candidate, point.context
+        rate = max(self._predictor.rate(candidate, context, point.requests)[0], 1e-9)
+        if candidate.stage == "rollout":
             one_pass = generated_tokens(context) * point.requests / rate
-            factor = self._predictor.correction(layout)(context, point.requests)[0]
+            factor = self._predictor.correction(candidate)(context, point.requests)[0]
             prompt = float(point.requests * context)
             reading = self._predictor.roofline.prefill_seconds(
-                layout.tensor, layout.threads, prompt, context
+                candidate.tensor_parallel, candidate.threads, prompt, context
             )
             return _OVERHEAD_SECONDS + reading / factor + 2 * one_pass + WINDOW_SECONDS
-        tokens = self._filled(layout, context) * layout.data_parallel * (MICROBATCHES + 1)
-        epochs = self._given.update.epochs if layout.stage == "update" else 1
+        tokens = self._filled(candidate, context) * candidate.data_parallel * (MICROBATCHES + 1)
+        epochs = self._given.update.epochs if candidate.stage == "update" else 1
         return _OVERHEAD_SECONDS + tokens / (epochs * rate) + WINDOW_SECONDS
 
 

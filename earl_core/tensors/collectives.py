@@ -19,7 +19,14 @@ from earl_core.tensors.errors import CheckpointError, WeightsError
 _T = TypeVar("_T")
 
 GroupName = Literal[
-    "replicate", "shard", "context", "tensor", "data", "parameters", "replica", "world"
+    "replicas",
+    "shard",
+    "context_parallel",
+    "tensor_parallel",
+    "data_parallel",
+    "parameters",
+    "replica",
+    "world",
 ]
 
 

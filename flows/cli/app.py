@@ -186,7 +186,7 @@ def profile(
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
-    """Measure layouts for the selector. Stopped, it goes on where it ended; no run is touched."""
+    """Measure for the selector. Stopped, it goes on where it ended; no run is touched."""
     with reported(debug):
         from flows.cli.profile import profile as run_profile
 
@@ -228,7 +228,7 @@ def plan(
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
 ) -> None:
-    """Say which layouts a past choice took, or which would be taken, and why. Needs no GPU."""
+    """Say what a past choice took, or what would be taken, and why. Needs no GPU."""
     with reported(debug):
         from flows.cli import plan as planning
 

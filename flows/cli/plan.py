@@ -32,7 +32,6 @@ from earl_core.selector.choice.explain import (
     outcome_rows,
     plan_rows,
     refused_rows,
-    replay,
     summary,
 )
 from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster, device_of
@@ -140,17 +139,17 @@ def _print_outcome(
 
 def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
     try:
-        again = replay(given, plan)
+        again = select(given)
     except NoFeasiblePlan as error:
         console.print(
             f"Choosing again gives no plan: this version of earl finds that {error}", markup=False
         )
         return
-    if again.agrees:
+    if (again.stages, again.policy) == (plan.stages, plan.policy):
         console.print("Choosing again from the sealed input gives the same plan.")
     else:
         console.print("Choosing again gives another plan: this version of earl chooses otherwise:")
-        _print_plan(again.again, console)
+        _print_plan(again, console)
 
 
 def explain_question(model: str, place: str, context: str, explain: bool, **load: Any) -> None:
@@ -215,7 +214,7 @@ def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Cons
     try:
         choice = considered(given, plan)
     except ValueError as error:
-        console.print(f"No other layouts were weighed: {error}", markup=False)
+        console.print(f"No other candidates were weighed: {error}", markup=False)
         return
     if given.selector.policy != "live_tokens":
         console.print(
@@ -256,7 +255,7 @@ def find_model(name: str) -> ModelShape:
         )
     try:
         shape = ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
-        shape.sizes()
+        shape.require_dense()
         return shape
     except ValueError as error:
         raise UsageProblem(f"{file} cannot be used: {error}") from error

@@ -18,7 +18,7 @@ from flows.cli.tables import duration, make_console, rows_table
 def profile(
     config: str, minutes: float, context: str | None, overrides: list[str], plain: bool
 ) -> None:
-    """Measure layouts through the `profile` flow and print what was found."""
+    """Measure candidates through the `profile` flow and print what was found."""
     settings = load_config(config, overrides)
     longest = max(parse_contexts(context)) if context else None
     console = make_console()

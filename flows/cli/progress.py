@@ -197,8 +197,8 @@ def preparation(event: Mapping[str, Any]) -> str:
 
 
 def switch_line(iteration: int, event: Mapping[str, Any]) -> str:
-    """A line about a stage that takes another layout, or is repeated; empty: the event says nothing
-    of the kind."""
+    """A line about a stage that takes another stage deployment, or is repeated; empty: the event
+    says nothing of the kind."""
     told = event.get("switched") or event.get("repeated")
     return f"iteration {iteration}: {told}" if told else ""
 

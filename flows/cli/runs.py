@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from earl_core.config import RunConfig, load_config
+from earl_core.config import RunConfig
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.run.journal import read_lines
-from earl_core.run.record import RunDamaged, read_record
+from earl_core.run.record import RunDamaged, config_of_run, read_record
 from flows.cli.errors import UsageProblem
 from flows.cli.progress import EvaluationRow, IterationRow
 
@@ -27,7 +27,7 @@ def find_run(run: str, runs_directory: str) -> Path:
 
 def stored_config(path: Path, overrides: list[str]) -> RunConfig:
     """The run's configuration with overrides, under the name and place where it lies now."""
-    config = load_config(path / "config.yaml", overrides)
+    config = config_of_run(path, overrides)
     return config.model_copy(
         update={"name": path.resolve().name, "runs_directory": str(path.parent)}
     )

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from earl_core.config import load_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
 from earl_core.dispatch.shards.arrow_file import open_batch
 from earl_core.dispatch.shards.manifest import ManifestError
+from earl_core.run.record import config_of_run
 from earl_core.run.shards import StoreState, list_stores, run_store, sweep
 from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
@@ -112,7 +112,7 @@ def _of_manifest(shard: str, runs_directory: str) -> tuple[Manifest, list[Path]]
             f"{', '.join(known) or 'none'}"
         )
     manifest = read_manifest(sealed)
-    store = run_store(path, load_config(path / "config.yaml"))
+    store = run_store(path, config_of_run(path))
     return manifest, [store.path(entry) for entry in manifest.shards]
 
 

@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from earl_core.config import load_config
+from earl_core.run.record import config_of_run
 from earl_core.run.shards import run_store
 from earl_core.system.files import write_atomic
 from flows.cli.errors import UsageProblem
@@ -28,7 +28,7 @@ def serve_shards(run: str, runs_directory: str, host: str, port: int) -> None:
     from earl_core.dispatch.remote.flight import ShardFlightServer
 
     path = find_run(run, runs_directory)
-    store = run_store(path, load_config(path / "config.yaml"))
+    store = run_store(path, config_of_run(path))
     token, place = choose_token(path)
     try:
         server = ShardFlightServer(store.directory, token, host, port)

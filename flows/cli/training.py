@@ -145,7 +145,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     Raises `ConfigError` or `InUse`. The controller checks again, and
     more: this is the part that takes no process.
     """
-    parts = [configuration.references, configuration.model, configuration.layout]
+    parts = [configuration.references, configuration.model, configuration.stages]
     # Code of the user's runs in worker processes only; the controller checks it there.
     if ":" not in settings.environment.name and settings.environment.name != "textarena":
         parts.append(configuration.environment)

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from earl_core.run import RunDirectory
 from earl_core.selector import DeploymentPlan, NoFeasiblePlan, SelectionInput
-from earl_core.selector.choice.changes import infeasible_text, layout_changes
+from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.explain import (
     Row,
     candidate_rows,
@@ -41,9 +41,8 @@ def plan_page(
 def _history(
     plan: DeploymentPlan, before: DeploymentPlan | None, seen: Sequence[Observation]
 ) -> list[str]:
-    lines = [f"- {change.text}" for change in layout_changes(before, plan)]
-    infeasible = [item for item in seen if item.kind in INFEASIBLE]
-    lines += [f"- {infeasible_text(item)}" for item in infeasible]
+    lines = [f"- {change.text}" for change in stage_changes(before, plan)]
+    lines += [f"- {infeasible_text(item)}" for item in seen if item.kind in INFEASIBLE]
     if plan.attempt:
         lines.append(f"- chosen {plan.attempt + 1} times, because a stage was infeasible")
     return ["\n".join(lines)] if lines else []

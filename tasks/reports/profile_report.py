@@ -7,16 +7,16 @@ from typing import Any
 
 from earl_core.selector import NoFeasiblePlan, ProfilePoint, ProfileTable, SelectionInput
 from earl_core.selector.choice.explain import Row, summary
-from earl_core.selector.choice.predict import gib
 from earl_core.selector.held_out import HeldOutError, held_out_errors
-from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.model.memory_model import gib
+from earl_core.selector.profile.profile_table import candidate_of_key
 from earl_core.selector.profile_planner import at_context
 
 _CONTEXTS = tuple(1024 * 2**power for power in range(6))
 
 
 def measured_rows(given: SelectionInput, table: ProfileTable) -> list[Row]:
-    """Every measured layout under every load, slowest changing first: stage, layout, load."""
+    """Every measured candidate under every load, slowest changing first: stage, candidate, load."""
     return [_row(given, point) for point in sorted(table.points, key=_order)]
 
 
@@ -25,14 +25,14 @@ def _order(point: ProfilePoint) -> tuple[str, str, float, float]:
 
 
 def _row(given: SelectionInput, point: ProfilePoint) -> Row:
-    layout = Candidate.of_key(point.key, given.hardware)
+    candidate = candidate_of_key(point.key, given.hardware.devices)
     engines = ""
-    if layout.stage == "rollout":
-        engines = f"{layout.replicas * point.tokens_per_second:,.0f}"
+    if candidate.stage == "rollout":
+        engines = f"{candidate.replicas * point.tokens_per_second:,.0f}"
     failed = point.out_of_memory
     return {
-        "stage": layout.stage,
-        "layout": layout.label,
+        "stage": candidate.stage,
+        "candidate": candidate.label,
         "context": f"{point.context:,.0f}",
         "sequences": f"{point.requests:,.0f}",
         "live tokens": f"{point.live_tokens:,.0f}",

@@ -1,4 +1,4 @@
-"""One picture of a run's choices: predicted against measured, and where layouts switched.
+"""One picture of a run's choices: predicted against measured, and where stage deployments switched.
 
 MLflow draws a metric a chart; here a stage's two lines share one.
 """

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from earl_core.dispatch import Manifest
 from earl_core.selector import DeploymentPlan, StageDeployment
-from earl_core.selector.choice.changes import layout_changes
+from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.explain import comparable_peak
 from earl_core.selector.profile.observations import Observation
 
 CHOSEN_STAGES = ("rollout", "reference", "update")
-"""Stages whose layout is a choice."""
+"""Stages whose deployment is a choice."""
 
 _TRAINING_ONLY = (
     "context_parallel",
@@ -40,7 +40,7 @@ def selector_metrics(
     observed in it. gpus: of the hardware; peaks are those of one of them, without any those of
     the whole stage. Seconds, bytes, tokens; what is on or off is 1 or 0.
     """
-    moved = {change.stage for change in layout_changes(before, plan) if change.switched}
+    moved = {change.stage for change in stage_changes(before, plan) if change.switched}
     metrics = {
         "selector/attempts": plan.attempt + 1.0,
         "selector/switches": float(len(moved)),
@@ -50,7 +50,7 @@ def selector_metrics(
             continue
         mine = [item for item in seen if item.stage == stage]
         numbers = {
-            **_layout(plan[stage]),
+            **_numbers(plan[stage]),
             **_predicted(plan, stage),
             **_measured(manifests[stage], mine, gpus),
             "switched": float(stage in moved),
@@ -93,11 +93,14 @@ def load_metrics(
     return metrics
 
 
-def _layout(deployment: StageDeployment) -> dict[str, float]:
-    dumped = deployment.model_dump(exclude={"stage"})
-    if deployment.stage == "rollout":
-        dumped = {name: value for name, value in dumped.items() if name not in _TRAINING_ONLY}
-    return {name: float(value) for name, value in dumped.items() if value is not None}
+def _numbers(deployment: StageDeployment) -> dict[str, float]:
+    """Its fields, but for sizes that have no limit."""
+    left_out = ("stage", *(_TRAINING_ONLY if deployment.stage == "rollout" else ()))
+    return {
+        name: float(value)
+        for name, value in deployment._asdict().items()
+        if name not in left_out and (value or value is False)
+    }
 
 
 def _predicted(plan: DeploymentPlan, stage: str) -> dict[str, float]:

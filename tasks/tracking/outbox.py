@@ -14,7 +14,7 @@ from tasks.tracking.mlflow_client import Numbers
 
 @dataclass(eq=False)
 class Plan:
-    """An iteration's deployment plan. switched: its layouts are not those of the one before."""
+    """An iteration's deployment plan. switched: not the stage deployments of the one before."""
 
     iteration: int
     plan: Mapping[str, Any]

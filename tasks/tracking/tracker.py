@@ -79,7 +79,7 @@ class Tracker:
         self._failing = False
         self._warned: set[str] = set()
         self._attempts: dict[int, int] = {}
-        self._last_layout = ""
+        self._last_stages = ""
         self._last_reasons: dict[str, str] = {}
         self._thread: threading.Thread | None = None
         if run.config.tracking.enabled:
@@ -138,13 +138,13 @@ class Tracker:
         self._put(items)
 
     def _changed_plan(self, iteration: int, plan: dict[str, Any]) -> list[Item]:
-        """Reasons differ in every iteration; a new layout is what people look for."""
-        layout = json.dumps([plan.get("stages"), plan.get("policy")], sort_keys=True, default=str)
+        """Reasons differ in every iteration; another stage deployment is what people look for."""
+        stages = json.dumps([plan.get("stages"), plan.get("policy")], sort_keys=True, default=str)
         reasons = details.plan_reasons(plan)
-        switched = layout != self._last_layout
+        switched = stages != self._last_stages
         if not plan or not (switched or reasons != self._last_reasons):
             return []
-        self._last_layout, self._last_reasons = layout, reasons
+        self._last_stages, self._last_reasons = stages, reasons
         return [Plan(iteration, plan, switched)]
 
     def evaluation_finished(self, iteration: int, metrics: dict[str, float]) -> None:

@@ -23,11 +23,13 @@ from benchmarks.selector_live_table import (
     in_turns,
     together,
 )
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector import Hardware, ModelShape
-from earl_core.selector.model.candidates import Candidate
 
-ONE, TWO = Candidate("rollout", 1, 1, threads=2), Candidate("rollout", 2, 1, threads=1)
-SMALL, LARGE = (Candidate("update", threads=2, microbatch=size) for size in (1024, 4096))
+ONE, TWO = StageDeployment("rollout", 1, 1, threads=2), StageDeployment("rollout", 2, 1, threads=1)
+SMALL, LARGE = (
+    StageDeployment("update", threads=2, max_tokens_per_microbatch=size) for size in (1024, 4096)
+)
 MODEL = ModelShape(
     model_type="llama", hidden_size=256, layers=4, attention_heads=4, key_value_heads=2,
     intermediate_size=768, vocabulary=2048, max_positions=4160, tied_embeddings=True,
@@ -69,9 +71,9 @@ def test_a_surface_is_exact_where_measured_and_geometric_between() -> None:
 
 
 def test_sets_and_layouts_take_turns() -> None:
-    order: list[Candidate] = []
+    order: list[StageDeployment] = []
 
-    def work(layout: Candidate, rate: float) -> tuple[float, float]:
+    def work(layout: StageDeployment, rate: float) -> tuple[float, float]:
         order.append(layout)
         return rate + len(order), 10.0 * len(order)
 
@@ -97,7 +99,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_budgets_that_cut_alike_are_one() -> None:
     truth = Truth(made(), "torch", from_a)
-    other = SMALL._replace(microbatch=1100)
+    other = SMALL._replace(max_tokens_per_microbatch=1100)
     assert together(other, 512, 16) == together(SMALL, 512, 16) == 2
     assert truth.seconds(other, 512, 16) == truth.seconds(SMALL, 512, 16)
     assert truth.seconds(SMALL, 512, 16) == pytest.approx(16 * 512 / 300)

@@ -137,7 +137,7 @@ def heard() -> dict[Listener, str]:
 @pytest.fixture(scope="session")
 def finished_run(earl: Earl, heard: dict[Listener, str]) -> subprocess.CompletedProcess[str]:
     """A run named `done` of two iterations in `earl`'s directory, its update on two ranks."""
-    settings = earl.settings(layout__update__replicate="2")
+    settings = earl.settings(stages__update__replicas="2")
     with watching(os.getpid()) as seen:
         done = earl.run("train", str(CONFIG), "--name", "done", *settings)
     heard.update(seen)

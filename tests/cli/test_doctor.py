@@ -100,8 +100,8 @@ def test_services_that_do_not_answer() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("layout.update.replicate=5000", "5000 devices"),
-        ("layout.rollout.replicas=5000", "5000 engines"),
+        ("stages.update.replicas=5000", "5000 devices"),
+        ("stages.rollout.replicas=5000", "5000 engines"),
     ],
 )
 def test_a_layout_that_this_machine_does_not_allow_blocks(override: str, words: str) -> None:

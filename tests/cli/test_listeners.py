@@ -36,7 +36,7 @@ def test_a_run_with_two_ranks_and_vllm_does_too(fresh_earl: Earl) -> None:
         rollout__engine="vllm",
         rollout__vllm__kv_cache_gib="1",
         rollout__max_model_len="256",
-        layout__update__replicate="2",
+        stages__update__replicas="2",
         iterations="1",
         evaluation__every="0",
     )

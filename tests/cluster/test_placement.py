@@ -15,8 +15,8 @@ from earl_core.cluster.placement import (
     PLACEMENTS,
     Assignment,
     HostResources,
-    ResourceRequest,
 )
+from earl_core.cluster.stage_deployment import StageDeployment
 
 COLOCATED, SEPARATE = PLACEMENTS["colocated"], PLACEMENTS["separate"]
 EIGHT = HostResources(cores=tuple(range(8)), gpus=8)
@@ -26,11 +26,12 @@ def test_colocated_stages_use_all_devices_in_turn() -> None:
     assert COLOCATED.devices(2, 4) == 4
     assert COLOCATED.threads(8, "rollout", 2, 4) == 4
     assert COLOCATED.threads(8, "update", 2, 4) == 2
-    assert COLOCATED.place(
-        ResourceRequest("rollout", 2, 1, member=1, members=2), EIGHT
-    ) == Assignment((2, 3), (2, 3))
-    assert COLOCATED.place(ResourceRequest("update", 4, 2), EIGHT) == Assignment((), (0, 1, 2, 3))
-    assert COLOCATED.place(ResourceRequest("rollout", 1, 3), EIGHT) == Assignment((), (0,))
+    two_engines = StageDeployment("rollout", 2, 2)
+    assert COLOCATED.place(two_engines, 1, EIGHT) == Assignment((2, 3), (2, 3))
+    mesh = StageDeployment("update", shard=4, threads=2)
+    assert COLOCATED.place(mesh, 0, EIGHT) == Assignment((), (0, 1, 2, 3))
+    engine = StageDeployment("rollout", threads=3)
+    assert COLOCATED.place(engine, 0, EIGHT) == Assignment((), (0,))
     assert COLOCATED.gives_way("rollout") == ("reference", "update")
     assert COLOCATED.gives_way("update") == ("rollout", "reference")
     assert COLOCATED.gives_way("experience") == ()
@@ -39,12 +40,10 @@ def test_colocated_stages_use_all_devices_in_turn() -> None:
 def test_separate_stages_have_their_own() -> None:
     assert SEPARATE.devices(2, 4) == 6
     assert SEPARATE.threads(8, "rollout", 2, 4) == SEPARATE.threads(8, "update", 2, 4) == 1
-    assert SEPARATE.place(ResourceRequest("rollout", 2, 2), EIGHT) == Assignment(
-        (0, 1, 2, 3), (0, 1)
-    )
-    assert SEPARATE.place(ResourceRequest("update", 2, 2), EIGHT) == Assignment(
-        (4, 5, 6, 7), (6, 7)
-    )
+    engine = StageDeployment("rollout", tensor_parallel=2, threads=2)
+    assert SEPARATE.place(engine, 0, EIGHT) == Assignment((0, 1, 2, 3), (0, 1))
+    mesh = StageDeployment("update", shard=2, threads=2)
+    assert SEPARATE.place(mesh, 0, EIGHT) == Assignment((4, 5, 6, 7), (6, 7))
     assert not any(SEPARATE.gives_way(role) for role in PLACED)
 
 
@@ -63,12 +62,11 @@ def test_what_works_at_the_same_time_shares_nothing(
     needed = placement.devices(devices, ranks)
     site = HostResources(tuple(range(cores)), needed)
     threads = [placement.threads(cores, role, devices, ranks) for role in ("rollout", "update")]
-    places = [
-        placement.place(ResourceRequest("rollout", width, threads[0], member, engines), site)
-        for member in range(engines)
-    ]
+    rollout = StageDeployment("rollout", engines, width, threads=threads[0])
+    places = [placement.place(rollout, member, site) for member in range(engines)]
     if name == "separate":
-        places.append(placement.place(ResourceRequest("update", ranks, threads[1]), site))
+        update = StageDeployment("update", ranks, threads=threads[1])
+        places.append(placement.place(update, 0, site))
     gpus = [gpu for place in places for gpu in place.gpus]
     assert len(gpus) == len(set(gpus)) == devices + (ranks if name == "separate" else 0)
     used = [core for place in places for core in place.cores]

@@ -1,4 +1,4 @@
-"""The layouts that the documentation shows are valid, and need what it says."""
+"""The stage deployments that the documentation shows are valid, and need what it says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = [1, 2, 8, 2, 8]
 
 
 @pytest.mark.parametrize(("block", "devices"), list(zip(BLOCKS, DEVICES, strict=True)))
-def test_a_layout_in_the_documentation(block: str, devices: int) -> None:
+def test_a_stage_deployment_in_the_documentation(block: str, devices: int) -> None:
     config = parse_config(
         {
             "name": "documented",
@@ -32,8 +32,8 @@ def test_a_layout_in_the_documentation(block: str, devices: int) -> None:
             **yaml.safe_load(block),
         }
     )
-    layout = config.layout
+    stages = config.stages
     assert {
-        layout.placed.devices(engines.devices, mesh.ranks)
-        for engines, mesh in (layout.at(iteration) for _, iteration in layout.steps())
+        stages.placed.devices(engines.ranks, mesh.ranks)
+        for engines, mesh in (stages.at(iteration) for _, iteration in stages.steps())
     } == {devices}

@@ -15,12 +15,12 @@ from tests.config.test_config import with_
 CONFIGS = Path(__file__).parents[2] / "earl_core" / "recipes"
 
 
-def config(layout: dict[str, Any] | None = None, **selector: Any) -> RunConfig:
-    return parse_config(with_(layout=layout or {}, selector=selector, rollout__engine="torch"))
+def config(stages: dict[str, Any] | None = None, **selector: Any) -> RunConfig:
+    return parse_config(with_(stages=stages or {}, selector=selector, rollout__engine="torch"))
 
 
 @pytest.mark.parametrize(
-    ("layout", "selector", "message"),
+    ("stages", "selector", "message"),
     [
         ({}, {"polcy": "fixed"}, "selector.polcy: unknown key"),
         ({}, {"policy": "best"}, "selector.policy"),
@@ -29,32 +29,34 @@ def config(layout: dict[str, Any] | None = None, **selector: Any) -> RunConfig:
         (
             {"changes": [{"iteration": 1, "update": {}}]},
             {"policy": "live_tokens"},
-            "both say when layouts change",
+            "both say when stage deployments change",
         ),
         ({"placement": "separate"}, {"policy": "average_context"}, "set it to `colocated`"),
         ({}, {"policy": "live_tokens", "tensor_parallel": [1, 2]}, "runs on one device"),
     ],
 )
 def test_bad_sections_say_what_to_change(
-    layout: dict[str, Any], selector: dict[str, Any], message: str
+    stages: dict[str, Any], selector: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        config(layout, **selector)
+        config(stages, **selector)
     assert message in str(caught.value)
 
 
 def test_the_table_says_who_lays_the_stages_out() -> None:
-    def layouts(config: RunConfig) -> dict[str, str]:
-        return {row[0]: row[1] for row in resolved_rows(config) if row[0].startswith("layout")}
+    def deployments(config: RunConfig) -> dict[str, str]:
+        return {row[0]: row[1] for row in resolved_rows(config) if "stage deployment" in row[0]}
 
-    assert layouts(config()) == {
-        "layout of the rollout": "1 engine",
-        "layout of the update": "1 rank",
+    assert deployments(config()) == {
+        "stage deployment of the rollout": "TP 1 x 1",
+        "stage deployment of the update": "TP 1",
     }
-    assert layouts(config(policy="live_tokens")) == {"layout of rollout, update": "live_tokens"}
-    assert layouts(config(policy="average_context")) == {
-        "layout of the update": "1 rank",
-        "layout of rollout": "average_context",
+    assert deployments(config(policy="live_tokens")) == {
+        "stage deployment of rollout, update": "live_tokens"
+    }
+    assert deployments(config(policy="average_context")) == {
+        "stage deployment of the update": "TP 1",
+        "stage deployment of rollout": "average_context",
     }
 
 

@@ -48,7 +48,7 @@ _ENDING_SECONDS = 60.0
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {
-        "layout": {"update": {"shard": 2}},
+        "stages": {"update": {"shard": 2}},
         "checkpoint": {"every": 2},
         "dispatch": {"durability": "spill"},
     },

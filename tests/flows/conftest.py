@@ -148,7 +148,7 @@ def undisturbed(
             directory = tmp_path_factory.mktemp("undisturbed")
             runs = _prepared(directory, prefect_server, tiny_model)
             other = [*overrides, "seed=1", "name=other"]
-            if any("layout." in override for override in overrides):
+            if any("stages." in override for override in overrides):
                 runs.train(*overrides)
                 runs.train(*other)
             else:

@@ -16,13 +16,13 @@ from flows.cli.training import preflight
 from tests.flows.runs import LEARNING, Runs
 
 LAYOUTS = {
-    "cp": ["layout.update.context_parallel=2"],
+    "cp": ["stages.update.context_parallel=2"],
     "dp then tp": [
-        "layout.update.replicate=2",
-        "layout.changes=[{iteration: 2, update: {tensor_parallel: 2}}]",
+        "stages.update.replicas=2",
+        "stages.changes=[{iteration: 2, update: {tensor_parallel: 2}}]",
     ],
     "more ranks": [
-        "layout.changes=[{iteration: 1, update: {shard: 2}, rollout: {replicas: 2}},"
+        "stages.changes=[{iteration: 1, update: {shard: 2}, rollout: {replicas: 2}},"
         "{iteration: 3, update: {}, rollout: {}}]",
     ],
 }
@@ -67,7 +67,7 @@ def test_every_layout_has_the_same_learning_curve(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "degree", [pytest.param("replicate", marks=pytest.mark.campaign), "tensor_parallel"]
+    "degree", [pytest.param("replicas", marks=pytest.mark.campaign), "tensor_parallel"]
 )
 def test_a_killed_run_resumes_under_another_layout(
     degree: str, runs: Runs, undisturbed: Callable[..., Runs]
@@ -75,14 +75,14 @@ def test_a_killed_run_resumes_under_another_layout(
     """Checkpoints and sealed stages belong to the run, not to the layout that made them."""
     killed = runs.train(
         *LEARNING,
-        f"layout.update.{degree}=2",
+        f"stages.update.{degree}=2",
         "deadlines.repeats=0",
         fault="update.step0@2:1=kill",
         expect=1,
     )
     assert "SIGKILL" in killed
     runs.wait_for_workers_to_end()
-    runs.train(*LEARNING, "layout.update.shard=2")
+    runs.train(*LEARNING, "stages.update.shard=2")
     expected = curve(undisturbed(*LEARNING), "reward/mean")
     assert curve(runs, "reward/mean") == pytest.approx(expected, abs=1e-6)
     assert runs.executed("sealed").count((2, "rollout")) == 1
@@ -92,7 +92,7 @@ def test_a_killed_run_resumes_under_another_layout(
 @pytest.mark.slow
 def test_placements_give_equal_bits(runs: Runs, undisturbed: Callable[..., Runs]) -> None:
     """Threads are fixed to one by the settings, so nothing but the place differs."""
-    runs.train("iterations=1", "layout.placement=separate")
+    runs.train("iterations=1", "stages.placement=separate")
     assert runs.weights(0) == undisturbed().weights(0)
     assert "separate" in plan(runs, 0)["reasons"]["update"]
     assert runs.shared_memory() == []
@@ -101,8 +101,8 @@ def test_placements_give_equal_bits(runs: Runs, undisturbed: Callable[..., Runs]
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("layout.update.tensor_parallel=3", "use 1 or 2 or 4"),
-        ("layout.update.shard=64", "64 devices; this machine has"),
+        ("stages.update.tensor_parallel=3", "use 1 or 2 or 4"),
+        ("stages.update.shard=64", "64 devices; this machine has"),
     ],
 )
 def test_impossible_layouts_end_the_run_before_anything_starts(

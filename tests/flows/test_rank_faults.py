@@ -18,7 +18,7 @@ from tests.flows.runs import STAGES as ALL_STAGES
 NO_KL = "algorithm.kl={placement: none, coefficient: 0}"
 RANKS = (
     "iterations=6",
-    "layout.update.shard=2",
+    "stages.update.shard=2",
     "update.max_tokens_per_microbatch=8",
     NO_KL,
     "deadlines.heartbeat=4",
@@ -137,7 +137,7 @@ def test_a_killed_controller_and_a_resume_with_another_mesh(runs: Runs) -> None:
     short = (*RANKS, "iterations=2")
     runs.train(*short, fault="publish.before@0=kill", expect=KILLED)
     runs.wait_for_workers_to_end()
-    runs.train(*short, "layout.update={tensor_parallel: 2}")
+    runs.train(*short, "stages.update={tensor_parallel: 2}")
     # Another layout is another plan; everything else that was finished stays finished.
     assert_whole(runs, 2, [stage for stage in STAGES if stage != "select"])
 
@@ -147,9 +147,9 @@ def test_meshes_change_without_a_checkpoint(runs: Runs, undisturbed: Callable[..
     """Live from 2 ranks to 2 others, through a state on disk to 1 and to 2 again; one curve."""
     changes = (
         "[{iteration: 1, update: {tensor_parallel: 2}}, {iteration: 2, update: {}},"
-        " {iteration: 3, update: {replicate: 2}}]"
+        " {iteration: 3, update: {replicas: 2}}]"
     )
-    layout = ("layout.update.shard=2", f"layout.changes={changes}")
+    layout = ("stages.update.shard=2", f"stages.changes={changes}")
     runs.train(*LEARNING, "checkpoint.every=4", *layout)
     assert_whole(runs, 4)
     expected = undisturbed(*LEARNING).metrics()

@@ -138,7 +138,7 @@ def test_a_resume_tries_again_what_another_program_left_no_memory_for(
     """Until no layout is left; the memory may be free when the run goes on."""
     settings = (selector(runs), *LEARNING)
     output = runs.train(*settings, fault="update.microbatch1@1=memory", expect=1)
-    assert "no layout of the update fits the memory" in output
+    assert "no stage deployment of the update fits the memory" in output
     failed = observations(runs, "out_of_memory")
     assert len({seen.deployment for seen in failed}) == len(failed) > 1
     runs.train(*settings)

@@ -71,7 +71,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             live = [groups.live(name) is not None for name in ("rollout", "update")]
             events.append((role, any(live)))
 
-        groups = WorkerGroups(run, Hardware(cpu_cores=2, memory_bytes=2**33), listen, lambda: 0)
+        groups = WorkerGroups(
+            run.config, run.path, run.logs, Hardware(cpu_cores=2, memory_bytes=2**33), listen
+        )
         opened.append(groups)
         return groups, events
 

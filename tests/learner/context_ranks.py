@@ -71,12 +71,12 @@ class Mesh:
     """What the feed asks of a mesh."""
 
     def __init__(self, place: ContextGroup) -> None:
-        self.shape = SimpleNamespace(context=place.size)
+        self.deployment = SimpleNamespace(context_parallel=place.size)
         self.context_rank = place.rank
         self._group = place.group
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        return self._group if name == "context" else None
+        return self._group if name == "context_parallel" else None
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -11,16 +11,22 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh
+from earl_core.cluster.stage_deployment import AXES, StageDeployment
+from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.exchange import BoxExchange
 from earl_core.tensors.slices import boxes_of_all, shares, slices_of
 
 
-def meshes(ranks: int) -> list[MeshShape]:
+def mesh_of(*sizes: int) -> StageDeployment:
+    """A mesh of so many ranks along each of `AXES`."""
+    return StageDeployment("update", **dict(zip(AXES, sizes, strict=True)))
+
+
+def meshes(ranks: int) -> list[StageDeployment]:
     """Every mesh of this many ranks."""
     sizes = itertools.product(range(1, ranks + 1), repeat=4)
-    return [MeshShape(*each) for each in sizes if math.prod(each) == ranks]
+    return [mesh_of(*each) for each in sizes if math.prod(each) == ranks]
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
@@ -33,13 +39,13 @@ SHAPES = [(), (3,), (5, 7), (8, 4), (1, 5), (3, 2, 5)]
 
 def cuts(mesh: UpdateMesh, whole: torch.Tensor) -> Iterator[DTensor]:
     """The tensor cut in every way that tensor parallelism and then FSDP2 may cut it."""
-    tensor = mesh.device_mesh["tensor"]
+    tensor = mesh.device_mesh["tensor_parallel"]
     for placement in [Replicate(), *(Shard(each) for each in range(whole.ndim))]:
         part = distribute_tensor(whole.clone(), tensor, [placement])
         yield part
         if not whole.ndim:
             continue
-        for dimensions in (("replicate", "shard"), ("context",)):
+        for dimensions in (("replicas", "shard"), ("context_parallel",)):
             module = nn.Module()
             module.weight = nn.Parameter(part)
             fully_shard(module, mesh=mesh.device_mesh[dimensions])
@@ -47,7 +53,7 @@ def cuts(mesh: UpdateMesh, whole: torch.Tensor) -> Iterator[DTensor]:
     grid = [Replicate(), Shard(0), Shard(whole.ndim - 1)] if whole.ndim else [Replicate()]
     for placements in itertools.product(grid, repeat=2):
         yield distribute_tensor(
-            whole.clone(), mesh.device_mesh["context", "tensor"], list(placements)
+            whole.clone(), mesh.device_mesh["context_parallel", "tensor_parallel"], list(placements)
         )
 
 

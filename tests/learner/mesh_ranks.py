@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 from dataclasses import dataclass, field
@@ -27,11 +26,12 @@ from transformers import (
 )
 
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh
+from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.parallel_model import build_shell
 from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.tensors.slices import local_part, slices_of
+from tests.learner.cuts import meshes
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.test_policy_learner import make_learner
 from tests.learnt import assert_learnt
@@ -99,7 +99,8 @@ class Case:
         return [
             sample
             for sample in samples
-            if self.dealt[sample.group_id % len(self.dealt)] % mesh.shape.data == mesh.data_rank
+            if self.dealt[sample.group_id % len(self.dealt)] % mesh.deployment.data_parallel
+            == mesh.data_rank
         ]
 
 
@@ -238,25 +239,19 @@ def differences(name: str, learner: PolicyLearner, scratch: Path) -> dict[str, f
     return largest
 
 
-def shapes_of(ranks: int) -> list[MeshShape]:
-    """Every mesh of this many ranks."""
-    sizes = itertools.product(range(1, ranks + 1), repeat=4)
-    return [MeshShape(*each) for each in sizes if math.prod(each) == ranks]
-
-
 def compare(scratch: Path) -> dict[str, float]:
     """Every mesh of the world in every case; {"mesh case kind": difference from one process}."""
     torch.set_num_threads(1)
     found: dict[str, float] = {}
-    for shape in shapes_of(int(os.environ["WORLD_SIZE"])):
+    for shape in meshes(int(os.environ["WORLD_SIZE"])):
         mesh = create_mesh(shape)
         for name in CASES:
             learner = CASES[name].learner(scratch.parent, mesh)
             for kind, difference in differences(name, learner, scratch.parent).items():
                 found[f"{shape} {name} {kind}"] = difference
-        if shape.size == 2 or (shape.tensor > 1 and max(shape.shard, shape.context) > 1):
+        if shape.ranks == 2 or (shape.tensor_parallel > 1 and shape.parts > 1):
             check_behaviour(learner, scratch.parent)
-        if shape == MeshShape(tensor=4):
+        if shape.tensor_parallel == 4:
             found |= compare_vocabularies(mesh)
         mesh.close()
     return found
@@ -276,7 +271,7 @@ def check_behaviour(learner: PolicyLearner, scratch: Path) -> None:
     with pytest.raises(UpdateRefused, match="gradient"):
         learner.update(samples, iteration=0)
     assert all(map(torch.equal, before, map(local_part, learner.named_weights().values())))
-    if mesh.shape.data > 1:
+    if mesh.deployment.data_parallel > 1:
         torn = [dataclasses.replace(sample, episode_id=0) for sample in samples]
         with pytest.raises(ValueError, match="Episode 0 has samples on several ranks"):
             learner.update(torn, iteration=0)
@@ -284,12 +279,11 @@ def check_behaviour(learner: PolicyLearner, scratch: Path) -> None:
 
 def check_parts(learner: PolicyLearner) -> None:
     """Between calls a rank holds its own parts only."""
-    shape = learner.mesh.shape
+    shape = learner.mesh.deployment
     whole = sum(weight.numel() for weight in learner.named_weights().values())
     own = sum(local_part(weight).numel() for weight in learner.named_weights().values())
-    shards = shape.shard * shape.context
     # Norms are not split over tensor ranks, and parts of few rows are uneven.
-    assert own <= 1.2 * whole / shards / shape.tensor + 64 * 16
+    assert own <= 1.2 * whole / shape.parts / shape.tensor_parallel + 64 * 16
     storage = sum(
         local_part(weight).untyped_storage().nbytes() for weight in learner.named_weights().values()
     )
@@ -312,7 +306,7 @@ def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
 
     With few rows some ranks have none.
     """
-    ranks, size = mesh.submesh("tensor"), mesh.shape.tensor
+    ranks, size = mesh.submesh("tensor_parallel"), mesh.deployment.tensor_parallel
     found: dict[str, float] = {}
     for rows, positions in ((23, 9), (8, 3), (5, 4), (2, 3), (9, 0)):
         generator = torch.Generator().manual_seed(rows)
@@ -360,6 +354,6 @@ def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
                 pairs.append((ours[1], expected[1]))
             for number, (one, other) in enumerate(pairs):
                 gap = (one - other).abs()
-                name = f"{mesh.shape} {rows}_{mode}_{number} vocabulary"
+                name = f"{mesh.deployment} {rows}_{mode}_{number} vocabulary"
                 found[name] = float(gap.max()) if gap.numel() else 0.0
     return found

@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from earl_core.dispatch.segments.names import MARK
-from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh, create_mesh, leave_world
+from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh, leave_world
 from earl_core.learner.parallel_model import build_shell, parallelize
 from earl_core.learner.relayout import relayout
 from earl_core.learner.state.checkpoint import (
@@ -44,12 +44,11 @@ from earl_core.learner.state.checkpoint import (
     write_training_state,
 )
 from earl_core.learner.state.reshard import move_state
-from earl_core.selector import StageDeployment
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import local_box, slices_of
 from earl_core.weights.manifest import WeightsManifest
 from earl_core.weights.publish import publish
-from tests.learner.cuts import check_boxes, meshes
+from tests.learner.cuts import check_boxes, mesh_of, meshes
 from tests.learner.helpers import random_samples, save_model
 from tests.learner.launched import launch
 from tests.learner.test_policy_learner import make_learner
@@ -124,7 +123,7 @@ def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
     kind = "tied" if tied else "untied"
     model = laid_out(policy(tied), mesh)
     moments = Moments(dict(model.named_parameters()))
-    target = scratch / f"{kind}-{'x'.join(map(str, mesh.shape.sizes))}"
+    target = scratch / f"{kind}-{'x'.join(map(str, mesh.deployment.axes))}"
     write_training_state(
         target,
         model=model,
@@ -180,12 +179,12 @@ def check_memory(ranks: int) -> list[dict[str, int]]:
         {4: [(4, 1, 1, 1), (1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 1, 4), (1, 4, 1, 1), (4, 1, 1, 1)]},
     ][ranks // 4][ranks]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        mesh = create_mesh(MeshShape(*walk[0]))
+        mesh = create_mesh(mesh_of(*walk[0]))
         parallel = parallelize(policy(False, wide=8), mesh)
         state = Moments(dict(parallel.model.named_parameters())).state
         results = []
         for number, sizes in enumerate(walk[1:]):
-            target = create_mesh(MeshShape(*sizes))
+            target = create_mesh(mesh_of(*sizes))
             shell = build_shell(parallel, target)
             with record_function(f"hop {number}"):
                 moved = move_state(parallel.model, state, shell.model, target)
@@ -209,24 +208,18 @@ def check_training(scratch: Path, ranks: int) -> list[float]:
     base = scratch / "model"
     settings = {"threads": 1, "weight_decay": 0.1, "learning_rate": 1e-3}
     alone = make_learner(base, **settings)
-    walk = [each for each in meshes(ranks) if each.tensor < 4]
+    walk = [each for each in meshes(ranks) if each.tensor_parallel < 4]
     mesh = create_mesh(walk[0])
     learner = make_learner(base, mesh=mesh, **settings)
     differences = []
     for number, shape in enumerate(walk):
         samples = random_samples(9, seed=number)
         if number:
-            deployment = StageDeployment(
-                stage="update",
-                replicas=shape.replicate,
-                shard=shape.shard,
-                context_parallel=shape.context,
-                tensor_parallel=shape.tensor,
-            )
-            relayout(learner, deployment, learner.config)
+            relayout(learner, shape, learner.config)
         mesh = learner.mesh
-        assert mesh.shape == shape
-        mine = [each for each in samples if each.group_id % mesh.shape.data == mesh.data_rank]
+        assert mesh.deployment == shape
+        replicas = mesh.deployment.data_parallel
+        mine = [each for each in samples if each.group_id % replicas == mesh.data_rank]
         before = {name: weight.clone() for name, weight in alone.named_weights().items()}
         norm = alone.update(samples, iteration=number)["grad_norm"]
         assert_learnt([norm], before, alone.named_weights())
@@ -251,7 +244,7 @@ def check_failures(mesh: UpdateMesh, scratch: Path) -> list[str]:
     model = laid_out(policy(False), mesh)
     weights = dict(model.named_parameters())
     moments = Moments(weights)
-    there = scratch / f"failures-{mesh.shape.size}"
+    there = scratch / f"failures-{mesh.deployment.ranks}"
 
     def write() -> None:
         write_training_state(
@@ -270,7 +263,7 @@ def check_failures(mesh: UpdateMesh, scratch: Path) -> list[str]:
         publish(weights, there / "published", 7, "bfloat16", mesh=mesh)
 
     messages = []
-    last = mesh.rank == mesh.shape.size - 1
+    last = mesh.rank == mesh.deployment.ranks - 1
     for action, broken, place, culprit in (
         (write, full, "os.posix_fallocate", mesh.rank == 0),
         (send, full, "os.posix_fallocate", mesh.rank == 0),

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from earl_core.dispatch.reads.plan import Layout
-from earl_core.learner.parallel.mesh import MeshShape, create_mesh
+from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel.tensor_parallel import check_degree, working_degrees
 from earl_core.selector import StageDeployment
 from earl_core.system.errors import ConfigError
 from tests.learner import mesh_ranks
+from tests.learner.cuts import mesh_of
 from tests.learner.helpers import build_model
 from tests.learner.launched import launch
 
@@ -47,23 +48,18 @@ def test_every_mesh_equals_one_process(ranks: int, meshes: int, computed: Path) 
 
 
 def test_ranks_are_numbered_as_the_dispatcher_numbers_them() -> None:
-    shape = MeshShape(replicate=2, shard=3, context=2, tensor=2)
+    deployment = mesh_of(2, 3, 2, 2)
     layout = Layout(data_parallel=6, ranks_per_replica=4)
-    assert shape.size == layout.ranks == 24
-    for rank in range(shape.size):
-        replicate, shard, _, _ = shape.coordinates(rank)
-        assert replicate * 3 + shard == layout.replica(rank)
-    with pytest.raises(IndexError):
-        shape.coordinates(24)
-    deployment = StageDeployment(
-        stage="update", replicas=2, shard=3, context_parallel=2, tensor_parallel=2
-    )
-    assert MeshShape.of(deployment) == shape
+    assert deployment.ranks == layout.ranks == 24
+    for rank in range(deployment.ranks):
+        place = UpdateMesh(deployment, rank, torch.device("cpu"))
+        assert place.data_rank == layout.replica(rank)
+        assert place.leader == (rank % 4 == 0)
 
 
 def test_a_mesh_of_other_than_the_launched_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="has 6 ranks, but 1 were launched"):
-        create_mesh(MeshShape(shard=2, tensor=3))
+        create_mesh(StageDeployment("update", shard=2, tensor_parallel=3))
     alone = create_mesh()
     assert alone.leader
     assert alone.group("world") is None

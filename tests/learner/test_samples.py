@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import (
@@ -19,9 +20,10 @@ from earl_core.learner.data.samples import (
     by_minibatch,
     training_samples,
 )
-from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh
+from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.selector import ModelShape
 from earl_core.system.host import host_name
+from tests.learner.cuts import mesh_of
 from tests.learner.recorded import Recorded
 
 SPLIT = by_minibatch(2, seed=3, iteration=4)
@@ -38,9 +40,9 @@ def reader(recorded: Recorded, ranks: int) -> RankReader:
     return RankReader(recorded.store, (host_name(),) * ranks, RowCost(1.0, 0.01))
 
 
-def mesh(shape: MeshShape, rank: int) -> UpdateMesh:
+def mesh(deployment: StageDeployment, rank: int) -> UpdateMesh:
     """The rank's place; reading needs no connection."""
-    return UpdateMesh(shape, rank, torch.device("cpu"))
+    return UpdateMesh(deployment, rank, torch.device("cpu"))
 
 
 def manifests(recorded: Recorded, groups: int) -> list[Manifest]:
@@ -53,12 +55,12 @@ def test_replicas_share_the_rows_out_and_their_ranks_read_the_same(
     recorded: Recorded, shape: tuple[int, ...], groups: int
 ) -> None:
     """With 2 groups, of which one was dropped, some of the replicas have nothing to do."""
-    layout = MeshShape(*shape)
+    deployment = mesh_of(*shape)
     given = manifests(recorded, groups)
     read: dict[int, list[list[int]]] = {}
-    for rank in range(layout.size):
-        place = mesh(layout, rank)
-        with reader(recorded, layout.size).open(given, place, TRAINED, SPLIT) as batch:
+    for rank in range(deployment.ranks):
+        place = mesh(deployment, rank)
+        with reader(recorded, deployment.ranks).open(given, place, TRAINED, SPLIT) as batch:
             assert set(batch.names()) == set(TRAINED)
             samples = training_samples(batch)
             assert all(len(s.tokens) == len(s.advantages) > 0 for s in samples)
@@ -73,11 +75,11 @@ def test_replicas_share_the_rows_out_and_their_ranks_read_the_same(
 
 
 def test_every_minibatch_is_balanced(recorded: Recorded) -> None:
-    layout = MeshShape(replicate=2)
+    deployment = StageDeployment("update", replicas=2)
     given = manifests(recorded, 40)
     reading = reader(recorded, 2)
-    plan = reading.plan(given, mesh(layout, 0), TRAINED, SPLIT)
-    groups = reading._groups(plan.sources, mesh(layout, 0))
+    plan = reading.plan(given, mesh(deployment, 0), TRAINED, SPLIT)
+    groups = reading._groups(plan.sources, mesh(deployment, 0))
     assert plan.imbalance <= plan.layout.max_imbalance
     cost = plan.layout.cost(plan.sources.tokens)
     parts = SPLIT(plan.sources.rows, groups)
@@ -92,7 +94,7 @@ def test_every_minibatch_is_balanced(recorded: Recorded) -> None:
 
 def test_groups_are_torn_where_they_would_leave_a_replica_idle(recorded: Recorded) -> None:
     given = manifests(recorded, 2)
-    plan = reader(recorded, 2).plan(given, mesh(MeshShape(shard=2), 0), SCORED)
+    plan = reader(recorded, 2).plan(given, mesh(StageDeployment("update", shard=2), 0), SCORED)
     assert len(plan.rows(0)) == len(plan.rows(1)) == 1
 
 

@@ -13,7 +13,7 @@ from earl_core.config import load_config
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import remove_leftovers
 from earl_core.run.journal import Journal, read_lines
-from earl_core.run.record import RunDamaged, read_record
+from earl_core.run.record import OtherFormat, RunDamaged, config_of_run, read_record
 from earl_core.system.files import read_file, write_atomic
 from tests.durability.life import life_config
 from tests.run.test_run_directory import seal
@@ -75,11 +75,15 @@ def test_an_edited_or_lost_run_json_is_refused(tmp_path: Path) -> None:
         (whole.replace('"attempts": 1', '"attempts": 2'), "damaged or was edited"),
         (whole[:-3], "damaged or was edited"),
         ("[]", "damaged or was edited"),
-        (whole.replace("earl.run/2", "earl.run/1"), "format earl.run/1"),
+        (whole.replace("earl.run/3", "earl.run/2"), "format earl.run/2"),
     ):
         path.write_text(other)
         with pytest.raises(RunDamaged, match=reason):
             RunDirectory.open(config)
+    path.write_text(whole.replace("earl.run/3", "earl.run/2"))
+    (path.parent / "config.yaml").write_text("layout: {update: {replicate: 2}}\n")
+    with pytest.raises(OtherFormat, match=r"this version of earl reads earl\.run/3"):
+        config_of_run(path.parent)
     path.unlink()
     with pytest.raises(RunDamaged, match=r"holds a run but no run\.json"):
         RunDirectory.open(config)
@@ -139,5 +143,5 @@ def test_a_stage_repeated_after_its_release_is_released_again(tmp_path: Path) ->
     assert again.store.path(entry).exists()
     again.release_through(0)
     assert not again.store.path(entry).exists()
-    assert json.loads((run.path / "run.json").read_text())["format"] == "earl.run/2"
+    assert json.loads((run.path / "run.json").read_text())["format"] == "earl.run/3"
     again.close()

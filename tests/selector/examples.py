@@ -6,7 +6,7 @@ from typing import Any
 
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.selector import SelectionInput, SelectorConfig, Statistics
+from earl_core.selector import SelectionInput, SelectorConfig, StageDeployment, Statistics
 from earl_core.selector.model.catalogue import MODELS, cluster
 
 
@@ -41,3 +41,8 @@ def given(
         "selector": SelectorConfig(**{"policy": "live_tokens", **(selector or {})}),
     }
     return SelectionInput(**{**values, **fields})
+
+
+def bare(deployment: StageDeployment) -> StageDeployment:
+    """Without the context that engines are built for, as candidates are."""
+    return deployment._replace(max_model_len=0)

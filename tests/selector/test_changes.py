@@ -13,7 +13,7 @@ from earl_core.selector import (
     Statistics,
     select,
 )
-from earl_core.selector.choice.changes import infeasible_text, layout_changes
+from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.profile.observations import Observation
 from tests.selector.examples import given
 
@@ -51,7 +51,7 @@ def plan(reason: str = "", **stages: StageDeployment) -> DeploymentPlan:
         ),
         (
             "rollout",
-            {"replicas": 2, "max_running_requests": None},
+            {"replicas": 2, "max_running_requests": 0},
             "faster",
             "rollout: TP 1, engines 1 -> 2, running 64 -> any: faster",
         ),
@@ -65,26 +65,24 @@ def plan(reason: str = "", **stages: StageDeployment) -> DeploymentPlan:
 )
 def test_a_change_is_one_line(stage: str, fields: dict[str, Any], reason: str, line: str) -> None:
     before = {"rollout": ROLLOUT, "update": UPDATE}[stage]
-    after = plan(reason, **{stage: before.model_copy(update=fields)})
-    (change,) = layout_changes(plan(), after)
+    after = plan(reason, **{stage: before._replace(**fields)})
+    (change,) = stage_changes(plan(), after)
     assert change.text == line
     assert change.switched == (set(fields) != {"max_model_len"})
 
 
 def test_means_given_up_are_named_too() -> None:
-    careful = UPDATE.model_copy(
-        update={"activation_checkpointing": True, "logits_chunk_tokens": 512}
-    )
-    (change,) = layout_changes(plan(update=careful), plan())
+    careful = UPDATE._replace(activation_checkpointing=True, logits_chunk_tokens=512)
+    (change,) = stage_changes(plan(update=careful), plan())
     assert change.text == "update: TP 1, no checkpointing, all logits at once"
 
 
 def test_nothing_changed_and_nothing_before() -> None:
-    assert layout_changes(plan(), plan("other words")) == []
-    assert layout_changes(None, plan()) == []
+    assert stage_changes(plan(), plan("other words")) == []
+    assert stage_changes(None, plan()) == []
 
 
-def test_a_stage_that_did_not_fit_says_why() -> None:
+def test_an_infeasible_stage_says_why() -> None:
     memory = Observation(
         iteration=3, stage="update", kind="out_of_memory", deployment=UPDATE, peak_bytes=2**30
     )
@@ -92,10 +90,10 @@ def test_a_stage_that_did_not_fit_says_why() -> None:
         "update: ran out of memory at 1.0 GiB a device under TP 1, 2 threads, microbatch 8192; "
         "the stage is repeated from its sealed inputs"
     )
-    outgrown = Observation(
+    context_overflow = Observation(
         iteration=3, stage="rollout", kind="context_overflow", deployment=ROLLOUT, longest=4096
     )
-    assert "an episode reached 4,096 tokens" in infeasible_text(outgrown)
+    assert "an episode reached 4,096 tokens" in infeasible_text(context_overflow)
     unanswered = memory.model_copy(update={"answered": False})
     assert "repeated" not in infeasible_text(unanswered)
 
@@ -110,9 +108,9 @@ def test_a_longer_context_has_a_reason_that_is_true() -> None:
         chosen = select(item)
         assert chosen["rollout"].max_model_len == length
         assert chosen.reasons["rollout"].endswith(f"context raised from 5120 to {length}: {why}")
-        before = chosen["rollout"].model_copy(update={"max_model_len": 5120})
+        before = chosen["rollout"]._replace(max_model_len=5120)
         earlier = chosen.model_copy(update={"stages": {**chosen.stages, "rollout": before}})
-        (change,) = layout_changes(earlier, chosen)
+        (change,) = stage_changes(earlier, chosen)
         assert change.text.endswith(f"context 5120 -> {length}: {why}")
 
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector import DeploymentPlan, Hardware, NoFeasiblePlan, Predictor, select
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
 from earl_core.selector.choice.statistics import forecast
-from earl_core.selector.model.candidates import Candidate
-from tests.selector.examples import given
+from tests.selector.examples import bare, given
 
 
-def layouts(plan: DeploymentPlan) -> dict[str, Candidate]:
-    return {stage: Candidate.of(item) for stage, item in plan.stages.items()}
+def layouts(plan: DeploymentPlan) -> dict[str, StageDeployment]:
+    return {stage: bare(item) for stage, item in plan.stages.items()}
 
 
 @examples(st.lists(st.floats(-1, 1), min_size=3, max_size=12), st.floats(0.01, 0.3))
@@ -45,7 +45,7 @@ def test_a_switch_comes_before_memory_runs_out() -> None:
     assert predictor.formula_peak(old, predictor.now._replace(longest=2 * last)) <= budget
     changed = select(later)
     assert layouts(changed)["update"] != layouts(plan)["update"]
-    assert predictor.peak(Candidate.of(changed["update"]), predictor.ahead) <= budget
+    assert predictor.peak(bare(changed["update"]), predictor.ahead) <= budget
     assert "needs" in changed.reasons["update"]
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from earl_core.control.run_history import LearntProfile
-from earl_core.selector import ProfileTable, StageDeployment
-from earl_core.selector.model.candidates import Candidate
+from earl_core.selector import Hardware, ProfileTable, StageDeployment
 from earl_core.selector.profile.observations import Observation
 from earl_core.selector.profile.profile_table import only_writer, read_table, table_path
 
 MARK = "0123456789abcdef"
+HOST = Hardware(cpu_cores=1, memory_bytes=2**30)
 
 
 class Run(SimpleNamespace):
@@ -47,12 +47,12 @@ def learnt(run: Any, directory: Path) -> LearntProfile:
 
 def test_a_measurement_is_shared_once(tmp_path: Path) -> None:
     run, observed = Run(), [seen(0)]
-    learnt(run, tmp_path).share(observed, Candidate.of)
-    learnt(run, tmp_path).share(observed, Candidate.of)
+    learnt(run, tmp_path).share(observed, HOST)
+    learnt(run, tmp_path).share(observed, HOST)
     (point,) = read_table(tmp_path, MARK).points
     assert point.weight == 1.0
     with only_writer(tmp_path, MARK):
-        learnt(run, tmp_path).share([*observed, seen(1)], Candidate.of)
+        learnt(run, tmp_path).share([*observed, seen(1)], HOST)
     assert read_table(tmp_path, MARK).points == (point,)
 
 
@@ -65,12 +65,12 @@ def test_a_run_outlives_a_profile_that_cannot_be_written(
     profile = learnt(run, directory)
     with caplog.at_level(logging.WARNING, "earl_core.control.run_history"):
         for iteration in range(3):
-            profile.share([seen(number) for number in range(iteration + 1)], Candidate.of)
+            profile.share([seen(number) for number in range(iteration + 1)], HOST)
     (warning,) = caplog.messages
     assert str(directory) in warning
     directory.unlink()
     # What could not be shared is when it can.
-    profile.share([seen(number) for number in range(4)], Candidate.of)
+    profile.share([seen(number) for number in range(4)], HOST)
     (point,) = read_table(directory, MARK).points
     assert point.iteration == 3
     assert point.weight > 3
@@ -82,6 +82,6 @@ def test_a_run_outlives_a_profile_that_is_damaged_meanwhile(
     table_path(tmp_path, MARK).write_bytes(b"PAR1 nonsense")
     profile = learnt(Run(), tmp_path)
     with caplog.at_level(logging.WARNING, "earl_core.control.run_history"):
-        profile.share([seen(0)], Candidate.of)
+        profile.share([seen(0)], HOST)
     assert "remove it to measure anew" in caplog.text
     assert table_path(tmp_path, MARK).read_bytes() == b"PAR1 nonsense"

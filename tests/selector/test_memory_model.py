@@ -8,25 +8,37 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.config.rollout import VllmConfig
 from earl_core.selector import Calibration, Hardware, ModelShape, Peak
-from earl_core.selector.model.candidates import Candidate, logits_chunk
-from earl_core.selector.model.catalogue import DEVICES, MODELS, device_of
+from earl_core.selector.model.catalogue import MODELS, cluster, memory_model
+from earl_core.selector.model.cpu import CpuMemoryModel
+from earl_core.selector.model.cpu import layer_activation_bytes as cpu_layer_activation_bytes
 from earl_core.selector.model.memory_model import (
     LOGITS_AT_A_TIME,
+    MemoryModel,
     TrainingNeeds,
-    cpu_layer_activation_bytes,
-    engine_memory,
     kv_bytes_per_token,
-    kv_capacity_tokens,
     layer_activation_bytes,
-    scoring_memory,
     standard_activation_bytes,
-    torch_engine_memory,
-    training_memory,
 )
+from earl_core.selector.model.sizes import logits_chunk
 
 GIB = 2**30
+CPU = Hardware(cpu_cores=2, memory_bytes=24 * GIB)
 QWEN, LLAMA, SMOL = (MODELS[name] for name in ("qwen2.5-72b", "llama-3.1-8b", "smollm2-135m"))
+
+
+def on_gpu(shape: ModelShape) -> MemoryModel:
+    model = memory_model(shape, cluster("h100-80gb", 1, 8))
+    assert type(model) is MemoryModel
+    return model
+
+
+def on_cpu(shape: ModelShape) -> MemoryModel:
+    model = memory_model(shape, CPU)
+    assert type(model) is CpuMemoryModel
+    return model
 
 
 @pytest.mark.parametrize(
@@ -62,7 +74,9 @@ def test_one_layer_by_hand() -> None:
 
 
 def test_update_by_hand() -> None:
-    plain = training_memory(LLAMA, Candidate("update", microbatch=8192), 4096, TrainingNeeds())
+    plain = on_gpu(LLAMA).training(
+        StageDeployment("update", max_tokens_per_microbatch=8192), 4096, TrainingNeeds()
+    )
     count = LLAMA.parameters
     assert plain.weights == 4 * count + 2 * count
     assert (plain.gradients, plain.optimizer) == (4 * count, 8 * count)
@@ -70,10 +84,12 @@ def test_update_by_hand() -> None:
     # The learner computes 2**25 logits at a time, and 261 is what 128,256 go into that.
     assert plain.logits == 261 * 128256 * 10
     # A sample is never cut: a longer one than the budget makes the microbatch longer.
-    longer = training_memory(LLAMA, Candidate("update", microbatch=8192), 16384, TrainingNeeds())
+    longer = on_gpu(LLAMA).training(
+        StageDeployment("update", max_tokens_per_microbatch=8192), 16384, TrainingNeeds()
+    )
     assert longer.activations == 2 * plain.activations
-    mesh = Candidate("update", 1, 2, 4, 8, microbatch=8192)
-    split = training_memory(LLAMA, mesh, 4096, TrainingNeeds())
+    mesh = StageDeployment("update", 1, 2, 4, 8, max_tokens_per_microbatch=8192)
+    split = on_gpu(LLAMA).training(mesh, 4096, TrainingNeeds())
     # Tensor, context and shard ranks all hold parts of the parameters.
     assert split.optimizer == plain.optimizer / (2 * 4 * 8)
     assert split.gradients == plain.gradients / (2 * 4 * 8)
@@ -81,20 +97,22 @@ def test_update_by_hand() -> None:
     gathered = 4 * max(2 * LLAMA.layer_parameters, LLAMA.embedding_parameters) / 2
     assert split.weights == 4 * count / 64 + 2 * count / 2 + gathered
     assert split.logits == (2**25 // 64128) * 64128 * 10
-    lean = mesh._replace(checkpointing=True, logits_chunk=32, offload=True)
-    least = training_memory(LLAMA, lean, 4096, TrainingNeeds())
+    lean = mesh._replace(
+        activation_checkpointing=True, logits_chunk_tokens=32, offload_optimizer=True
+    )
+    least = on_gpu(LLAMA).training(lean, 4096, TrainingNeeds())
     assert least.optimizer == 0
     assert least.logits == 32 * 128256 * 10 / 2
     # Residual sums between layers, in float32, and one layer that is computed again.
     assert least.activations == 2048 * (32 * 4096 * 4 + layer_activation_bytes(LLAMA, 2))
     # The copies are gone by then.
     assert split.weights - least.weights == 2048 * layer_activation_bytes(LLAMA, 2)
-    assert scoring_memory(LLAMA, mesh, 4096, TrainingNeeds()).total < split.total / 2
+    assert on_gpu(LLAMA).scoring(mesh, 4096, TrainingNeeds()).total < split.total / 2
 
 
 def test_update_on_a_cpu_by_hand() -> None:
     """SmolLM2-135M, the tensors that autograd keeps of one layer, counted one by one."""
-    wide, cpu = 576 + 192, TrainingNeeds(mixed=True, cpu=True)
+    wide, cpu = 576 + 192, TrainingNeeds(mixed=True)
     # Norms: twice input and normalised input in float32, and five bf16 copies for the matrices.
     norms = 576 * (2 * 4 + 2 * 4 + 5 * 2)
     long = norms + 2 * 2 * wide + 4 * 9 + 2 * 576 + 4 * 2 * 1536
@@ -105,20 +123,20 @@ def test_update_on_a_cpu_by_hand() -> None:
     # In float32 the matrices share the norm's output.
     plain = 576 * 24 + 2 * 4 * wide + 4 * 9 + 4 * 576 + 4 * 4 * 1536
     assert cpu_layer_activation_bytes(SMOL, 1000, mixed=False) == plain
-    layout = Candidate("update", microbatch=2048)
-    memory = training_memory(SMOL, layout, 1000, cpu)
+    layout = StageDeployment("update", max_tokens_per_microbatch=2048)
+    memory = on_cpu(SMOL).training(layout, 1000, cpu)
     # All layers, and what the backward pass has under way.
     assert memory.activations == 2048 * (30 + 2.5) * long
     # Residual sums between layers are float32 also under autocast.
-    lean = training_memory(SMOL, layout._replace(checkpointing=True), 1000, cpu)
+    lean = on_cpu(SMOL).training(layout._replace(activation_checkpointing=True), 1000, cpu)
     assert lean.activations == 2048 * (30 * 576 * 4 + 3.5 * long)
     # 682 positions at a time, float32 twice; the head's gradients on their way.
     assert memory.logits == 8 * 682 * 49152 + 20 * 49152 * 576
-    few = training_memory(SMOL, layout, 1000, cpu._replace(answered=0.25))
+    few = on_cpu(SMOL).training(layout, 1000, cpu._replace(answered=0.25))
     assert few.logits == 8 * 512 * 49152 + 7 * 49152 * 576
     assert (memory.weights, memory.optimizer) == (6 * SMOL.parameters, 8 * SMOL.parameters)
     # A model that only scores is held in float32 as well.
-    scoring = scoring_memory(SMOL, layout._replace(stage="reference"), 1000, cpu)
+    scoring = on_cpu(SMOL).scoring(layout._replace(stage="reference"), 1000, cpu)
     assert scoring.weights == memory.weights
     assert scoring.total < memory.total / 2.5
 
@@ -130,40 +148,40 @@ def test_a_chunk_of_logits_is_an_eighth_of_what_is_usual() -> None:
 
 
 def test_torch_engine_by_hand() -> None:
-    memory = torch_engine_memory(SMOL, 64, 1000, 4, cpu=True)
+    memory = on_cpu(SMOL).torch_engine(64, 1000, 4)
     assert memory.weights == 4 * SMOL.parameters
     # A row as wide as the longest for each sequence, and half as much again.
     assert memory.kv_cache == 1.5 * 64 * 1000 * 2 * SMOL.kv_bytes_per_token()
-    assert torch_engine_memory(SMOL, 64, 1000, 2, cpu=True).kv_cache == memory.kv_cache / 2
+    assert on_cpu(SMOL).torch_engine(64, 1000, 2).kv_cache == memory.kv_cache / 2
     assert kv_bytes_per_token(SMOL, 1, 4) == 2 * kv_bytes_per_token(SMOL, 1)
 
 
 def test_engine_by_hand() -> None:
     """Qwen2.5-72B at TP 4 with 90 % of 80 GB: 288 GiB less 135.4 of weights and workspace hold some
     450K tokens of 320 KiB, which is where the paper's grid changes its sign."""
-    layout = Candidate("rollout", 1, 4, running=128)
-    memory = engine_memory(QWEN, DEVICES["h100-80gb"], layout, 0.9)
+    layout = StageDeployment("rollout", 1, 4, max_running_requests=128)
+    memory = on_gpu(QWEN).vllm(layout, VllmConfig(gpu_memory_utilization=0.9))
     assert memory.weights == 2 * QWEN.parameters / 4
     assert memory.total == pytest.approx(0.9 * 80 * GIB)
     assert kv_bytes_per_token(QWEN, 4) == 80 * 1024
-    capacity = kv_capacity_tokens(QWEN, memory, 4)
-    assert capacity == pytest.approx(memory.kv_cache / 81920)
-    assert 262_144 < capacity < 524_288
+    assert 262_144 < memory.kv_cache / 81920 < 524_288
     # More ranks than key-value heads hold copies.
     assert kv_bytes_per_token(QWEN, 16) == kv_bytes_per_token(QWEN, 8)
-    too_small = engine_memory(QWEN, DEVICES["h100-80gb"], Candidate("rollout", 1, 1), 0.9)
+    too_small = on_gpu(QWEN).vllm(
+        StageDeployment("rollout"), VllmConfig(gpu_memory_utilization=0.9)
+    )
     assert too_small.kv_cache == 0
 
 
 def test_vllm_on_a_cpu_has_three_processes_and_a_whole_cache() -> None:
     """SmolLM2 in bf16 with 1 GiB of cache: 865, 789 and 2,384 MB were measured after the start."""
-    device = device_of(Hardware(cpu_cores=2, memory_bytes=24 * GIB))
-    layout = Candidate("rollout", threads=2, running=256)
-    memory = engine_memory(SMOL, device, layout, 1.0 * GIB)
+    one = VllmConfig(kv_cache_gib=1)
+    layout = StageDeployment("rollout", threads=2, max_running_requests=256)
+    memory = on_cpu(SMOL).vllm(layout, one)
     resting = memory._replace(activations=0.0, logits=0.0).total
     assert resting == pytest.approx(4037e6, rel=0.05)
     # Each rank has its own cache; the engine's other processes are there once.
-    two = engine_memory(SMOL, device, layout._replace(tensor=2), 1.0 * GIB)
+    two = on_cpu(SMOL).vllm(layout._replace(tensor_parallel=2), one)
     assert 2 * two.kv_cache == 2 * GIB
     assert memory.runtime < 2 * two.runtime < 2 * memory.runtime
 
@@ -182,9 +200,8 @@ def test_a_shape_is_read_from_a_config() -> None:
     }
     found = ModelShape.from_config(raw)
     assert found.parameters == MODELS["smollm2-135m"].parameters
-    assert found.sizes().parameters == found.parameters
     with pytest.raises(ValueError, match="mixture of 8 experts"):
-        ModelShape.from_config({**raw, "num_experts": 8}).sizes()
+        ModelShape.from_config({**raw, "num_experts": 8}).require_dense()
     with pytest.raises(ValueError, match="vocab_size"):
         ModelShape.from_config({k: v for k, v in raw.items() if k != "vocab_size"})
 
@@ -200,7 +217,7 @@ def test_calibration_predicts_held_out_peaks() -> None:
     calibration = Calibration()
     for predicted in (1e9, 2e9, 3e9, 5e9):
         peak = Peak(stage="update", predicted=predicted, measured=truth(predicted))
-        calibration = calibration.observe(peak)
+        calibration = Calibration(peaks=(*calibration.peaks, peak))
     for held_out in (1.5e9, 4e9, 8e9):
         real = truth(held_out)
         assert abs(held_out - real) / real > 0.2
@@ -241,18 +258,20 @@ of scorings at the three token budgets. Half of the tokens were trained."""
 def test_two_measured_peaks_predict_those_held_out(precision: str, stage: str) -> None:
     """Calibrated at two token budgets, without checkpointing and at one length of samples: the
     largest budget, the other length and checkpointing come out within 10 %."""
-    needs = TrainingNeeds(mixed=precision == "bf16", cpu=True, answered=0.5)
+    needs = TrainingNeeds(mixed=precision == "bf16", answered=0.5)
     known, held_out = [], []
     for (kind, checkpointing, length), sizes in MEASURED.items():
         for budget, megabytes in zip(BUDGETS, sizes[stage == "reference"], strict=True):
-            layout = Candidate(
-                stage, microbatch=budget // length * length, checkpointing=checkpointing
+            layout = StageDeployment(
+                stage,
+                max_tokens_per_microbatch=budget // length * length,
+                activation_checkpointing=checkpointing,
             )
             if stage == "update":
-                formula = training_memory(TINY, layout, length, needs).total
+                formula = on_cpu(TINY).training(layout, length, needs).total
             else:
                 # These learners held an optimizer's state besides.
-                formula = scoring_memory(TINY, layout, length, needs).total
+                formula = on_cpu(TINY).scoring(layout, length, needs).total
                 formula += 8 * TINY.parameters
             peak = Peak(stage=stage, predicted=formula, measured=1e6 * megabytes)
             if kind == precision:
@@ -278,10 +297,12 @@ def test_the_formula_alone_comes_near_a_large_vocabularys_peaks(
     checkpointing: bool, budget: int, update: int, score: int
 ) -> None:
     """SmolLM2-135M under bf16 autocast, samples of 256 tokens; megabytes measured likewise."""
-    needs = TrainingNeeds(mixed=True, cpu=True, answered=0.5)
-    layout = Candidate("update", microbatch=budget, checkpointing=checkpointing)
-    assert training_memory(SMOL, layout, 256, needs).total == pytest.approx(1e6 * update, rel=0.05)
-    scoring = scoring_memory(SMOL, layout, 256, needs).total + 8 * SMOL.parameters
+    needs = TrainingNeeds(mixed=True, answered=0.5)
+    layout = StageDeployment(
+        "update", max_tokens_per_microbatch=budget, activation_checkpointing=checkpointing
+    )
+    assert on_cpu(SMOL).training(layout, 256, needs).total == pytest.approx(1e6 * update, rel=0.05)
+    scoring = on_cpu(SMOL).scoring(layout, 256, needs).total + 8 * SMOL.parameters
     assert scoring == pytest.approx(1e6 * score, rel=0.05)
 
 
@@ -301,7 +322,7 @@ def test_the_formula_alone_comes_near_the_torch_engines_peaks(
     model: str, sequences: int, longest: int, measured: int
 ) -> None:
     shape = {"tiny": TINY, "smol": SMOL}[model]
-    memory = torch_engine_memory(shape, sequences, longest, 2, cpu=True)
+    memory = on_cpu(shape).torch_engine(sequences, longest, 2)
     assert memory.total == pytest.approx(1e6 * measured, rel=0.1)
 
 
@@ -332,6 +353,6 @@ def test_what_ran_out_of_memory_is_predicted_over_the_budget(
     peaks: list[Peak], predicted: float, budget: float
 ) -> None:
     failed = Peak(stage="update", predicted=predicted, measured=budget, out_of_memory=True)
-    learnt = Calibration(peaks=tuple(peaks)).observe(failed)
+    learnt = Calibration(peaks=(*peaks, failed))
     assert learnt.correct("update", predicted) > budget
     assert learnt.correct("update", 2 * predicted) > budget

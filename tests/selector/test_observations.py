@@ -9,21 +9,26 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from earl_core.selector import Predictor, ProfileTable, SelectionInput, StageDeployment, select
-from earl_core.selector.model.candidates import Candidate
+from earl_core.selector import (
+    Hardware,
+    Predictor,
+    ProfileTable,
+    SelectionInput,
+    StageDeployment,
+    select,
+)
 from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,
     calibration_of,
     decode_rate,
     forbidden_of,
-    offered_requests,
     overflow_tokens,
-    peak_bytes_of,
     refined,
     seconds_of,
     training_rate,
 )
+from earl_core.selector.profile.profile_table import key_of
 from tests.selector.examples import given
 
 UPDATE = StageDeployment(stage="update", max_tokens_per_microbatch=8192)
@@ -37,8 +42,7 @@ def seen(kind: Any, deployment: StageDeployment = UPDATE, **fields: Any) -> Obse
 
 def taught(base: SelectionInput, observations: list[Observation]) -> SelectionInput:
     """As a run puts them in."""
-    predictor = Predictor(base)
-    profile = refined(base.profile, observations, 16.0, predictor.candidate_of)
+    profile = refined(base.profile, observations, 16.0, base.hardware)
     return base.model_copy(
         update={
             "profile": profile,
@@ -64,7 +68,7 @@ def test_what_was_measured_is_predicted_next(stage: str) -> None:
         seconds = factor * guess
         if stage == "rollout":
             rate = decode_rate(predictor.roofline, layout, load, seconds)
-            requests = offered_requests(layout, load.episodes)
+            requests = load.offered(layout)
         else:
             rate, requests = training_rate(load, seconds), float(load.episodes)
         fields = {"context": load.context, "requests": requests, "tokens_per_second": rate}
@@ -82,8 +86,8 @@ def test_a_refined_profile_is_of_what_was_measured_only() -> None:
         seen("switched", seconds=3.0),
         seen("measured", **{**fields, "tokens_per_second": 0.0}),
     ]
-    (point,) = refined(ProfileTable(), lesson, 16.0).points
-    assert point.key == Candidate.of(UPDATE).key
+    (point,) = refined(ProfileTable(), lesson, 16.0, Hardware(cpu_cores=1, memory_bytes=1)).points
+    assert point.key == key_of(UPDATE)
     assert (point.tokens_per_second, point.iteration) == (100.0, 3)
 
 
@@ -153,13 +157,9 @@ def test_what_is_last_counts() -> None:
         seen("switched", ROLLOUT, seconds=9.0),
         seen("switched", seconds=0.1),
         seen("resharded", seconds=0.2),
-        seen("measured", peak_bytes=3.0),
-        seen("measured", peak_bytes=2.0),
-        seen("measured", ROLLOUT),
     ]
     assert seconds_of(lines, "switched") == {"update": 0.1, "rollout": 9.0}
     assert seconds_of(lines, "resharded") == {"update": 0.2}
-    assert peak_bytes_of(lines) == {"update": 2.0}
 
 
 def test_attempts_are_the_failures_that_had_the_choice_made_again() -> None:
@@ -178,11 +178,11 @@ def test_attempts_are_the_failures_that_had_the_choice_made_again() -> None:
 def test_an_outgrown_context_is_at_least_doubled(tokens: int, policy: str) -> None:
     base = given(256.0, selector={"policy": policy}, rollout={"max_model_len": 1024})
     base = base.model_copy(update={"current": select(base)})
-    before = base.current["rollout"].max_model_len or 0
+    before = base.current["rollout"].max_model_len
     lesson = seen(
         "context_overflow", base.current["rollout"], longest=float(max(tokens, before + 1))
     )
-    length = select(taught(base, [lesson]))["rollout"].max_model_len or 0
+    length = select(taught(base, [lesson]))["rollout"].max_model_len
     assert length >= min(2 * before, base.model.max_positions)
     assert length > lesson.longest or length == base.model.max_positions
 

@@ -189,7 +189,7 @@ def test_all_attempts_of_an_iteration_and_what_they_taught(tmp_path: Path) -> No
     assert "Attempt 1" not in short
 
 
-def test_an_iteration_for_which_nothing_fitted(tmp_path: Path) -> None:
+def test_an_iteration_for_which_nothing_was_feasible(tmp_path: Path) -> None:
     path = sealed_run(tmp_path, given(8192.0))
     folder = path / "iterations/000012"
     (folder / "select.json").unlink()

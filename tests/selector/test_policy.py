@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from earl_core.config.layout import LayoutConfig
+from earl_core.config.stages import StagesConfig
 from earl_core.selector import (
     DeploymentPlan,
     Forbidden,
@@ -21,14 +21,17 @@ from earl_core.selector import (
     ProfileTable,
     SelectionInput,
     SelectorConfig,
+    StageDeployment,
     Statistics,
     select,
 )
-from earl_core.selector.choice.policy import POLICIES, choose
-from earl_core.selector.choice.predict import gib
-from earl_core.selector.model.candidates import Candidate, rollout_candidates, update_candidates
+from earl_core.selector.choice.explain import considered
+from earl_core.selector.choice.policy import POLICIES
+from earl_core.selector.model.candidates import rollout_candidates, training_candidates
 from earl_core.selector.model.catalogue import MODELS, cluster
-from tests.selector.examples import given
+from earl_core.selector.model.memory_model import gib
+from earl_core.selector.profile.profile_table import key_of
+from tests.selector.examples import bare, given
 
 contexts = st.floats(64, 60000)
 machines = st.sampled_from([(1, 1), (1, 4), (1, 8), (4, 8)])
@@ -36,8 +39,8 @@ models = st.sampled_from(["qwen2.5-7b", "llama-3.1-8b", "smollm2-135m", "qwen2.5
 quick = settings(max_examples=40, deadline=None)
 
 
-def layouts(plan: DeploymentPlan) -> dict[str, Candidate]:
-    return {stage: Candidate.of(item) for stage, item in plan.stages.items()}
+def layouts(plan: DeploymentPlan) -> dict[str, StageDeployment]:
+    return {stage: bare(item) for stage, item in plan.stages.items()}
 
 
 def iteration_seconds(item: SelectionInput, plan: DeploymentPlan) -> float:
@@ -46,7 +49,7 @@ def iteration_seconds(item: SelectionInput, plan: DeploymentPlan) -> float:
         if stage in plan.stages:
             candidate = predictor.candidate_of(plan[stage])
             total += predictor.predict(candidate, predictor.now).seconds
-    rollout, update = (Candidate.of(plan[stage]) for stage in ("rollout", "update"))
+    rollout, update = (bare(plan[stage]) for stage in ("rollout", "update"))
     return total + predictor.roofline.republish_seconds(update, rollout)
 
 
@@ -100,7 +103,7 @@ def test_a_forbidden_candidate_is_never_picked(
             chosen = layouts(select(item))
         except NoFeasiblePlan:
             return
-        assert not set(chosen.values()) & {Candidate.of(one.deployment) for one in forbidden}
+        assert not set(chosen.values()) & {bare(one.deployment) for one in forbidden}
 
 
 @quick
@@ -223,15 +226,21 @@ def test_measurements_overrule_the_roofline() -> None:
     }  # fmt: skip
     item = given(4096.0, **base)
     first = Predictor(item).candidate_of(select(item)["rollout"])
-    rows = choose(item).predictions["rollout"]
-    other = next(r.candidate for r in rows if not r.problem and r.candidate.tensor != first.tensor)
+    rows = considered(item).predictions["rollout"]
+    other = next(
+        r.candidate
+        for r in rows
+        if not r.problem and r.candidate.tensor_parallel != first.tensor_parallel
+    )
     points = []
     for candidate, rate in ((first, 10.0), (other, 10000.0)):
         place = {"context": 4096.0, "requests": 64.0 / candidate.replicas}
-        points.append(ProfilePoint(key=candidate.key, tokens_per_second=rate, weight=4, **place))
+        points.append(
+            ProfilePoint(key=key_of(candidate), tokens_per_second=rate, weight=4, **place)
+        )
     taught = item.model_copy(update={"profile": ProfileTable(points=tuple(points))})
-    choice = choose(taught)
-    assert Candidate.of(choice.plan["rollout"]).tensor == other.tensor
+    choice = considered(taught)
+    assert choice.plan["rollout"].tensor_parallel == other.tensor_parallel
     assert "a guess" not in choice.plan.reasons["rollout"]
     assert "a guess" in select(item).reasons["rollout"]
 
@@ -258,10 +267,10 @@ def test_fields_held_fixed_stay_as_configured() -> None:
     assert not plan["update"].offload_optimizer
 
 
-def test_fields_held_fixed_are_those_of_the_layout() -> None:
-    layout = {"rollout": {"tensor_parallel": 2}, "update": {"tensor_parallel": 4, "shard": 2}}
+def test_fields_held_fixed_are_those_of_the_configuration() -> None:
+    stages = {"rollout": {"tensor_parallel": 2}, "update": {"tensor_parallel": 4, "shard": 2}}
     held = ("rollout.tensor_parallel", "update.tensor_parallel", "update.shard")
-    plan = select(given(2048.0, layout=LayoutConfig(**layout), selector={"fixed_fields": held}))
+    plan = select(given(2048.0, stages=StagesConfig(**stages), selector={"fixed_fields": held}))
     assert (plan["rollout"].tensor_parallel, plan["rollout"].replicas) == (2, 4)
     assert (plan["update"].tensor_parallel, plan["update"].shard) == (4, 2)
 
@@ -269,8 +278,12 @@ def test_fields_held_fixed_are_those_of_the_layout() -> None:
 def test_cpu_layouts_share_the_cores() -> None:
     machine = Hardware(cpu_cores=4, memory_bytes=64 * 2**30)
     item = given(1024.0, model="smollm2-135m", hardware=machine, rollout={"max_model_len": 4096})
-    found, out = rollout_candidates(MODELS["smollm2-135m"], machine, 128, (256,))
-    assert {(c.replicas, c.tensor, c.threads) for c in found} == {(1, 1, 4), (2, 1, 2), (4, 1, 1)}
+    found, out = rollout_candidates(MODELS["smollm2-135m"], machine, 128, 256)
+    assert {(c.replicas, c.tensor_parallel, c.threads) for c in found} == {
+        (1, 1, 4),
+        (2, 1, 2),
+        (4, 1, 1),
+    }
     assert any("2 does not divide the 9 attention heads" in item.reason for item in out)
     plan = select(item)
     assert plan["rollout"].replicas * plan["rollout"].threads == 4
@@ -281,13 +294,12 @@ def test_cpu_layouts_share_the_cores() -> None:
 @examples(models, machines, st.integers(1, 512))
 def test_candidates_use_every_device(model: str, machine: tuple[int, int], episodes: int) -> None:
     shape, hardware = MODELS[model], cluster("h100-80gb", *machine)
-    found, out = update_candidates(shape, hardware, episodes, (4096,))
+    found, out = training_candidates("update", shape, hardware, episodes, 4096)
     assert len(set(found)) == len(found)
     for candidate in found:
         assert candidate.ranks == hardware.gpus
         assert candidate.data_parallel <= episodes
-        assert shape.attention_heads % (candidate.tensor * candidate.context) == 0
-        assert Candidate.of(candidate.deployment()) == candidate
+        assert shape.attention_heads % (candidate.tensor_parallel * candidate.context_parallel) == 0
     assert all(item.reason and item.label for item in out)
 
 
@@ -334,7 +346,7 @@ def test_the_host_must_hold_what_is_offloaded() -> None:
     roomy = given(16384.0, model="qwen2.5-72b", hosts=16, episodes=4096)
     assert select(roomy)["update"].offload_optimizer
     machine = roomy.hardware.model_copy(update={"memory_bytes": 64 * 2**30})
-    choice = choose(roomy.model_copy(update={"hardware": machine}))
+    choice = considered(roomy.model_copy(update={"hardware": machine}))
     assert not choice.plan["update"].offload_optimizer
     problems = [row.problem for row in choice.predictions["update"] if row.problem]
     assert any("optimizer state of a host's ranks needs" in problem for problem in problems)
@@ -342,4 +354,4 @@ def test_the_host_must_hold_what_is_offloaded() -> None:
     with pytest.raises(NoFeasiblePlan) as error:
         select(given(1024.0, model="llama-3.1-8b", hardware=cpu, selector={"stages": ("update",)}))
     assert error.value.nearest is not None
-    assert not error.value.nearest.candidate.offload
+    assert not error.value.nearest.candidate.offload_optimizer

@@ -10,7 +10,7 @@ from hypothesis import given as examples
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from earl_core.config.layout import LayoutConfig
+from earl_core.config.stages import StagesConfig
 from earl_core.selector import (
     Calibration,
     Forbidden,
@@ -21,19 +21,20 @@ from earl_core.selector import (
     ProfilePoint,
     ProfileTable,
     SelectionInput,
+    StageDeployment,
     select,
 )
-from earl_core.selector.choice.policy import choose
-from earl_core.selector.choice.predict import gib
-from earl_core.selector.model.candidates import (
-    Candidate,
+from earl_core.selector.choice.explain import considered
+from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.memory_model import gib
+from earl_core.selector.model.sizes import (
     coarse,
     coarse_above,
     logits_chunk,
     smaller_microbatches,
 )
-from earl_core.selector.model.catalogue import MODELS, cluster
-from tests.selector.examples import given
+from earl_core.selector.profile.profile_table import candidate_of_key, key_of
+from tests.selector.examples import bare, given
 
 GIB = 2**30
 quick = settings(max_examples=40, deadline=None)
@@ -47,8 +48,8 @@ def host(memory: float, context: float = 500.0, **fields: Any) -> SelectionInput
     return given(context, **{**base, **fields})
 
 
-def chosen(item: SelectionInput, stage: str = "update") -> Candidate:
-    return Candidate.of(select(item)[stage])
+def chosen(item: SelectionInput, stage: str = "update") -> StageDeployment:
+    return bare(select(item)[stage])
 
 
 def test_microbatches_below_the_one_asked_for_end_at_the_longest_sample() -> None:
@@ -67,9 +68,9 @@ def test_a_smaller_microbatch_holds_the_longest_sample(asked: int, longest: floa
     assert coarse(longest) <= longest <= coarse_above(longest) <= 2 * longest
 
 
-def ladder(context: float) -> tuple[list[Candidate], NoFeasiblePlan]:
+def ladder(context: float) -> tuple[list[StageDeployment], NoFeasiblePlan]:
     """What is chosen for the update with ever less memory, and the error in the end."""
-    seen: list[Candidate] = []
+    seen: list[StageDeployment] = []
     item = host(24.0, context, selector={"stages": ("update",)})
     for step in range(300):
         machine = Hardware(cpu_cores=4, memory_bytes=int(24 * GIB * 0.98**step))
@@ -87,10 +88,10 @@ def ladder(context: float) -> tuple[list[Candidate], NoFeasiblePlan]:
 
 def test_the_ladder_on_a_cpu_begins_with_smaller_microbatches() -> None:
     seen, error = ladder(500.0)
-    assert [item.microbatch for item in seen] == [4096, 2048, 1024, 1024]
+    assert [item.max_tokens_per_microbatch for item in seen] == [4096, 2048, 1024, 1024]
     # The longest sample has 1,000 tokens, and the policy wrote half of them: logits are few.
-    assert [item.checkpointing for item in seen] == [False, False, False, True]
-    assert not any(item.logits_chunk or item.offload for item in seen)
+    assert [item.activation_checkpointing for item in seen] == [False, False, False, True]
+    assert not any(item.logits_chunk_tokens or item.offload_optimizer for item in seen)
     nearest = error.nearest
     assert nearest is not None
     assert nearest.peak > nearest.budget
@@ -102,15 +103,15 @@ def test_the_ladder_of_long_samples_has_logits_in_chunks_before_checkpointing() 
     seen, _ = ladder(2000.0)
     chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary)
     # No smaller microbatch holds the longest sample.
-    assert min(item.microbatch for item in seen) == 4096
-    means = [(item.logits_chunk, item.checkpointing) for item in seen]
+    assert min(item.max_tokens_per_microbatch for item in seen) == 4096
+    means = [(item.logits_chunk_tokens, item.activation_checkpointing) for item in seen]
     assert list(dict.fromkeys(means)) == [(0, False), (chunk, False), (chunk, True)]
 
 
 def test_what_others_hold_is_not_there() -> None:
     free = host(8.0, selector={"stages": ("rollout", "update")})
     shared = free.model_copy(update={"reserved_bytes": {"update": 2.0 * GIB}})
-    assert chosen(free).microbatch > chosen(shared).microbatch
+    assert chosen(free).max_tokens_per_microbatch > chosen(shared).max_tokens_per_microbatch
     assert chosen(free, "rollout") == chosen(shared, "rollout")
     predictor = Predictor(shared)
     assert predictor.budget("update") == pytest.approx(0.9 * 8 * GIB - 2 * GIB)
@@ -125,14 +126,16 @@ def test_what_others_hold_is_not_there() -> None:
 
 def test_more_engines_cost_more_memory() -> None:
     predictor = Predictor(host(24.0))
-    one, two, four = (Candidate("rollout", n, threads=4 // n, running=256) for n in (1, 2, 4))
+    one, two, four = (
+        StageDeployment("rollout", n, threads=4 // n, max_running_requests=256) for n in (1, 2, 4)
+    )
     peaks = [predictor.stage_peak(candidate) for candidate in (one, two, four)]
     weights = 2 * MODELS["smollm2-135m"].parameters
     assert peaks == sorted(peaks)
     assert peaks[1] - peaks[0] > weights
     tight = host(peaks[1] / GIB / 0.9 * 0.99)
-    verdicts = {row.candidate.replicas: row for row in choose(tight).predictions["rollout"]
-                if row.candidate.running == 256}  # fmt: skip
+    verdicts = {row.candidate.replicas: row for row in considered(tight).predictions["rollout"]
+                if row.candidate.max_running_requests == 256}  # fmt: skip
     assert not verdicts[1].problem
     assert "running 2 engines needs" in verdicts[2].problem
 
@@ -141,7 +144,9 @@ def test_the_torch_engine_runs_fewer_sequences_when_its_cache_would_not_fit() ->
     """Its cache grows with the sequences in play and the longest of them."""
 
     def limit(context: float) -> int:
-        return chosen(host(3.0, context, selector={"stages": ("rollout",)}), "rollout").running
+        return chosen(
+            host(3.0, context, selector={"stages": ("rollout",)}), "rollout"
+        ).max_running_requests
 
     limits = [limit(context) for context in (100.0, 1000.0, 2000.0, 4000.0)]
     assert limits[0] == 256
@@ -157,7 +162,9 @@ def test_a_measured_stage_offers_every_size() -> None:
         key="update tp1 1x4threads mb1024", context=500, requests=64, tokens_per_second=1e5
     )
     item = host(24.0, profile=ProfileTable(points=(point,)))
-    offered = {row.candidate.microbatch for row in choose(item).predictions["update"]}
+    offered = {
+        row.candidate.max_tokens_per_microbatch for row in considered(item).predictions["update"]
+    }
     assert {1024, 2048, 4096, 8192} <= offered
 
 
@@ -166,17 +173,17 @@ def test_a_layout_that_was_not_measured_shares_what_all_have_in_common() -> None
     bare = Predictor(host(24.0))
     points = []
     for size in (1024, 2048):
-        layout = Candidate("update", threads=4, microbatch=size)
+        layout = StageDeployment("update", threads=4, max_tokens_per_microbatch=size)
         seconds = bare.predict(layout, bare.now).seconds
         rate = 0.1 * bare.now.episodes * bare.now.context / seconds
         points.append(
             ProfilePoint(
-                key=layout.key, context=bare.now.context, requests=64, tokens_per_second=rate
+                key=key_of(layout), context=bare.now.context, requests=64, tokens_per_second=rate
             )
         )
     taught = Predictor(host(24.0, profile=ProfileTable(points=tuple(points))))
     for size in (1024, 4096):
-        layout = Candidate("update", threads=4, microbatch=size)
+        layout = StageDeployment("update", threads=4, max_tokens_per_microbatch=size)
         before, after = (p.predict(layout, p.now) for p in (bare, taught))
         assert after.seconds == pytest.approx(10 * before.seconds, rel=0.02)
         assert after.guess == (size == 4096)
@@ -185,16 +192,28 @@ def test_a_layout_that_was_not_measured_shares_what_all_have_in_common() -> None
 @pytest.mark.parametrize(
     ("layout", "hardware"),
     [
-        (Candidate("update", threads=4, microbatch=512, checkpointing=True, logits_chunk=64),
-         Hardware(cpu_cores=4, memory_bytes=GIB)),
-        (Candidate("rollout", replicas=2, threads=2), Hardware(cpu_cores=4, memory_bytes=GIB)),
-        (Candidate("rollout", replicas=4, threads=1), Hardware(cpu_cores=4, memory_bytes=GIB)),
-        (Candidate("update", 2, 2, 4, 2, microbatch=4096, offload=True),
-         cluster("h100-80gb", 4, 8)),
+        (
+            StageDeployment(
+                "update",
+                threads=4,
+                max_tokens_per_microbatch=512,
+                activation_checkpointing=True,
+                logits_chunk_tokens=64,
+            ),
+            Hardware(cpu_cores=4, memory_bytes=GIB),
+        ),
+        (StageDeployment("rollout", 2, threads=2), Hardware(cpu_cores=4, memory_bytes=GIB)),
+        (StageDeployment("rollout", 4), Hardware(cpu_cores=4, memory_bytes=GIB)),
+        (
+            StageDeployment(
+                "update", 2, 2, 4, 2, max_tokens_per_microbatch=4096, offload_optimizer=True
+            ),
+            cluster("h100-80gb", 4, 8),
+        ),
     ],
-)  # fmt: skip
-def test_a_key_names_its_layout(layout: Candidate, hardware: Hardware) -> None:
-    assert Candidate.of_key(layout.key, hardware) == layout
+)
+def test_a_key_names_its_candidate(layout: StageDeployment, hardware: Hardware) -> None:
+    assert candidate_of_key(key_of(layout), hardware.devices) == layout
 
 
 def test_what_ran_out_of_memory_is_named_with_its_bytes() -> None:
@@ -203,10 +222,13 @@ def test_what_ran_out_of_memory_is_named_with_its_bytes() -> None:
     learnt = item.model_copy(update={"forbidden": (Forbidden(deployment=first),)})
     assert select(learnt)["update"] != first
     predictor = Predictor(learnt)
-    failed = Candidate.of(first)
-    for layout in (failed, failed._replace(microbatch=2 * failed.microbatch)):
+    failed = bare(first)
+    for layout in (
+        failed,
+        failed._replace(max_tokens_per_microbatch=2 * failed.max_tokens_per_microbatch),
+    ):
         problem = predictor.predict(layout, predictor.now).problem
-        what = "it" if layout == failed else "a layout that needs no more"
+        what = "it" if layout == failed else "one that needs no more"
         assert problem.startswith(f"{what} ran out of memory in this run, where")
         assert gib(predictor.stage_peak(layout)) in problem
 
@@ -214,11 +236,11 @@ def test_what_ran_out_of_memory_is_named_with_its_bytes() -> None:
 def test_measured_peaks_move_the_choice() -> None:
     item = host(6.0, selector={"stages": ("update",)})
     predictor = Predictor(item)
-    now = predictor.formula_peak(Candidate.of(select(item)["update"]), predictor.now)
+    now = predictor.formula_peak(bare(select(item)["update"]), predictor.now)
     heavier = Calibration(peaks=(Peak(stage="update", predicted=now, measured=1.6 * now),))
     lighter = Calibration(peaks=(Peak(stage="update", predicted=now, measured=0.6 * now),))
     sizes = [
-        chosen(item.model_copy(update={"calibration": learnt})).microbatch
+        chosen(item.model_copy(update={"calibration": learnt})).max_tokens_per_microbatch
         for learnt in (heavier, Calibration(), lighter)
     ]
     assert sizes == sorted(sizes)
@@ -230,16 +252,16 @@ def test_where_nothing_is_on_offer_memory_is_not_blamed() -> None:
     with pytest.raises(NoFeasiblePlan, match=r"on offer: .*TP 2: 2 does not divide the 9") as error:
         select(host(24.0, selector={"tensor_parallel": (2,)}, rollout=engines))
     assert "memory" not in str(error.value)
-    copies = LayoutConfig.model_validate({"update": {"replicate": 2}})
+    copies = StagesConfig.model_validate({"update": {"replicas": 2}})
     with pytest.raises(NoFeasiblePlan, match=r"on offer: .*selector\.fixed_fields holds a field"):
-        select(host(24.0, layout=copies, selector={"fixed_fields": ("update.replicas",)}))
+        select(host(24.0, stages=copies, selector={"fixed_fields": ("update.replicas",)}))
 
 
 def test_an_engine_that_was_measured_to_fit_has_room_for_its_cache() -> None:
     """The formula alone, here half as much again as was measured, would leave it none."""
     item = host(8.0, 50.0, episodes=4, selector={"stages": ("rollout",)})
     predictor = Predictor(item)
-    engine = Candidate("rollout", 1, threads=4, running=256)
+    engine = StageDeployment("rollout", 1, threads=4, max_running_requests=256)
     formula = predictor.formula_peak(engine, predictor.now)
     small = item.model_copy(
         update={
@@ -249,8 +271,8 @@ def test_an_engine_that_was_measured_to_fit_has_room_for_its_cache() -> None:
             ),
         }
     )
-    assert chosen(small, "rollout").running == 256
-    (row,) = (r for r in choose(small).predictions["rollout"] if r.candidate == engine)
+    assert chosen(small, "rollout").max_running_requests == 256
+    (row,) = (r for r in considered(small).predictions["rollout"] if r.candidate == engine)
     assert row.allowed
     with pytest.raises(NoFeasiblePlan):
         select(small.model_copy(update={"calibration": Calibration()}))
@@ -321,8 +343,8 @@ def test_on_a_cpu_the_same_input_gives_the_same_plan_and_forbidden_ones_stay_awa
         except NoFeasiblePlan:
             return
         assert plan == select(SelectionInput.model_validate_json(item.model_dump_json()))
-        layouts = {Candidate.of(stage) for stage in plan.stages.values()}
-        assert not layouts & {Candidate.of(one) for one in gone}
+        layouts = {bare(stage) for stage in plan.stages.values()}
+        assert not layouts & {bare(one) for one in gone}
         gone.append(plan[data.draw(st.sampled_from(["rollout", "reference", "update"]))])
         forbidden = tuple(Forbidden(deployment=one) for one in gone)
         item = item.model_copy(update={"forbidden": forbidden, "current": plan})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from earl_core.selector.model.candidates import Candidate
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster
 from earl_core.selector.model.roofline import Load, Queueing, Roofline
 
@@ -69,7 +69,7 @@ def test_a_larger_cache_is_never_slower(
 def test_training_counts_the_work_and_what_is_sent() -> None:
     load = Load(episodes=64, context=4096, longest=4096, generated=2048)
     line = roofline()
-    alone = Candidate("update", 8, 1, 1, 1, microbatch=4096)
+    alone = StageDeployment("update", 8, 1, 1, 1, max_tokens_per_microbatch=4096)
     tokens = 8 * 4096
     attention = 2 * QWEN.layers * QWEN.query_size * 4096
     work = 3 * tokens * (2 * QWEN.parameters + attention) / 989.4e12
@@ -81,9 +81,9 @@ def test_training_counts_the_work_and_what_is_sent() -> None:
     assert line.training_seconds(alone, load, 1, 0) == pytest.approx(work, rel=1e-6)
     assert line.training_seconds(alone, load, 2, 0) == pytest.approx(2 * work, rel=1e-6)
     slower = {
-        "checkpointing": alone._replace(checkpointing=True),
-        "tensor": alone._replace(tensor=8, replicas=1),
-        "offload": alone._replace(offload=True),
+        "checkpointing": alone._replace(activation_checkpointing=True),
+        "tensor": alone._replace(tensor_parallel=8, replicas=1),
+        "offload": alone._replace(offload_optimizer=True),
     }
     for layout in slower.values():
         assert line.training_seconds(layout, load, 1, 1) > work
@@ -106,15 +106,15 @@ def test_context_ranks_gather_parameters_as_shard_ranks_do() -> None:
     """What the learner does (`parallelize`): context ranks save no gathering, they only add the
     exchange of keys and values."""
     line, load = roofline(), Load(episodes=16, context=1024, longest=1024, generated=512)
-    shards = Candidate("update", 1, 8, 1, 16, microbatch=32768)
-    mixed = shards._replace(context=8, shard=2)
+    shards = StageDeployment("update", 1, 8, 1, 16, max_tokens_per_microbatch=32768)
+    mixed = shards._replace(context_parallel=8, shard=2)
     assert mixed.parts == shards.parts == 16
     assert line.training_seconds(mixed, load, 1, 1) > line.training_seconds(shards, load, 1, 1)
-    assert line.republish_seconds(mixed, Candidate("rollout", 16, 8)) > 0.0
+    assert line.republish_seconds(mixed, StageDeployment("rollout", 16, 8)) > 0.0
 
 
 def test_tool_waits_and_prompts_lengthen_a_rollout() -> None:
-    layout = Candidate("rollout", 16, 8, running=64)
+    layout = StageDeployment("rollout", 16, 8, max_running_requests=64)
     line, load = roofline(), Load(1024, 8192, 8192, 4096, turns=4)
     quick = line.rollout_seconds(layout, load, 1000.0)
     assert quick > 64 * 4096 / 1000
@@ -123,7 +123,7 @@ def test_tool_waits_and_prompts_lengthen_a_rollout() -> None:
 
 
 def test_weights_need_not_move_where_the_layout_is_the_same() -> None:
-    rollout = Candidate("rollout", 16, 8)
+    rollout = StageDeployment("rollout", 16, 8)
     line = roofline()
-    assert line.republish_seconds(Candidate("update", 16, 8), rollout) == 0.0
-    assert line.republish_seconds(Candidate("update", 4, 8, shard=4), rollout) > 0.0
+    assert line.republish_seconds(StageDeployment("update", 16, 8), rollout) == 0.0
+    assert line.republish_seconds(StageDeployment("update", 4, 8, shard=4), rollout) > 0.0

@@ -10,13 +10,13 @@ from hypothesis import given as examples
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector import Hardware, ModelShape, ProfilePoint, ProfileTable, SelectionInput
 from earl_core.selector.held_out import held_out_errors, profile_peaks
-from earl_core.selector.model.candidates import Candidate
+from earl_core.selector.profile.profile_table import key_of
 from earl_core.selector.profile_planner import (
-    Costs,
     Grid,
     Point,
     grid_of,
@@ -63,9 +63,14 @@ GRID = Grid(contexts=(256, 1024, 4096), episodes=(1, 4, 16, 32))
 def measured(point: Point, speed: float) -> ProfilePoint:
     """What a machine that is `speed` times as fast as some fixed figure would show."""
     layout = point.candidate
-    rate = speed * 1000 / (1 + math.log2(point.context)) * (1 + 0.1 * layout.microbatch / 2048)
+    rate = (
+        speed
+        * 1000
+        / (1 + math.log2(point.context))
+        * (1 + 0.1 * layout.max_tokens_per_microbatch / 2048)
+    )
     return ProfilePoint(
-        key=layout.key,
+        key=key_of(layout),
         context=point.context,
         requests=point.requests,
         tokens_per_second=rate,
@@ -79,7 +84,7 @@ def survey(
     """A whole survey on a machine where each point takes as long as predicted."""
     table, running, points, left = ProfileTable(), None, [], seconds
     while (
-        point := next_point(given, GRID, table, left, running=running, costs=Costs(start=start))
+        point := next_point(given, GRID, table, left, running=running, costs=lambda stage: start)
     ) is not None:
         points.append(point)
         table = table.observe(measured(point, speed), 16)
@@ -124,7 +129,7 @@ def test_every_stage_with_a_choice_is_measured_and_starts_are_shared() -> None:
     stages = {point.candidate.stage for point in points}
     assert stages == {"rollout", "update"}
     assert {p.candidate.replicas for p in points if p.candidate.stage == "rollout"} == {1, 2}
-    assert len({p.candidate.key for p in points if p.candidate.stage == "update"}) > 3
+    assert len({key_of(p.candidate) for p in points if p.candidate.stage == "update"}) > 3
     changes = sum(
         workers_of(a.candidate) != workers_of(b.candidate) for a, b in itertools.pairwise(points)
     )
@@ -136,13 +141,13 @@ def test_every_stage_with_a_choice_is_measured_and_starts_are_shared() -> None:
 def test_rivals_come_before_layouts_that_are_far_behind() -> None:
     """Once one engine is known to be twice as fast, the other need not be asked everywhere."""
     given = cpu_host()
-    one, two = Candidate("rollout", 1, threads=2), Candidate("rollout", 2)
+    one, two = StageDeployment("rollout", 1, threads=2), StageDeployment("rollout", 2)
     table = ProfileTable()
     for layout, rate in ((one, 4000.0), (two, 200.0)):
         for requests in (1.0, 4.0, 16.0, 32.0):
             for context in GRID.contexts:
                 point = ProfilePoint(
-                    key=layout.key,
+                    key=key_of(layout),
                     context=context,
                     requests=requests,
                     tokens_per_second=rate * requests / 32,
@@ -153,18 +158,21 @@ def test_rivals_come_before_layouts_that_are_far_behind() -> None:
     assert found.candidate.stage == "update"
 
 
+def dear(stage: str) -> float:
+    return 1000.0
+
+
 def test_running_workers_are_preferred_to_starting_others() -> None:
     given, table = cpu_host(), ProfileTable()
-    first = next_point(given, GRID, table, math.inf, costs=Costs(start=1000.0))
+    first = next_point(given, GRID, table, math.inf, costs=dear)
     assert first is not None
     table = table.observe(measured(first, 1.0), 16)
-    costs = Costs(start=1000.0)
-    then = next_point(given, GRID, table, 2000.0, running=first.candidate, costs=costs)
+    then = next_point(given, GRID, table, 2000.0, running=first.candidate, costs=dear)
     assert then is not None
     assert workers_of(then.candidate) == workers_of(first.candidate)
     assert then.seconds < 1000.0
     # With the time left not even the start of any fits.
-    assert next_point(given, GRID, table, 999.0, costs=costs) is None
+    assert next_point(given, GRID, table, 999.0, costs=dear) is None
 
 
 def test_what_ran_out_of_memory_is_not_asked_again_nor_anything_larger() -> None:
@@ -176,7 +184,7 @@ def test_what_ran_out_of_memory_is_not_asked_again_nor_anything_larger() -> None
     )
     table = ProfileTable().observe(failed, 16)
     while (point := next_point(given, GRID, table, math.inf)) is not None:
-        assert point.candidate.key != failing.candidate.key or point.context < 1024
+        assert key_of(point.candidate) != key_of(failing.candidate) or point.context < 1024
         table = table.observe(measured(point, 1.0), 16)
 
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from mlflow import MlflowClient
 
-from earl_core.deployment.stage_deployment import StagePrediction
+from earl_core.deployment.plan import StagePrediction
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
@@ -24,7 +24,7 @@ from tests.tracking.conftest import Runs, history
 GIB = 2.0**30
 ROLLOUT = StageDeployment(stage="rollout", max_model_len=4096, max_running_requests=64)
 UPDATE = StageDeployment(stage="update", threads=2, max_tokens_per_microbatch=8192)
-LEAN = UPDATE.model_copy(update={"activation_checkpointing": True})
+LEAN = UPDATE._replace(activation_checkpointing=True)
 PREDICTED = StagePrediction(
     seconds=12.0, tokens_per_second=100.0, peak_bytes=3 * GIB, budget_bytes=8 * GIB, measured=0.7
 )
@@ -99,7 +99,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
 
 
 def test_peaks_of_cpu_ranks_count_together_as_predictions_do() -> None:
-    two = UPDATE.model_copy(update={"replicas": 2})
+    two = UPDATE._replace(replicas=2)
     measured = SEEN[-1].model_copy(update={"deployment": two})
     name = "selector/update/measured_peak_bytes"
     assert selector_metrics(plan(two), None, MANIFESTS, [measured], gpus=0)[name] == 4 * GIB
@@ -110,7 +110,7 @@ def test_a_longer_context_is_no_switch() -> None:
     longer = plan().model_copy(
         update={
             "stages": {
-                "rollout": ROLLOUT.model_copy(update={"max_model_len": 8192}),
+                "rollout": ROLLOUT._replace(max_model_len=8192),
                 "update": UPDATE,
             }
         }
@@ -204,7 +204,7 @@ def test_the_page_shows_the_plan_and_what_it_was_chosen_among(
     header, ruler, *rows = [
         line for line in page.split("### ")[1].splitlines() if line.startswith("|")
     ]
-    assert header.startswith("| layout | seconds |")
+    assert header.startswith("| candidate | seconds |")
     assert ruler.count("|") == header.count("|")
     assert len(rows) <= 12
     assert {row.count("|") for row in rows} == {header.count("|")}

@@ -43,9 +43,10 @@ class ContextGroup:
     @classmethod
     def of(cls, mesh: UpdateMesh | None) -> ContextGroup | None:
         """The mesh's context dimension; None where it has one rank."""
-        if mesh is None or mesh.shape.context == 1:
+        if mesh is None or mesh.deployment.context_parallel == 1:
             return None
-        return cls(mesh.context_rank, mesh.shape.context, mesh.group("context"))
+        size, group = mesh.deployment.context_parallel, mesh.group("context_parallel")
+        return cls(mesh.context_rank, size, group)
 
 
 @dataclass(frozen=True)

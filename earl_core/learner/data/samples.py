@@ -18,8 +18,8 @@ from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
 from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.learner.data.minibatches import SampleTable, split_table
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.parallel.mesh import MeshShape, UpdateMesh
-from earl_core.selector import ModelShape
+from earl_core.learner.parallel.mesh import UpdateMesh
+from earl_core.selector import ModelShape, StageDeployment
 from earl_core.trajectory.schema import SAMPLE_BITS
 
 SCORED = ("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id")
@@ -104,8 +104,8 @@ class RankReader:
         """
         there = {name for manifest in manifests for name in manifest.column_names()}
         sources = join(manifests, [name for name in columns if name in there])
-        layout = self._layout(mesh.shape)
-        if mesh.shape.data == 1:
+        layout = self._layout(mesh.deployment)
+        if mesh.deployment.data_parallel == 1:
             return plan_rows(sources, layout)
         plans = []
         groups = self._groups(sources, mesh)
@@ -117,19 +117,19 @@ class RankReader:
             plans.append(plan)
         return min(plans, key=lambda plan: plan.imbalance)
 
-    def _layout(self, shape: MeshShape) -> Layout:
+    def _layout(self, readers: StageDeployment) -> Layout:
         return Layout(
-            data_parallel=shape.data,
-            ranks_per_replica=shape.context * shape.tensor,
+            data_parallel=readers.data_parallel,
+            ranks_per_replica=readers.ranks // readers.data_parallel,
             hosts=self.hosts,
             linear=self.cost.linear,
             quadratic=self.cost.quadratic,
-            keep_groups=shape.data > 1,
+            keep_groups=readers.data_parallel > 1,
         )
 
     def _groups(self, sources: Sources, mesh: UpdateMesh) -> np.ndarray:
         """group_id of all rows, int64: a few bytes a row, which every rank reads."""
-        everyone = Layout(ranks_per_replica=mesh.shape.size, hosts=self.hosts)
+        everyone = Layout(ranks_per_replica=mesh.deployment.ranks, hosts=self.hosts)
         plan = plan_rows(sources.only("group_id"), everyone)
         with self.read(plan, mesh.rank, self.store, self.verify) as batch:
             return batch.scalars("group_id")

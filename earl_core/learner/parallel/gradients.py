@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from earl_core.learner.parallel.mesh import COMBINED, DIMENSIONS, UpdateMesh
+from earl_core.cluster.stage_deployment import AXES
+from earl_core.learner.parallel.mesh import COMBINED, UpdateMesh
 from earl_core.tensors.buckets import buckets
 
 
@@ -38,29 +39,29 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter], mesh: UpdateMesh) -> None:
         self._mesh = mesh
-        places = dict(zip(DIMENSIONS, mesh.coordinates, strict=True))
+        places = dict(zip(AXES, mesh.coordinates, strict=True))
         self._trained = []
         for parameter in parameters:
             if parameter.requires_grad:
                 cut = _cut_dimensions(parameter)
-                counted = all(places[name] == 0 for name in DIMENSIONS if name not in cut)
-                copied = mesh.shape.tensor > 1 and "tensor" not in cut
+                counted = all(places[name] == 0 for name in AXES if name not in cut)
+                copied = mesh.deployment.tensor_parallel > 1 and "tensor_parallel" not in cut
                 self._trained.append(_Trained(parameter, counted, copied))
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Add up what the ranks that hold the same elements found, where that is not done yet."""
-        if self._mesh.shape.size == 1:
+        if self._mesh.deployment.ranks == 1:
             return
-        replicate = self._mesh.group("replicate")
-        if replicate is not None and self._mesh.group("parameters") is None:
+        copies = self._mesh.group("replicas")
+        if copies is not None and self._mesh.group("parameters") is None:
             for bucket in _in_buckets(_local_gradient(each.parameter) for each in self._trained):
-                _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=replicate))
-        tensor = self._mesh.group("tensor")
+                _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=copies))
+        tensor = self._mesh.group("tensor_parallel")
         if tensor is not None:
             # Equal but for the order of additions on a GPU; a drift apart would never end.
-            copies = (_local_gradient(each.parameter) for each in self._trained if each.copied)
-            for bucket in _in_buckets(copies):
+            equal = (_local_gradient(each.parameter) for each in self._trained if each.copied)
+            for bucket in _in_buckets(equal):
                 _through_flat(bucket, lambda flat: dist.broadcast(flat, group=tensor, group_src=0))
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
 """The device mesh of an update: how ranks are numbered, and the process groups of one rank.
 
-A rank's number is `(data * context + context_rank) * tensor + tensor_rank` with `data =
-replicate_rank * shard + shard_rank`: the numbering of `earl_core.dispatch.reads.plan.Layout`.
-Ranks of one data rank form a replica: they see the same samples. accelerate owns the process
+Ranks are numbered along `AXES`, the last one fastest: the numbering of
+`earl_core.dispatch.reads.plan.Layout`. Ranks that differ only in context and tensor parallelism
+form a data-parallel replica: they see the same samples. accelerate owns the process
 state: devices, launch variables, the connection to the other ranks. This module imports no torch
 until a mesh is made.
 """
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from earl_core.deployment.stage_deployment import StageDeployment
+import numpy as np
+
+from earl_core.cluster.stage_deployment import AXES, StageDeployment
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,79 +33,31 @@ if TYPE_CHECKING:
 # Groups over several dimensions of the mesh. Context ranks hold parts of the parameters like shard
 # ranks do, because the gradients of both are sums over tokens.
 COMBINED: dict[str, tuple[str, ...]] = {
-    "data": ("replicate", "shard"),
-    "parameters": ("shard", "context"),
-    "replica": ("context", "tensor"),
-    "world": ("replicate", "shard", "context", "tensor"),
+    "data_parallel": ("replicas", "shard"),
+    "parameters": ("shard", "context_parallel"),
+    "replica": ("context_parallel", "tensor_parallel"),
+    "world": AXES,
 }
 
 
+ALONE = StageDeployment("update")
+"""One rank."""
+
+_TIMEOUT = timedelta(minutes=30)
+"""After that long a collective that others have left waiting fails."""
+
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """Ranks in each dimension: copies of the model, parts of each copy (FSDP2), parts of each
-    pack's tokens, parts of each matrix. Raises ValueError below 1.
-    """
-
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        for dimension in fields(self):
-            if getattr(self, dimension.name) < 1:
-                raise ValueError(f"A mesh's {dimension.name} must be at least 1: {self}.")
-
-    @classmethod
-    def of(cls, deployment: StageDeployment) -> MeshShape:
-        """The mesh of a stage's ranks."""
-        return cls(
-            replicate=deployment.replicas,
-            shard=deployment.shard,
-            context=deployment.context_parallel,
-            tensor=deployment.tensor_parallel,
-        )
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """In the order of rank numbers, the fastest last."""
-        return self.replicate, self.shard, self.context, self.tensor
-
-    @property
-    def size(self) -> int:
-        """All ranks."""
-        return math.prod(self.sizes)
-
-    @property
-    def data(self) -> int:
-        """Ranks that see different samples."""
-        return self.replicate * self.shard
-
-    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """(replicate, shard, context, tensor) of a rank. Raises IndexError outside the mesh."""
-        if not 0 <= rank < self.size:
-            raise IndexError(f"Rank {rank} is not in a mesh of {self.size} ranks: {self}.")
-        places = []
-        for size in reversed(self.sizes):
-            rank, place = divmod(rank, size)
-            places.append(place)
-        return places[3], places[2], places[1], places[0]
-
-
-DIMENSIONS = tuple(dimension.name for dimension in fields(MeshShape))
 
 
 @dataclass(eq=False)
 class UpdateMesh:
     """What one rank knows of the mesh it is in.
 
-    device_mesh: dimensions `DIMENSIONS`; None for a single rank, which has no process group.
+    deployment: what it was made for, of which only the axes count here. device_mesh: dimensions
+    `AXES`; None for a single rank, which has no process group.
     """
 
-    shape: MeshShape
+    deployment: StageDeployment
     rank: int
     device: torch.device
     device_mesh: DeviceMesh | None = None
@@ -113,13 +66,14 @@ class UpdateMesh:
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
-        """(replicate, shard, context, tensor) of this rank."""
-        return self.shape.coordinates(self.rank)
+        """Of this rank along each of `AXES`."""
+        replica, shard, context, tensor = np.unravel_index(self.rank, self.deployment.axes)
+        return int(replica), int(shard), int(context), int(tensor)
 
     @property
     def data_rank(self) -> int:
-        """Which replica this rank is in."""
-        return self.coordinates[0] * self.shape.shard + self.coordinates[1]
+        """Which data-parallel replica this rank is in."""
+        return self.coordinates[0] * self.deployment.shard + self.coordinates[1]
 
     @property
     def context_rank(self) -> int:
@@ -139,8 +93,8 @@ class UpdateMesh:
     def group(self, name: GroupName) -> ProcessGroup | None:
         """The ranks that differ from this one only in the named dimensions; None if it is alone.
 
-        "data": replicate x shard. "parameters": shard x context, which hold the parts of one copy.
-        "replica": context x tensor.
+        "data_parallel": replicas x shard. "parameters": shard x context, which hold the parts of
+        one copy. "replica": context x tensor.
         """
         return self._groups.get(name)
 
@@ -154,7 +108,7 @@ class UpdateMesh:
         from torch.distributed.device_mesh import DeviceMesh
 
         parts = self._meshes["parameters"]
-        copies = self._meshes.get("replicate")
+        copies = self._meshes.get("replicas")
         return parts if copies is None else DeviceMesh._concatenate([copies, parts])
 
     def close(self) -> None:
@@ -167,9 +121,10 @@ class UpdateMesh:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(self.device.type, self.shape.sizes, mesh_dim_names=DIMENSIONS)
+        axes = self.deployment.axes
+        mesh = init_device_mesh(self.device.type, axes, mesh_dim_names=AXES)
         self.device_mesh = mesh
-        sizes = dict(zip(DIMENSIONS, self.shape.sizes, strict=True))
+        sizes = dict(zip(AXES, axes, strict=True))
         self._meshes = {name: mesh[name] for name, size in sizes.items() if size > 1}
         for name, parts in COMBINED.items():
             several = [part for part in parts if sizes[part] > 1]
@@ -185,36 +140,33 @@ class UpdateMesh:
 
 # Groups are kept while the world is connected: DTensor remembers how it moved tensors on a mesh and
 # takes those groups again on an equal one.
-_CONNECTED: dict[MeshShape, UpdateMesh] = {}
+_CONNECTED: dict[tuple[int, ...], UpdateMesh] = {}
 
 
-def create_mesh(shape: MeshShape | None = None, *, timeout_seconds: float = 1800.0) -> UpdateMesh:
+def create_mesh(deployment: StageDeployment = ALONE) -> UpdateMesh:
     """Connect this process, as launched, with the other ranks of the mesh.
 
     Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; gloo on the CPU, NCCL on CUDA
     (with gloo for what lies in the host's memory). All ranks call it alike; a
     connected process may call it again for another mesh of the same size. A mesh of one rank
-    connects to nobody, whatever the variables say. timeout_seconds: after that long a collective
-    that others have left waiting fails.
+    connects to nobody, whatever the variables say.
 
     Raises ConfigError when the number of ranks launched is not the mesh's.
     """
-    shape = shape or MeshShape()
+    ranks, axes = deployment.ranks, deployment.axes
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if shape.size > 1 and shape.size != launched:
+    if ranks > 1 and ranks != launched:
         raise ConfigError(
-            f"The mesh {shape} has {shape.size} ranks, but {launched} were launched: change the "
-            "update's layout or the number of ranks."
+            f"The mesh {deployment.label} has {ranks} ranks, but {launched} were launched: change "
+            "the update's stage deployment or the number of ranks."
         )
-    device, rank = _process_state(shape.size, timeout_seconds)
-    mesh = UpdateMesh(shape, rank, device)
-    if shape.size > 1:
-        known = _CONNECTED.get(shape)
-        if known is None:
+    device, rank = _process_state(ranks)
+    mesh = UpdateMesh(deployment, rank, device)
+    if ranks > 1:
+        if axes not in _CONNECTED:
             mesh._connect()
-            _CONNECTED[shape] = dataclasses.replace(mesh)
-        else:
-            mesh = dataclasses.replace(known)
+            _CONNECTED[axes] = mesh
+        mesh = dataclasses.replace(_CONNECTED[axes], deployment=deployment)
     return mesh
 
 
@@ -229,7 +181,7 @@ def leave_world() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _process_state(ranks: int, timeout_seconds: float) -> tuple[torch.device, int]:
+def _process_state(ranks: int) -> tuple[torch.device, int]:
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
@@ -247,7 +199,7 @@ def _process_state(ranks: int, timeout_seconds: float) -> tuple[torch.device, in
         # A mesh of one rank may have been made before, and accelerate keeps what it found then.
         AcceleratorState._reset_state(reset_partial_state=True)
         # accelerate takes a world that is there already; one of its own listens everywhere.
-        join_world(backend, timedelta(seconds=timeout_seconds))
+        join_world(backend, _TIMEOUT)
     with warnings.catch_warnings():
         # The learner sets its threads itself.
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")

@@ -1,1 +1,1 @@
-"""Which layout is taken: candidates, policies, reasons."""
+"""Which stage deployment is taken: candidates, policies, reasons."""

@@ -8,22 +8,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.selector import SelectorConfig
-from earl_core.config.update import UpdateConfig
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
-from earl_core.deployment.stage_deployment import DeploymentPlan, StageDeployment
 from earl_core.selector.choice.policy import evaluate, select
-from earl_core.selector.choice.predict import STAGES, Prediction, gib
+from earl_core.selector.choice.predict import STAGES, Prediction, Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.statistics import Statistics
-from earl_core.selector.model.candidates import Candidate, RuledOut
+from earl_core.selector.model.candidates import RuledOut
 from earl_core.selector.model.memory_model import (
+    MemoryModel,
     TrainingNeeds,
-    engine_memory,
-    kv_capacity_tokens,
+    gib,
+    kv_bytes_per_token,
     standard_activation_bytes,
-    training_memory,
 )
 from earl_core.selector.profile.observations import Observation
 
@@ -34,41 +34,32 @@ class PlannedLoad(NamedTuple):
     """A load nobody has run yet.
 
     context: tokens of an episode. responses: episodes of one iteration, over all engines together.
-    running: most sequences of one engine. generated: share of the context that the model writes.
+    running: most sequences of one engine, which may use `engine_share` of a device.
     """
 
     context: int
     responses: int
     running: int = 256
-    generated: float = 0.5
     reference: bool = False
     engine_share: float = 0.85
 
 
-def ask(shape: ModelShape, hardware: Hardware, question: PlannedLoad) -> SelectionInput:
+def ask(shape: ModelShape, hardware: Hardware, load: PlannedLoad) -> SelectionInput:
     """The input that `live_tokens` would see, had the last iteration shown just this load."""
-    context, positions = question.context, shape.max_positions
-    vllm = VllmConfig(gpu_memory_utilization=question.engine_share)
+    seen = (float(load.context),)
     return SelectionInput(
-        iteration=0,
         rollout=RolloutConfig(
-            prompts_per_iteration=question.responses,
+            prompts_per_iteration=load.responses,
             group_size=1,
             max_turns=1,
-            max_model_len=max(8, min(positions, 2 * context)),
-            max_running_requests=question.running,
-            vllm=vllm,
+            max_model_len=max(8, min(shape.max_positions, 2 * load.context)),
+            max_running_requests=load.running,
+            vllm=VllmConfig(gpu_memory_utilization=load.engine_share),
         ),
-        update=UpdateConfig(),
-        needs_reference=question.reference,
+        needs_reference=load.reference,
         hardware=hardware,
         model=shape,
-        statistics=Statistics(
-            context_mean=(float(context),),
-            context_max=(float(context),),
-            turns_mean=(1.0,),
-            generated_share=(question.generated,),
-        ),
+        statistics=Statistics(context_mean=seen, context_max=seen),
         selector=SelectorConfig(policy="live_tokens"),
     )
 
@@ -76,8 +67,8 @@ def ask(shape: ModelShape, hardware: Hardware, question: PlannedLoad) -> Selecti
 class Considered(NamedTuple):
     """What a choice was made among, whichever policy made it.
 
-    predictions: of every stage, best first, ruled-out ones last, the layout taken among them.
-    ruled_out: what was not offered. taken: by stage, the prediction of the layout taken.
+    predictions: of every stage, best first, ruled-out ones last, the one taken among them.
+    ruled_out: what was not offered. taken: by stage, the prediction of the one taken.
     """
 
     plan: DeploymentPlan
@@ -93,13 +84,14 @@ def considered(given: SelectionInput, plan: DeploymentPlan | None = None) -> Con
     `ValueError` for a model that nothing can be predicted for.
     """
     plan = plan or select(given)
-    predictor, found, out = evaluate(given)
+    predictor = Predictor(given)
+    found, out = evaluate(predictor)
     taken = {}
     for stage, rows in found.items():
         wanted = predictor.candidate_of(plan[stage])
         same = [row for row in rows if row.candidate == wanted]
         if not same:
-            # A layout from the configuration need not be one that a policy would offer.
+            # What the configuration names need not be on offer.
             same = [predictor.predict(wanted, predictor.now)]
             rows += same
         taken[stage] = same[0]
@@ -107,10 +99,10 @@ def considered(given: SelectionInput, plan: DeploymentPlan | None = None) -> Con
 
 
 def plan_rows(plan: DeploymentPlan) -> list[Row]:
-    """The plan as a table: each stage's layout, what is predicted of it, and why it was taken."""
+    """The plan as a table: each stage deployment, what is predicted of it, and why it was taken."""
     rows = []
     for stage, deployment in plan.stages.items():
-        row = {"stage": stage, "layout": layout_text(deployment)}
+        row = {"stage": stage, "stage deployment": deployment_text(deployment)}
         seen = plan.predictions.get(stage)
         if seen is not None:
             row |= {
@@ -123,14 +115,13 @@ def plan_rows(plan: DeploymentPlan) -> list[Row]:
     return rows
 
 
-def layout_text(deployment: StageDeployment) -> str:
-    """A stage's layout in a few words, the engines' context length included."""
+def deployment_text(deployment: StageDeployment) -> str:
+    """A stage deployment in a few words, the engines' context length included."""
     if deployment.stage not in STAGES:
         count = deployment.world_size
         return f"{count} process{'es' if count > 1 else ''}"
-    text = Candidate.of(deployment).label
     length = deployment.max_model_len
-    return f"{text}, context {length}" if length else text
+    return deployment.label + (f", context {length}" if length else "")
 
 
 def _seconds(value: float) -> str:
@@ -159,8 +150,8 @@ def candidate_rows(choice: Considered, stage: str, limit: int = 12) -> list[Row]
 
 
 def _alike(usable: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Layouts for which much the same is predicted, together, such as token budgets that this load
-    does not tell apart; best first."""
+    """Candidates for which much the same is predicted, together, such as token budgets that this
+    load does not tell apart; best first."""
     groups: dict[tuple[str, ...], list[Prediction]] = {}
     for row in usable:
         place = f"{row.seconds:.3g}", f"{row.peak:.2g}", f"{row.filled:.2g}"
@@ -169,7 +160,7 @@ def _alike(usable: Sequence[Prediction]) -> list[list[Prediction]]:
 
 
 def _varied(refused: Sequence[Prediction]) -> list[Prediction]:
-    """Ruled-out layouts so that the first few show all kinds of reasons; reasons are of a kind
+    """Infeasible candidates so that the first few show all kinds of reasons; reasons are of a kind
     when they differ in numbers only. What was seen to fail comes first."""
     kinds: Counter[str] = Counter()
     ranked = []
@@ -188,7 +179,7 @@ def _row(row: Prediction, base: float, taken: bool) -> Row:
         verdict = f"chosen, though {row.problem}" if taken else f"ruled out: {row.problem}"
     compared = not (fails or taken) and 0 < base < math.inf
     return {
-        "layout": row.candidate.label,
+        "candidate": row.candidate.label,
         "seconds": "" if fails else _seconds(row.seconds),
         "against the chosen": f"{100 * (row.seconds / base - 1):+.1f} %" if compared else "",
         "memory": f"{gib(row.peak)} of {gib(row.budget)}",
@@ -203,13 +194,13 @@ def _filled(row: Prediction) -> str:
 
 
 def refused_rows(choice: Considered) -> list[Row]:
-    """Families of layouts that were not offered at all, each with its sentence."""
-    rows = [{"stage": o.stage, "layout": o.label, "reason": o.reason} for o in choice.ruled_out]
+    """Families of candidates that were not offered at all, each with its sentence."""
+    rows = [{"stage": o.stage, "candidates": o.label, "reason": o.reason} for o in choice.ruled_out]
     return list({tuple(row.items()): row for row in rows}.values())
 
 
 def summary(given: SelectionInput) -> Row:
-    """One line: the context, the layouts chosen for it, and their seconds."""
+    """One line: the context, the candidates chosen for it, and their seconds."""
     taken = considered(given).taken
     line = {"context": f"{round(given.statistics.context_mean[-1]):,}"}
     for stage, row in taken.items():
@@ -236,36 +227,15 @@ def outcome_rows(
                 "predicted peak": gib(predicted.peak_bytes),
                 "measured peak": gib(comparable_peak(item, given.hardware.gpus)),
             }
-        row |= {
-            "load": f"{item.requests:,.0f} x {item.context:,.0f} tokens, longest "
-            f"{item.longest:,.0f}",
-        }
-        rows.append(row)
+        sizes = f"{item.requests:,.0f} x {item.context:,.0f} tokens"
+        rows.append({**row, "load": f"{sizes}, longest {item.longest:,.0f}"})
     return rows
 
 
 def comparable_peak(seen: Observation, gpus: int) -> float:
     """A measured peak as predictions count it: of one device, without GPUs of all ranks of the
     stage together, which share the host's memory."""
-    return seen.peak_bytes * (1 if gpus else Candidate.of(seen.deployment).ranks)
-
-
-class Replay(NamedTuple):
-    """A past choice, made again. agrees: whether the same plan came out."""
-
-    given: SelectionInput
-    sealed: DeploymentPlan
-    again: DeploymentPlan
-
-    @property
-    def agrees(self) -> bool:
-        """Whether layouts and policy are those that the run used."""
-        return (self.sealed.stages, self.sealed.policy) == (self.again.stages, self.again.policy)
-
-
-def replay(given: SelectionInput, sealed: DeploymentPlan) -> Replay:
-    """Choose again from a sealed input."""
-    return Replay(given, sealed, select(given))
+    return seen.peak_bytes * (1 if gpus else seen.deployment.ranks)
 
 
 def memory_rows(models: Mapping[str, ModelShape], device: DeviceFigures) -> list[Row]:
@@ -276,17 +246,19 @@ def memory_rows(models: Mapping[str, ModelShape], device: DeviceFigures) -> list
 
 
 _SAMPLE = 8192
-_ENGINE_SHARE = 0.85
 
 
 def _memory_row(name: str, shape: ModelShape, device: DeviceFigures) -> Row:
-    layout = Candidate("update", microbatch=_SAMPLE)
-    update = training_memory(shape, layout, _SAMPLE, TrainingNeeds())
-    lean = training_memory(shape, layout._replace(checkpointing=True), _SAMPLE, TrainingNeeds())
+    hardware = Hardware(cpu_cores=1, memory_bytes=1, gpus=1)
+    memory, needs = MemoryModel(shape, device, hardware), TrainingNeeds()
+    sample = StageDeployment("update", max_tokens_per_microbatch=_SAMPLE)
+    update = memory.training(sample, _SAMPLE, needs)
+    lean = memory.training(sample._replace(activation_checkpointing=True), _SAMPLE, needs)
     capacities = []
     for degree in (1, 2, 4, 8):
-        engine = engine_memory(shape, device, Candidate("rollout", 1, degree), _ENGINE_SHARE)
-        capacities.append(f"{kv_capacity_tokens(shape, engine, degree) / 1024:,.0f}")
+        engine = memory.vllm(StageDeployment("rollout", 1, degree), VllmConfig())
+        tokens = engine.kv_cache / kv_bytes_per_token(shape, degree)
+        capacities.append(f"{tokens / 1024:,.0f}")
     return {
         "model": name,
         "parameters": f"{shape.parameters / 1e9:.3g} B",

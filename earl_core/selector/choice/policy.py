@@ -12,9 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any
 
-from earl_core.deployment.stage_deployment import Basis, DeploymentPlan
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.plan import Basis, DeploymentPlan
 from earl_core.selector.choice.predict import STAGES, NoFeasiblePlan, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, tokens
 from earl_core.selector.choice.search_space import offers
@@ -24,22 +25,17 @@ from earl_core.selector.choice.selection import (
     fixed_plan,
     model_length,
 )
-from earl_core.selector.choice.stage_prediction import predictions_of
+from earl_core.selector.choice.stage_prediction import with_predictions
 from earl_core.selector.choice.switch_cost import Move, move_between, switch_seconds
-from earl_core.selector.model.candidates import Candidate, RuledOut
+from earl_core.selector.model.candidates import RuledOut, deployed
 
 Policy = Callable[[SelectionInput], DeploymentPlan]
 
+Rows = dict[str, list[Prediction]]
+"""By stage."""
 
-class Choice(NamedTuple):
-    """How a plan came about: what was on offer and what became of it.
-
-    predictions: of every stage, best first, ruled-out ones last. ruled_out: what was not offered.
-    """
-
-    plan: DeploymentPlan
-    predictions: dict[str, list[Prediction]]
-    ruled_out: list[RuledOut]
+Combination = dict[str, Prediction]
+"""One for each stage."""
 
 
 def select(given: SelectionInput) -> DeploymentPlan:
@@ -47,13 +43,13 @@ def select(given: SelectionInput) -> DeploymentPlan:
 
     The configured policy decides; under `fixed` only the rollout's context length moves: it is
     doubled before the longest episode seen would reach it, up to the model's position range.
-    Raises `NoFeasiblePlan`, naming the bytes needed, when no layout of a stage fits the memory.
+    Raises `NoFeasiblePlan`, naming the bytes needed, when no candidate of a stage fits the memory.
     """
     return POLICIES[given.selector.policy](given)
 
 
 def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, DeploymentPlan]:
-    """`select` by as much of the forecast as some layout fits, and the input with that much.
+    """`select` by as much of the forecast as some candidate fits, and the input with that much.
 
     The growth may end before, and so may the run: as long as the next iteration fits, it goes on.
     Raises `NoFeasiblePlan` when that does not.
@@ -78,15 +74,13 @@ def fixed(given: SelectionInput) -> DeploymentPlan:
     except ValueError:
         # A mixture of experts runs as configured, though nothing can be said of it.
         return plan
-    return plan.model_copy(update={"predictions": predictions_of(predictor, plan=plan)})
+    return with_predictions(plan, predictor)
 
 
-def evaluate(
-    given: SelectionInput, predictor: Predictor | None = None
-) -> tuple[Predictor, dict[str, list[Prediction]], list[RuledOut]]:
-    """Every stage's candidates with predictions, best first."""
-    predictor = predictor or Predictor(given)
-    found: dict[str, list[Prediction]] = {}
+def evaluate(predictor: Predictor) -> tuple[Rows, list[RuledOut]]:
+    """Every stage's candidates with predictions, best first, and what was not offered."""
+    given = predictor.given
+    found: Rows = {}
     out: list[RuledOut] = []
     for stage in STAGES:
         left_out = stage == "reference" and not given.needs_reference
@@ -96,80 +90,76 @@ def evaluate(
         rows = [predictor.predict(candidate, predictor.now) for candidate in candidates]
         found[stage] = sorted(rows, key=_order)
         out += problems
-    return predictor, found, out
+    return found, out
 
 
-def _order(row: Prediction) -> tuple[bool, float, int, Candidate]:
+def _order(row: Prediction) -> tuple[bool, float, int, StageDeployment]:
     return bool(row.problem), row.seconds, row.candidate.ranks, row.candidate
 
 
 def live_tokens(given: SelectionInput) -> DeploymentPlan:
     """Least predicted time of the whole iteration, over all stages together."""
-    return choose(given).plan
-
-
-def choose(given: SelectionInput, predictor: Predictor | None = None) -> Choice:
-    """`live_tokens`, with everything that was considered."""
-    predictor, found, out = evaluate(given, predictor)
+    predictor = Predictor(given)
+    found, out = evaluate(predictor)
     for stage, rows in found.items():
-        if not rows or rows[0].problem or not math.isfinite(rows[0].seconds):
+        if not rows or not rows[0].allowed:
             nearest = min(rows, key=lambda row: (row.peak / row.budget, row.filled), default=None)
             raise NoFeasiblePlan(stage, nearest, [each for each in out if each.stage == stage])
-    current = _current(given, predictor, found)
-    chosen = _joint(given, predictor, found, current)
-    reasons = {stage: reason_of(given, predictor, found, current, row) for stage, row in chosen}
-    return Choice(_plan(given, predictor, dict(chosen), reasons), found, out)
+    current = _current(predictor, found)
+    chosen = _joint(predictor, found, current)
+    resting = fixed_plan(given)
+    stages, reasons = dict(resting.stages), dict(resting.reasons)
+    for stage, row in chosen.items():
+        stages[stage] = deployed(row.candidate, given.hardware)
+        reasons[stage] = reason_of(predictor, found[stage], current.get(stage), row)
+    if "rollout" in chosen:
+        stages["rollout"] = stages["rollout"]._replace(max_model_len=predictor.max_model_len)
+        if predictor.length_reason.startswith(CONTEXT_RAISED):
+            reasons["rollout"] += f"; {predictor.length_reason}"
+    now = predictor.now
+    basis = Basis(context=now.context, longest=now.longest, requests=float(now.episodes))
+    if given.current is not None and _near(predictor):
+        # A basis that followed every small step would let noise walk away with it.
+        basis = given.current.basis or basis
+    changes = {"stages": stages, "reasons": reasons, "policy": "live_tokens", "basis": basis}
+    return with_predictions(resting.model_copy(update=changes), predictor)
 
 
-def _current(
-    given: SelectionInput, predictor: Predictor, found: dict[str, list[Prediction]]
-) -> dict[str, Prediction]:
-    """The running layouts, predicted under the new load, as far as there are any."""
-    if given.current is None:
-        return {}
-    rows = {}
-    for stage in found:
-        running = given.current.stages.get(stage)
-        if running is not None:
-            rows[stage] = predictor.predict(predictor.candidate_of(running), predictor.now)
-    return rows
+def _current(predictor: Predictor, found: Rows) -> Combination:
+    """What runs, predicted under the new load, as far as there is anything."""
+    running = predictor.given.current.stages if predictor.given.current is not None else {}
+    return {
+        stage: predictor.predict(predictor.candidate_of(running[stage]), predictor.now)
+        for stage in found
+        if stage in running
+    }
 
 
-Combination = tuple[tuple[str, Prediction], ...]
-
-
-def _joint(
-    given: SelectionInput,
-    predictor: Predictor,
-    found: dict[str, list[Prediction]],
-    current: dict[str, Prediction],
-) -> Combination:
-    """The combination of layouts with the least cost, where each stage that leaves the layout it
-    has must gain more than noise for that.
+def _joint(predictor: Predictor, found: Rows, current: Combination) -> Combination:
+    """The combination of candidates with the least cost, where each stage that leaves what it has
+    must gain more than noise for that.
 
     Stages meet in the republished weights only, whose cost depends on tensor parallelism and
     sharding; what a switch costs depends on the kind of move. So the best of each such class is
     all that can win.
     """
     kept = {stage: row for stage, row in current.items() if row.allowed}
-    settled = len(kept) == len(found) and _near(given, predictor)
-    if given.current is None:
-        kept = _configured(given, predictor, found)
+    settled = len(kept) == len(found) and _near(predictor)
+    if predictor.given.current is None:
+        kept = _configured(predictor, found)
     options = {s: _classes(rows, kept.get(s), current.get(s)) for s, rows in found.items()}
     staying = {s: [kept[s]] if s in kept else rows for s, rows in options.items()}
-    cost, stay = _least(given, predictor, staying, current)
+    cost, stay = _least(predictor, staying, current)
     if settled:
         return stay
-    reluctance = given.selector.hysteresis * cost
-    return _least(given, predictor, options, current, kept, reluctance)[1]
+    reluctance = predictor.given.selector.hysteresis * cost
+    return _least(predictor, options, current, kept, reluctance)[1]
 
 
-def _configured(
-    given: SelectionInput, predictor: Predictor, found: dict[str, list[Prediction]]
-) -> dict[str, Prediction]:
-    """The layouts that the configuration names, where they are on offer: a run begins with them
-    unless more than noise speaks for others."""
-    plan = fixed_plan(given)
+def _configured(predictor: Predictor, found: Rows) -> Combination:
+    """What the configuration names, where it is on offer: a run begins with it unless more than
+    noise speaks for others."""
+    plan = fixed_plan(predictor.given)
     wanted = {predictor.candidate_of(plan[stage]) for stage in found}
     return {
         stage: row
@@ -179,17 +169,18 @@ def _configured(
     }
 
 
-def _near(given: SelectionInput, predictor: Predictor) -> bool:
+def _near(predictor: Predictor) -> bool:
     """Whether the load is, within noise, still the one that the current plan was chosen for."""
+    given, now = predictor.given, predictor.now
     basis = given.current.basis if given.current is not None else None
     if basis is None:
         return False
     noise = given.selector.hysteresis
     ratio = (1 + noise / 2) / (1 - noise / 2) * (1 + 1e-9)
-    pairs = (
-        (predictor.now.context, basis.context),
-        (predictor.now.longest, basis.longest),
-        (float(predictor.now.episodes), basis.requests),
+    pairs = zip(
+        (now.context, now.longest, float(now.episodes)),
+        (basis.context, basis.longest, basis.requests),
+        strict=True,
     )
     return all(max(a, b) <= ratio * min(a, b) for a, b in pairs)
 
@@ -201,101 +192,46 @@ def _classes(
     best: dict[tuple[int, bool, Move], Prediction] = {}
     for row in rows:
         if row.allowed:
-            layout = row.candidate
-            move = move_between(running.candidate, layout) if running else "rebuild"
-            best.setdefault((layout.tensor, layout.parts == 1, move), row)
-    found = list(best.values())
-    return [*found, kept] if kept is not None else found
+            new = row.candidate
+            move = move_between(running.candidate, new) if running else "rebuild"
+            best.setdefault((new.tensor_parallel, new.parts == 1, move), row)
+    return [*best.values(), *([kept] if kept is not None else [])]
 
 
 def _least(
-    given: SelectionInput,
     predictor: Predictor,
-    options: dict[str, list[Prediction]],
-    current: dict[str, Prediction],
+    options: Rows,
+    current: Combination,
     kept: Mapping[str, Prediction] = MappingProxyType({}),
     reluctance: float = 0.0,
 ) -> tuple[float, Combination]:
     """reluctance: seconds that a stage must gain to leave what is kept of it."""
-    stages = list(options)
-    best: tuple[float, int, Combination] | None = None
-    for rows in itertools.product(*options.values()):
-        combination = tuple(zip(stages, rows, strict=True))
-        cost = _cost(given, predictor, dict(combination), current)
-        cost += reluctance * sum(kept.get(stage, row) is not row for stage, row in combination)
-        ranks = sum(row.candidate.ranks for row in rows)
-        # The last key makes ties depend on the layouts alone, not on their order.
-        if best is None or (cost, ranks, _names(combination)) < (*best[:2], _names(best[2])):
-            best = cost, ranks, combination
-    assert best is not None
-    return best[0], best[2]
+
+    def key(rows: Combination) -> tuple[float, int, list[StageDeployment]]:
+        left = sum(kept.get(stage, row) is not row for stage, row in rows.items())
+        candidates = [row.candidate for row in rows.values()]
+        cost = _cost(predictor, rows, current) + reluctance * left
+        # The last part makes ties depend on the candidates alone, not on their order.
+        return cost, sum(each.ranks for each in candidates), candidates
+
+    every = itertools.product(*options.values())
+    best = min((dict(zip(options, rows, strict=True)) for rows in every), key=key)
+    return key(best)[0], best
 
 
-def _names(combination: Combination) -> list[Candidate]:
-    return [row.candidate for _, row in combination]
-
-
-def _cost(
-    given: SelectionInput,
-    predictor: Predictor,
-    rows: dict[str, Prediction],
-    current: dict[str, Prediction],
-) -> float:
+def _cost(predictor: Predictor, rows: Combination, current: Combination) -> float:
     """Seconds of an iteration, with each switch spread over the expected stay."""
     seconds = sum(row.seconds for row in rows.values())
     if "update" in rows and "rollout" in rows:
         update, rollout = rows["update"].candidate, rows["rollout"].candidate
         seconds += predictor.roofline.republish_seconds(update, rollout)
     switches = sum(
-        switch_seconds(given, predictor.roofline, current[stage].candidate, row.candidate)
+        switch_seconds(predictor, current[stage].candidate, row.candidate)
         for stage, row in rows.items()
         if stage in current
     )
-    return seconds + switches / expected_stay(given)
-
-
-def expected_stay(given: SelectionInput) -> int:
-    """Iterations over which a switch must pay."""
-    left = given.iterations_left
-    stay = given.selector.expected_stay
-    return stay if left is None else max(1, min(stay, left))
-
-
-def _plan(
-    given: SelectionInput,
-    predictor: Predictor,
-    rows: dict[str, Prediction],
-    reasons: dict[str, str],
-) -> DeploymentPlan:
-    resting = fixed_plan(given)
-    stages = dict(resting.stages)
-    for stage, row in rows.items():
-        length = predictor.max_model_len if stage == "rollout" else None
-        candidate = row.candidate
-        if given.hardware.gpus:
-            # What a rank does beside its device; no part of the choice.
-            share = given.hardware.cpu_cores // given.hardware.devices_per_host
-            candidate = candidate._replace(threads=max(1, share))
-        stages[stage] = candidate.deployment(length)
-    if "rollout" in reasons and predictor.length_reason.startswith(CONTEXT_RAISED):
-        reasons = {**reasons, "rollout": f"{reasons['rollout']}; {predictor.length_reason}"}
-    reasons = {**resting.reasons, **reasons}
-    now = predictor.now
-    basis = Basis(context=now.context, longest=now.longest, requests=float(now.episodes))
-    if given.current is not None and given.current.basis and _near(given, predictor):
-        # A basis that followed every small step would let noise walk away with it.
-        basis = given.current.basis
-    plan = DeploymentPlan(
-        iteration=given.iteration,
-        stages=stages,
-        reasons=reasons,
-        policy=given.selector.policy,
-        basis=basis,
-        attempt=given.attempt,
-    )
-    # Stages left as configured are part of the iteration too.
-    predictions = predictions_of(predictor, rows.values(), plan)
-    return plan.model_copy(update={"predictions": predictions})
+    stay = predictor.given.selector.expected_stay
+    return seconds + switches / min(stay, predictor.given.iterations_left or stay)
 
 
 def average_context(given: SelectionInput) -> DeploymentPlan:
@@ -311,27 +247,27 @@ def average_context(given: SelectionInput) -> DeploymentPlan:
     context = _range(given, mean)
     requests = float(given.selector.profiled_requests or _usual_requests(given))
     running = given.rollout.max_running_requests
-    best = max(
-        (c for c in candidates if c.running == running and c not in predictor.forbidden),
-        key=lambda c: (predictor.rate(c, context, requests)[0] / (c.tensor * c.threads), c),
-        default=None,
-    )
-    if best is None:
-        predictions = predictions_of(predictor, plan=plan)
-        return plan.model_copy(update={"policy": "average_context", "predictions": predictions})
-    reason = (
-        f"{best.label}: fastest per device at {tokens(context)} tokens and {requests:.0f} "
-        f"sequences, the range of the mean context of {mean:.0f}; {model_length(given)[1]}"
-    )
-    deployment = best.deployment(plan["rollout"].max_model_len)
-    plan = plan.model_copy(
-        update={
-            "stages": {**plan.stages, "rollout": deployment},
-            "reasons": {**plan.reasons, "rollout": reason},
-            "policy": "average_context",
-        }
-    )
-    return plan.model_copy(update={"predictions": predictions_of(predictor, plan=plan)})
+    usable = [
+        each
+        for each in candidates
+        if each.max_running_requests == running and each not in predictor.forbidden
+    ]
+
+    def per_device(each: StageDeployment) -> tuple[float, StageDeployment]:
+        rate = predictor.rate(each, context, requests)[0]
+        return rate / (each.tensor_parallel * each.threads), each
+
+    changes: dict[str, Any] = {"policy": "average_context"}
+    if usable:
+        best = max(usable, key=per_device)
+        reason = (
+            f"{best.label}: fastest per device at {tokens(context)} tokens and {requests:.0f} "
+            f"sequences, the range of the mean context of {mean:.0f}; {model_length(given)[1]}"
+        )
+        engines = best._replace(max_model_len=plan["rollout"].max_model_len)
+        changes["stages"] = {**plan.stages, "rollout": engines}
+        changes["reasons"] = {**plan.reasons, "rollout": reason}
+    return with_predictions(plan.model_copy(update=changes), predictor)
 
 
 def _range(given: SelectionInput, mean: float) -> float:

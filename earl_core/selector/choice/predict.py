@@ -5,29 +5,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector.choice.load_forecast import loads
 from earl_core.selector.choice.selection import SelectionInput, model_length
-from earl_core.selector.model.candidates import Candidate, RuledOut
-from earl_core.selector.model.catalogue import device_of
-from earl_core.selector.model.memory_model import (
-    Memory,
-    TrainingNeeds,
-    engine_memory,
-    kv_bytes_per_token,
-    kv_capacity_tokens,
-    scoring_memory,
-    torch_engine_memory,
-    training_memory,
-)
+from earl_core.selector.model.candidates import RuledOut, candidate_of
+from earl_core.selector.model.catalogue import device_of, memory_model
+from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
 from earl_core.selector.model.roofline import Load, Roofline
-from earl_core.selector.profile.profile_table import Common, Correction, Guess, ProfilePoint
+from earl_core.selector.profile.profile_table import (
+    Common,
+    Correction,
+    Guess,
+    ProfilePoint,
+    candidate_of_key,
+    key_of,
+)
 from earl_core.system.errors import EarlError
 
 STAGES = ("rollout", "reference", "update")
-"""Stages whose layout is a choice, in their order."""
+"""Stages whose deployment is a choice, in their order."""
 
 
 class Prediction(NamedTuple):
@@ -36,10 +35,10 @@ class Prediction(NamedTuple):
     seconds: of the stage, infinite when it cannot run. peak, budget: bytes on one device. filled:
     for engines with a KV cache of fixed size, the share of it that the sequences offered would take
     (above 1 they queue). measured: how much measurement stands behind the seconds, 0 (a guess) to
-    1. problem: why the candidate is ruled out; empty when it is not.
+    1. problem: why the candidate is infeasible; empty when it is not.
     """
 
-    candidate: Candidate
+    candidate: StageDeployment
     seconds: float
     peak: float
     budget: float
@@ -59,22 +58,23 @@ class Prediction(NamedTuple):
 
 
 class NoFeasiblePlan(EarlError):
-    """No layout of a stage fits the memory. `nearest`: the candidate that came closest (its `peak`
-    and `budget` are bytes on one device), None when no layout is on offer, for reasons in `out`."""
+    """No stage deployment of a stage fits the memory. `nearest`: the candidate that came closest
+    (its `peak` and `budget` are bytes on one device), None when none is on offer, for reasons in
+    `out`."""
 
     def __init__(
         self, stage: str, nearest: Prediction | None, out: Sequence[RuledOut] = ()
     ) -> None:
         self.stage, self.nearest = stage, nearest
+        none = f"no stage deployment of the {stage}"
         if nearest is None:
             kinds = {re.sub(r"\d+", "", o.reason): f"{o.label}: {o.reason}" for o in out}
-            super().__init__(f"no layout of the {stage} is on offer: {'; '.join(kinds.values())}")
+            super().__init__(f"{none} is on offer: {'; '.join(kinds.values())}")
             return
-        why = f": {nearest.candidate.label}: {nearest.problem}"
         super().__init__(
-            f"no layout of the {stage} fits the memory{why}. Add devices or memory, lower "
-            "rollout.max_model_len if it is larger than needed, or free what selector.fixed_fields "
-            "and selector.tensor_parallel hold"
+            f"{none} fits the memory: {nearest.candidate.label}: {nearest.problem}. Add devices or "
+            "memory, lower rollout.max_model_len if it is larger than needed, or free what "
+            "selector.fixed_fields and selector.tensor_parallel hold"
         )
 
 
@@ -82,19 +82,18 @@ class Predictor:
     """Everything about one `SelectionInput` that its candidates share.
 
     now, ahead: the load of the next iteration, and that at the end of the forecast, which every
-    candidate must fit. forbidden: what ran out of memory in this run under no more than that.
-    roofline: another one than the default, for comparisons.
+    candidate must fit. configured: what `fixed` would take. forbidden: what ran out of memory in
+    this run under no more than that. roofline: another one than the default, for comparisons.
+    Raises `ValueError` for a model of which nothing can be predicted.
     """
 
     def __init__(self, given: SelectionInput, roofline: Roofline | None = None) -> None:
-        self.given = given
-        self.shape, self.hardware = given.model.sizes(), given.hardware
-        self.device = device_of(given.hardware)
-        self.roofline = roofline or Roofline(self.shape, self.device, self.hardware)
-        cpu = self.device.kind == "cpu"
+        given.model.require_dense()
+        self.given, self.shape, self.hardware = given, given.model, given.hardware
+        self.memory = memory_model(self.shape, self.hardware)
+        self.roofline = roofline or Roofline(self.shape, device_of(self.hardware), self.hardware)
+        self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
-        mixed = given.update.precision == "bf16"
-        self.needs = _answering(TrainingNeeds(mixed, given.trained_share, cpu), self.ahead)
         # Before anything was played the load is a guess from what engines are first built for.
         expected = self.ahead.longest if given.statistics.context_max else 0.0
         self.max_model_len, self.length_reason = model_length(given, expected)
@@ -107,15 +106,17 @@ class Predictor:
         self._commons: dict[str, Common] = {}
         self._correctors = {stage: given.calibration.corrector(stage) for stage in STAGES}
         self._starving: dict[str, float] = {}
-        self._budgets = {stage: self._budget(stage) for stage in STAGES}
-        self._peaks: dict[Candidate, float] = {}
+        fraction, reserved = given.selector.memory_fraction, given.reserved_bytes
+        self._budgets = {
+            stage: self.memory.budget(fraction, reserved.get(stage, 0.0)) for stage in STAGES
+        }
+        self._peaks: dict[StageDeployment, float] = {}
         self._engines: dict[tuple[int, float, Load], Memory] = {}
         self.forbidden = frozenset(self._forbidden())
 
-    def candidate_of(self, deployment: StageDeployment) -> Candidate:
-        """The candidate behind a part of a plan; on GPUs threads are no part of the choice."""
-        candidate = Candidate.of(deployment)
-        return candidate._replace(threads=1) if self.hardware.gpus else candidate
+    def candidate_of(self, deployment: StageDeployment) -> StageDeployment:
+        """The candidate behind a part of a plan."""
+        return candidate_of(deployment, self.hardware)
 
     def measured(self, stage: str) -> bool:
         """Whether the profile has anything of this stage."""
@@ -128,76 +129,72 @@ class Predictor:
         others hold of the host taken off."""
         return self._budgets[stage]
 
-    def _budget(self, stage: str) -> float:
-        share = self.given.selector.memory_fraction
-        if self.device.kind == "gpu":
-            return share * self.device.memory_bytes
-        reserved = self.given.reserved_bytes.get(stage, 0.0)
-        return max(1.0, share * self.hardware.memory_bytes - reserved)
-
-    def _engine(self, candidate: Candidate, load: Load) -> Memory:
-        sequences = load.episodes / candidate.replicas
-        sequences = math.ceil(min(sequences, candidate.running or sequences))
-        place = candidate.tensor, sequences if self._torch_engine else candidate.running, load
+    def _engine(self, candidate: StageDeployment, load: Load) -> Memory:
+        sequences = math.ceil(load.offered(candidate))
+        size = sequences if self._torch_engine else candidate.max_running_requests
+        place = candidate.tensor_parallel, size, load
         if place not in self._engines:
-            self._engines[place] = self._engine_memory(candidate, load, sequences)
+            self._engines[place] = (
+                self.memory.torch_engine(sequences, load.longest, self._value)
+                if self._torch_engine
+                else self.memory.vllm(candidate, self.given.rollout.vllm, self._value)
+            )
         return self._engines[place]
 
-    def _engine_memory(self, candidate: Candidate, load: Load, sequences: float) -> Memory:
-        cpu = self.device.kind == "cpu"
-        if self._torch_engine:
-            return torch_engine_memory(self.shape, sequences, load.longest, self._value, cpu)
-        vllm = self.given.rollout.vllm
-        share = (vllm.kv_cache_gib or 2) * 2.0**30 if cpu else vllm.gpu_memory_utilization
-        return engine_memory(self.shape, self.device, candidate, share, self._value)
+    def _kv_bytes(self, candidate: StageDeployment) -> float:
+        return kv_bytes_per_token(self.shape, candidate.tensor_parallel, self._value)
 
-    def capacity(self, candidate: Candidate) -> float:
+    def capacity(self, candidate: StageDeployment) -> float:
         """Tokens that one engine's cache holds. The torch engine's has no size of its own: what it
         grows to is part of the engine's peak."""
         if self._torch_engine:
             return _ENDLESS
-        engine = self._engine(candidate, self.ahead)
-        return kv_capacity_tokens(self.shape, engine, candidate.tensor, self._value)
+        return self._engine(candidate, self.ahead).kv_cache / self._kv_bytes(candidate)
 
-    def formula_peak(self, candidate: Candidate, load: Load) -> float:
+    def formula_peak(self, candidate: StageDeployment, load: Load) -> float:
         """Bytes on one device by formula alone: what `Peak.predicted` of a measurement is."""
         if candidate.stage == "rollout":
             return self._engine(candidate, load).total
-        model = scoring_memory if candidate.stage == "reference" else training_memory
-        needs = self.needs if load is self.ahead else _answering(self.needs, load)
-        return model(self.shape, self._filled(candidate, load), load.longest, needs).total
+        needs = TrainingNeeds(
+            mixed=self.given.update.precision == "bf16",
+            trained=self.given.trained_share,
+            answered=min(1.0, load.generated / load.context),
+        )
+        model = self.memory.scoring if candidate.stage == "reference" else self.memory.training
+        return model(self._filled(candidate, load), load.longest, needs).total
 
-    def _filled(self, candidate: Candidate, load: Load) -> Candidate:
+    def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
         """With no more tokens in a microbatch than a rank has of a minibatch: a budget that is
         never filled takes no memory until contexts have grown to fill it."""
         steps = 1 if candidate.stage == "reference" else self.given.update.minibatches
         share = math.ceil(load.episodes * load.context / (steps * candidate.data_parallel))
-        return candidate._replace(microbatch=min(candidate.microbatch, share))
+        asked = candidate.max_tokens_per_microbatch
+        return candidate._replace(max_tokens_per_microbatch=min(asked, share))
 
-    def peak(self, candidate: Candidate, load: Load) -> float:
+    def peak(self, candidate: StageDeployment, load: Load) -> float:
         """Bytes on one device, calibrated by measured peaks."""
         formula = self.formula_peak(candidate, load)
         return self._correctors[candidate.stage](formula) if self._grows(candidate) else formula
 
-    def stage_peak(self, candidate: Candidate) -> float:
+    def sharers(self, candidate: StageDeployment) -> int:
+        """Ranks whose peaks add up in one budget: on a CPU all of the stage."""
+        return candidate.ranks if self.memory.shared else 1
+
+    def stage_peak(self, candidate: StageDeployment) -> float:
         """The peak at the end of the forecast, which `budget` is for: calibrated, of one device, on
         a CPU of all the stage's processes."""
-        peak = self._peaks.get(candidate)
-        if peak is None:
+        if candidate not in self._peaks:
             peak = self.peak(candidate, self.ahead)
-            if self.device.kind == "cpu":
-                peak *= candidate.ranks
-            self._peaks[candidate] = peak
-        return peak
+            self._peaks[candidate] = peak * self.sharers(candidate)
+        return self._peaks[candidate]
 
-    def fits(self, candidate: Candidate) -> bool:
+    def fits(self, candidate: StageDeployment) -> bool:
         """Whether the candidate stays within the stage's budget, and below what ran out of memory
         in this run."""
-        if self.stage_peak(candidate) > self._budgets[candidate.stage]:
-            return False
-        return not self._starved(candidate)
+        within = self.stage_peak(candidate) <= self._budgets[candidate.stage]
+        return within and not self._starved(candidate)
 
-    def _forbidden(self) -> Iterator[Candidate]:
+    def _forbidden(self) -> Iterator[StageDeployment]:
         """What ran out of memory in this run, where the load ahead is not a smaller one."""
         for failed in self.given.forbidden:
             candidate = self.candidate_of(failed.deployment)
@@ -206,90 +203,78 @@ class Predictor:
             ):
                 yield candidate
 
-    def _starved(self, candidate: Candidate) -> bool:
+    def _starved(self, candidate: StageDeployment) -> bool:
         """Whether it ran out of memory in this run, or another did whose formula says no more."""
-        if not self.forbidden:
-            return False
-        if candidate in self.forbidden:
-            return True
+        if not self.forbidden or candidate in self.forbidden:
+            return bool(self.forbidden)
         stage = candidate.stage
         if stage not in self._starving:
             failed = [c for c in self.forbidden if c.stage == stage and self._grows(c)]
-            sizes = (self._formula(each) for each in failed)
-            self._starving[stage] = min(sizes, default=math.inf)
+            self._starving[stage] = min(map(self._formula, failed), default=math.inf)
         least = self._starving[stage]
         return least < math.inf and self._grows(candidate) and self._formula(candidate) >= least
 
-    def _formula(self, candidate: Candidate) -> float:
-        ranks = candidate.ranks if self.device.kind == "cpu" else 1
-        return ranks * self.formula_peak(candidate, self.ahead)
+    def _formula(self, candidate: StageDeployment) -> float:
+        return self.sharers(candidate) * self.formula_peak(candidate, self.ahead)
 
-    def _grows(self, candidate: Candidate) -> bool:
+    def _grows(self, candidate: StageDeployment) -> bool:
         """Whether its memory follows from its load: vLLM takes the share of a GPU that it is given,
         no more and no less."""
-        return candidate.stage != "rollout" or self.device.kind == "cpu" or self._torch_engine
+        return candidate.stage != "rollout" or self.memory.shared or self._torch_engine
 
     def _short_of(self, stage: str, peak: float, budget: float) -> str:
-        """Such as `needs 3.0 GiB on a device where 2.0 GiB may be used`."""
-        where = "on a device where"
-        if self.device.kind == "cpu":
-            where = f"on this host of {gib(self.hardware.memory_bytes)}, where"
-        text = f"needs {gib(peak)} {where} {gib(budget)} may be used"
-        reserved = self.given.reserved_bytes.get(stage, 0.0)
-        if reserved and self.device.kind == "cpu":
-            text += f", for others hold {gib(reserved)}"
-        return text
+        return self.memory.short_of(peak, budget, self.given.reserved_bytes.get(stage, 0.0))
 
     # Predictions
 
-    def predict(self, candidate: Candidate, load: Load) -> Prediction:
+    def predict(self, candidate: StageDeployment, load: Load) -> Prediction:
         """Seconds and memory under a load; whether it fits is judged at the forecast one."""
         if candidate.stage == "rollout":
             return self._predict_rollout(candidate, load)
         peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
-        epochs, steps = self.given.update.epochs, self.given.update.minibatches
-        only = candidate.stage == "reference"
-        seconds = self.roofline.training_seconds(
-            candidate, load, 1 if only else epochs, epochs * steps, only
-        )
         factor, measured = self.correction(candidate)(load.context, float(load.episodes))
         problem = self._refused(candidate, load.context, float(load.episodes))
         if not problem and peak > budget:
-            filled = self._filled(candidate, self.ahead).microbatch
+            filled = self._filled(candidate, self.ahead).max_tokens_per_microbatch
             tokens = max(filled, round(self.ahead.longest))
             short = self._short_of(candidate.stage, peak, budget)
             problem = f"a microbatch of {tokens:,} tokens {short}"
-        if not problem and candidate.offload:
+        if not problem and candidate.offload_optimizer:
             problem = self._host_problem(candidate)
-        return Prediction(candidate, seconds / factor, peak, budget, 0.0, measured, problem)
+        seconds = self._training_seconds(candidate, load) / factor
+        return Prediction(candidate, seconds, peak, budget, 0.0, measured, problem)
 
-    def _host_problem(self, candidate: Candidate) -> str:
+    def _training_seconds(self, candidate: StageDeployment, load: Load) -> float:
+        """The roofline's, of an update or of scoring alone."""
+        update, only = self.given.update, candidate.stage == "reference"
+        steps = update.epochs * update.minibatches
+        epochs = 1 if only else update.epochs
+        return self.roofline.training_seconds(candidate, load, epochs, steps, only)
+
+    def _host_problem(self, candidate: StageDeployment) -> str:
         """Why the host cannot hold the optimizer state of its ranks; empty when it can."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        own = self.shape.parameters / (candidate.tensor * candidate.parts)
-        needed = 8.0 * own * self.needs.trained * ranks
+        own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
+        needed = 8.0 * own * self.given.trained_share * ranks
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
         if needed <= budget:
             return ""
         return f"the optimizer state of a host's ranks needs {gib(needed)} of its {gib(budget)}"
 
-    def _predict_rollout(self, candidate: Candidate, load: Load) -> Prediction:
-        engine, capacity = self._engine(candidate, self.ahead), self.capacity(candidate)
-        per_engine = load.episodes / candidate.replicas
-        offered = max(1.0, min(per_engine, candidate.running or per_engine))
+    def _predict_rollout(self, candidate: StageDeployment, load: Load) -> Prediction:
+        capacity, offered = self.capacity(candidate), load.offered(candidate)
         rate, measured = self.rate(candidate, load.context, offered)
-        peak, budget = self.stage_peak(candidate), self._engine_budget(engine)
+        peak, budget = self.stage_peak(candidate), self._engine_budget(candidate)
         problem = self._refused(candidate, load.context, offered)
         needed = max(self.ahead.longest, float(self.max_model_len))
         if not problem and peak > budget:
             engines = f"{candidate.replicas} engines" if candidate.replicas > 1 else "one engine"
             problem = f"running {engines} {self._short_of('rollout', peak, budget)}"
         if not problem and capacity < needed:
-            short = needed * kv_bytes_per_token(self.shape, candidate.tensor, self._value)
-            left = capacity * kv_bytes_per_token(self.shape, candidate.tensor, self._value)
+            token = self._kv_bytes(candidate)
             problem = (
-                f"one sequence of {needed:,.0f} tokens needs {gib(short)} of keys and values on "
-                f"each device, and beside the weights {gib(left)} are left"
+                f"one sequence of {needed:,.0f} tokens needs {gib(needed * token)} of keys and "
+                f"values on each device, and beside the weights {gib(capacity * token)} are left"
             )
         seconds = self.roofline.rollout_seconds(candidate, load, rate)
         filled = offered * load.context / capacity if capacity > 0 else math.inf
@@ -297,28 +282,39 @@ class Predictor:
             filled = 0.0
         return Prediction(candidate, seconds, peak, budget, filled, measured, problem)
 
-    def _engine_budget(self, engine: Memory) -> float:
-        if self.device.kind == "cpu" or self._torch_engine:
+    def _engine_budget(self, candidate: StageDeployment) -> float:
+        if self._grows(candidate):
             return self._budgets["rollout"]
+        engine = self._engine(candidate, self.ahead)
         share = self.given.rollout.vllm.gpu_memory_utilization
-        return max(share * self.device.memory_bytes, engine.total - engine.kv_cache)
+        return max(share * self.memory.device.memory_bytes, engine.total - engine.kv_cache)
 
-    def rate(self, candidate: Candidate, context: float, offered: float) -> tuple[float, float]:
+    def rate(
+        self, candidate: StageDeployment, context: float, offered: float
+    ) -> tuple[float, float]:
         """Tokens/s of one engine that is offered so many sequences at once, and how much
         measurement stands behind it (0 to 1)."""
-        guess = self.guess(candidate)(context, offered)
         factor, measured = self.correction(candidate)(context, offered)
-        return guess * factor, measured
+        return self._guessed(candidate, context, offered) * factor, measured
 
-    def guess(self, candidate: Candidate) -> Guess:
+    def guess(self, candidate: StageDeployment) -> Guess:
         """The roofline's tokens/s of the candidate, by load: what `rate` corrects."""
-        return _Guess(self, candidate)
+        return partial(self._guessed, candidate)
 
-    def correction(self, candidate: Candidate) -> Correction:
+    def _guessed(self, candidate: StageDeployment, context: float, requests: float) -> float:
+        if candidate.stage == "rollout":
+            tensor, threads = candidate.tensor_parallel, candidate.threads
+            capacity = self.capacity(candidate)
+            return self.roofline.decode_rate(tensor, threads, requests, context, capacity)
+        written = context * self.now.generated / self.now.context
+        load = Load(max(1, round(requests)), context, context, written)
+        return load.episodes * context / self._training_seconds(candidate, load)
+
+    def correction(self, candidate: StageDeployment) -> Correction:
         """Measured over guessed rate of the candidate, by load."""
         if candidate.stage not in self._measured_stages:
             return _UNMEASURED
-        key = candidate.key
+        key = key_of(candidate)
         if key not in self._corrections:
             points, guess = self._points.get(key, []), self.guess(candidate)
             self._corrections[key] = Correction(points, guess, self._common(candidate.stage))
@@ -328,23 +324,24 @@ class Predictor:
         if stage not in self._commons:
             self._commons[stage] = Common(
                 [
-                    (points, self.guess(Candidate.of_key(key, self.hardware)))
+                    (points, self.guess(candidate_of_key(key, self.hardware.devices)))
                     for key, points in self._points.items()
                     if key.split()[0] == stage
                 ]
             )
         return self._commons[stage]
 
-    def _refused(self, candidate: Candidate, context: float, requests: float) -> str:
+    def _refused(self, candidate: StageDeployment, context: float, requests: float) -> str:
         if self._starved(candidate):
             peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
-            what = "it" if candidate in self.forbidden else "a layout that needs no more"
+            what = "it" if candidate in self.forbidden else "one that needs no more"
             return (
                 f"{what} ran out of memory in this run, where {gib(budget)} may be used and "
                 f"{gib(peak)} are predicted"
             )
+        key = key_of(candidate) if self._failed else ""
         for point in self._failed:
-            if point.key == candidate.key and _at_least(context, requests, point):
+            if point.key == key and _at_least(context, requests, point):
                 return (
                     f"it ran out of memory at {point.requests:.0f} sequences x "
                     f"{point.context:,.0f} tokens when it was measured"
@@ -352,42 +349,11 @@ class Predictor:
         return ""
 
 
-class _Guess:
-    """The roofline's tokens/s of one candidate at (context, requests)."""
-
-    def __init__(self, predictor: Predictor, candidate: Candidate) -> None:
-        self._predictor, self._candidate = predictor, candidate
-
-    def __call__(self, context: float, requests: float) -> float:
-        predictor, layout = self._predictor, self._candidate
-        if layout.stage == "rollout":
-            return predictor.roofline.decode_rate(
-                layout.tensor, layout.threads, requests, context, predictor.capacity(layout)
-            )
-        written = context * predictor.now.generated / predictor.now.context
-        load = Load(max(1, round(requests)), context, context, written)
-        update, only = predictor.given.update, layout.stage == "reference"
-        epochs = 1 if only else update.epochs
-        seconds = predictor.roofline.training_seconds(
-            layout, load, epochs, epochs * update.minibatches, only
-        )
-        return load.episodes * context / seconds
-
-
 _ENDLESS = 2.0**62
 _UNMEASURED = Correction([], lambda context, requests: 0.0)
-
-
-def _answering(needs: TrainingNeeds, load: Load) -> TrainingNeeds:
-    return needs._replace(answered=min(1.0, load.generated / load.context))
 
 
 def _at_least(context: float, requests: float, point: ProfilePoint) -> bool:
     if point.key.startswith("rollout"):
         return context * requests >= point.live_tokens
     return context >= point.context
-
-
-def gib(size: float) -> str:
-    """Such as `12.3 GiB`, or `700 MiB` where that says more."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

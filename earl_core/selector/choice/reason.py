@@ -1,33 +1,27 @@
-"""Why a plan lays a stage out as it does, in one sentence."""
+"""Why a plan deploys a stage as it does, in one sentence."""
 
 from __future__ import annotations
 
 import math
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector.choice.predict import Prediction, Predictor
-from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.switch_cost import switch_seconds
-from earl_core.selector.model.candidates import Candidate
 
 
 def reason_of(
-    given: SelectionInput,
-    predictor: Predictor,
-    found: dict[str, list[Prediction]],
-    current: dict[str, Prediction],
-    row: Prediction,
+    predictor: Predictor, rows: list[Prediction], old: Prediction | None, row: Prediction
 ) -> str:
-    """Why the stage has this layout, in one sentence with its figures."""
-    stage = row.candidate.stage
-    old = current.get(stage)
+    """Why the stage is deployed so, in one sentence with its figures. rows: of all its candidates,
+    best first. old: of what runs."""
     guess = " (a guess: not measured)" if row.guess else ""
     if old is None or old.candidate == row.candidate:
-        return _kept(predictor, found[stage], row, old is not None) + guess
+        return _kept(predictor, rows, row, old is not None) + guess
     move = _move(old.candidate, row.candidate)
     if old.problem:
         return f"{move}: {old.problem}{guess}"
     gained = old.seconds - row.seconds
-    cost = switch_seconds(given, predictor.roofline, old.candidate, row.candidate)
+    cost = switch_seconds(predictor, old.candidate, row.candidate)
     text = f"{move}: {_situation(predictor, old)}; predicted {_percent(old, row)}"
     text += f" and {cost:.1f} s to switch"
     if gained > 0:
@@ -37,18 +31,15 @@ def reason_of(
 
 
 def _kept(predictor: Predictor, rows: list[Prediction], row: Prediction, running: bool) -> str:
-    verb = "kept" if running else "chosen"
-    text = f"{row.candidate.label} {verb}: {_situation(predictor, row)}"
-    others = [r for r in rows if r.allowed and r.candidate != row.candidate]
-    if others and others[0].seconds < row.seconds:
-        text += f"; {others[0].candidate.label} would gain {_percent(row, others[0])}"
+    text = f"{row.candidate.label} {'kept' if running else 'chosen'}: {_situation(predictor, row)}"
+    other = next((r for r in rows if r.allowed and r.candidate != row.candidate), None)
+    if other is None:
+        return text
+    if other.seconds < row.seconds:
+        text += f"; {other.candidate.label} would gain {_percent(row, other)}"
         return text + ", too little for a switch or for the stages together"
-    if others:
-        slower = others[0].seconds / row.seconds - 1
-        text += (
-            f"; the next best, {others[0].candidate.label}, would take {100 * slower:.1f} % more"
-        )
-    return text
+    slower = 100 * (other.seconds / row.seconds - 1)
+    return text + f"; the next best, {other.candidate.label}, would take {slower:.1f} % more"
 
 
 def _percent(old: Prediction, new: Prediction) -> str:
@@ -56,32 +47,36 @@ def _percent(old: Prediction, new: Prediction) -> str:
 
 
 def _situation(predictor: Predictor, row: Prediction) -> str:
-    layout, load = row.candidate, predictor.now
+    candidate, load = row.candidate, predictor.now
     used = f"{100 * row.peak / row.budget:.0f} % of memory"
-    if layout.stage != "rollout":
+    if candidate.stage != "rollout":
         return f"the longest sample, {tokens(load.longest)} tokens, fills {used}"
-    share = load.episodes / layout.replicas
-    offered = max(1.0, min(share, layout.running or share))
-    sequences = f"{offered:.0f} sequences x {tokens(load.context)} tokens"
+    sequences = f"{load.offered(candidate):.0f} sequences x {tokens(load.context)} tokens"
     if not row.filled:
         return f"{sequences} fill {used}"
-    place = f"the KV cache at TP {layout.tensor}"
+    place = f"the KV cache at TP {candidate.tensor_parallel}"
     if row.filled > 9.99:
         return f"{sequences} are far too many for {place}"
     return f"{sequences} fill {100 * row.filled:.0f} % of {place}"
 
 
-def _move(old: Candidate, new: Candidate) -> str:
-    """The fields that differ, such as `TP 4 → 8`; whole layouts when many do."""
+_SHORT = {
+    "tensor_parallel": "TP",
+    "context_parallel": "CP",
+    "max_tokens_per_microbatch": "microbatch",
+    "max_running_requests": "running",
+}
+
+
+def _move(old: StageDeployment, new: StageDeployment) -> str:
+    """The field that differs, such as `TP 4 → 8`; both whole when several do."""
+    pairs = zip(StageDeployment._fields, old, new, strict=True)
     changed = [
-        (name, a, b)
-        for name, a, b in zip(Candidate._fields, old, new, strict=True)
-        if a != b and name not in ("replicas", "threads")
+        (name, a, b) for name, a, b in pairs if a != b and name not in ("replicas", "threads")
     ]
-    names = {"tensor": "TP", "context": "CP", "microbatch": "microbatch", "running": "running"}
-    if len(changed) == 1 and changed[0][0] in names:
+    if len(changed) == 1 and changed[0][0] in _SHORT:
         name, before, after = changed[0]
-        return f"{names[name]} {before} → {after}"
+        return f"{_SHORT[name]} {before} → {after}"
     return f"{old.label} → {new.label}"
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.experience import ExperienceConfig
-from earl_core.config.layout import LayoutConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.run import RunConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.settings import Settings
+from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.configured import configured
+from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
-from earl_core.deployment.stage_deployment import DeploymentPlan, Forbidden, StageDeployment
 from earl_core.selector.choice.statistics import Statistics
-from earl_core.selector.model.memory_model import Calibration
+from earl_core.selector.model.calibration import Calibration
 from earl_core.selector.profile.profile_table import ProfileTable
 
 
@@ -28,13 +33,13 @@ class SelectionInput(Settings):
     gradients (1 without adapters).
     """
 
-    iteration: int = Field(ge=0)
+    iteration: int = Field(default=0, ge=0)
     attempt: int = Field(default=0, ge=0)
     rollout: RolloutConfig
     experience: ExperienceConfig = ExperienceConfig()
-    update: UpdateConfig
-    layout: LayoutConfig = LayoutConfig()
-    needs_reference: bool
+    update: UpdateConfig = UpdateConfig()
+    stages: StagesConfig = StagesConfig()
+    needs_reference: bool = False
     hardware: Hardware
     model: ModelShape
     statistics: Statistics = Statistics()
@@ -48,79 +53,59 @@ class SelectionInput(Settings):
     iterations_left: int | None = Field(default=None, ge=1)
     trained_share: float = Field(default=1.0, gt=0, le=1)
 
+    @classmethod
+    def of(
+        cls, config: RunConfig, hardware: Hardware, model: ModelShape, **seen: Any
+    ) -> SelectionInput:
+        """That of a run. seen: the other fields, as far as there is something to say."""
+        sections = ("rollout", "experience", "update", "stages", "needs_reference", "selector")
+        own = {name: getattr(config, name) for name in sections}
+        return cls(**{**own, "hardware": hardware, "model": model, **seen})
+
+    def configured(self) -> tuple[StageDeployment, StageDeployment]:
+        """Those of rollout and update that the configuration names for the iteration."""
+        cores = self.hardware.cpu_cores
+        return configured(self.stages, self.rollout, self.update, cores, self.iteration)
+
 
 def fixed_plan(given: SelectionInput) -> DeploymentPlan:
-    """Every stage as configured, with the iteration's entry of `layout.changes`."""
-    layout = given.layout
-    engines, mesh = layout.at(given.iteration)
+    """Every stage as configured, with the iteration's entry of `stages.changes`."""
+    rollout, update = given.configured()
     length, length_reason = model_length(given)
-    cores = given.hardware.cpu_cores
-    engine_threads, rank_threads = layout.threads(
-        given.rollout, given.update, cores, given.iteration
-    )
-    update = StageDeployment(
-        stage="update",
-        replicas=mesh.replicate,
-        shard=mesh.shard,
-        context_parallel=mesh.context_parallel,
-        tensor_parallel=mesh.tensor_parallel,
-        threads=rank_threads,
-        max_tokens_per_microbatch=given.update.max_tokens_per_microbatch,
-        activation_checkpointing=given.update.activation_checkpointing,
-        logits_chunk_tokens=mesh.logits_chunk_tokens,
-        offload_optimizer=mesh.offload_optimizer,
-    )
+    experience, why = _experience(given.experience)
     stages = {
-        "rollout": StageDeployment(
-            stage="rollout",
-            replicas=engines.replicas,
-            tensor_parallel=engines.tensor_parallel,
-            threads=engine_threads,
-            max_model_len=length,
-            max_running_requests=given.rollout.max_running_requests,
-        ),
-        "experience": experience_deployment(given.experience),
+        "rollout": rollout._replace(max_model_len=length),
+        "experience": experience,
         "update": update,
     }
     reasons = {
-        "rollout": f"{engines.text} x {_threads(engine_threads)}: {_configured(given, 'rollout')}; "
-        f"{length_reason}",
-        "experience": experience_reason(given.experience),
-        "update": f"{mesh.text} x {_threads(rank_threads)}, microbatches of at most "
-        f"{update.max_tokens_per_microbatch} tokens: {_configured(given, 'update')}",
+        "rollout": f"{rollout.label}: {_configured(given, 'rollout')}; {length_reason}",
+        "experience": why,
+        "update": f"{update.label}: {_configured(given, 'update')}",
     }
     if given.needs_reference:
         # The frozen model has no optimizer whose state could be moved away.
-        stages["reference"] = update.model_copy(
-            update={"stage": "reference", "offload_optimizer": False}
-        )
-        reasons["reference"] = "laid out as the update, which has the same forward pass"
+        stages["reference"] = update._replace(stage="reference", offload_optimizer=False)
+        reasons["reference"] = "as the update, which has the same forward pass"
     return DeploymentPlan(
         iteration=given.iteration, stages=stages, reasons=reasons, attempt=given.attempt
     )
 
 
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count > 1 else ''}"
-
-
 def _configured(given: SelectionInput, stage: str) -> str:
-    since = given.layout.since(given.iteration, stage)
+    since = given.stages.since(given.iteration, stage)
     text = f"as configured from iteration {since} on" if since else "as configured"
-    apart = "" if given.layout.placement == "colocated" else f", {given.layout.placement}"
+    apart = "" if given.stages.placement == "colocated" else f", {given.stages.placement}"
     return text + apart
 
 
-def experience_deployment(config: ExperienceConfig) -> StageDeployment:
-    """Where rewards and advantages are computed; does not change from iteration to iteration."""
-    return StageDeployment(stage="experience", replicas=config.ranks)
-
-
-def experience_reason(config: ExperienceConfig) -> str:
-    """Why `experience_deployment` is what it is, in a sentence."""
+def _experience(config: ExperienceConfig) -> tuple[StageDeployment, str]:
+    """Where rewards and advantages are computed, and why; it does not change."""
     if config.ranks == 1:
-        return "1 process: rewards and advantages are a few bytes per episode"
-    return f"{config.ranks} processes, each for the groups it holds: as configured"
+        why = "1 process: rewards and advantages are a few bytes per episode"
+    else:
+        why = f"{config.ranks} processes, each for the groups it holds: as configured"
+    return StageDeployment("experience", config.ranks), why
 
 
 def model_length(given: SelectionInput, expected: float = 0.0) -> tuple[int, str]:
@@ -131,7 +116,7 @@ def model_length(given: SelectionInput, expected: float = 0.0) -> tuple[int, str
     limit = given.model.max_positions
     asked = min(given.rollout.max_model_len or limit, limit)
     if given.current is not None:
-        asked = max(asked, given.current["rollout"].max_model_len or 0)
+        asked = max(asked, given.current["rollout"].max_model_len)
     length = asked
     # Doubling keeps rebuilds rare while contexts grow; 80 % leaves room for one iteration more.
     while longest > 0.8 * length and length < limit:

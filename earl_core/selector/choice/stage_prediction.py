@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-from earl_core.deployment.stage_deployment import DeploymentPlan, StagePrediction
-from earl_core.selector.choice.predict import STAGES, Prediction, Predictor
-from earl_core.selector.profile.observations import offered_requests, training_rate
+from earl_core.deployment.plan import DeploymentPlan, StagePrediction
+from earl_core.selector.choice.predict import STAGES, Predictor
+from earl_core.selector.profile.observations import training_rate
 
 
-def predictions_of(
-    predictor: Predictor, rows: Iterable[Prediction] = (), plan: DeploymentPlan | None = None
-) -> dict[str, StagePrediction]:
-    """By stage. rows: predictions that were made already; plan: its other stages are predicted.
-
-    Of a stage that cannot run as laid out nothing is said.
-    """
-    known = {row.candidate.stage: row for row in rows}
-    for stage in STAGES if plan else ():
-        if plan and stage in plan.stages and stage not in known:
-            candidate = predictor.candidate_of(plan[stage])
-            known[stage] = predictor.predict(candidate, predictor.now)
-    found = {}
-    for stage, row in known.items():
-        if all(math.isfinite(number) for number in (row.seconds, row.peak, row.budget)):
+def with_predictions(plan: DeploymentPlan, predictor: Predictor) -> DeploymentPlan:
+    """The plan with what is predicted of its stages; of one that cannot run so nothing is said."""
+    found, load = {}, predictor.now
+    for stage in STAGES:
+        if stage not in plan.stages:
+            continue
+        candidate = predictor.candidate_of(plan[stage])
+        row = predictor.predict(candidate, load)
+        if all(map(math.isfinite, (row.seconds, row.peak, row.budget))):
+            rate = training_rate(load, row.seconds)
+            if stage == "rollout":
+                rate = predictor.rate(candidate, load.context, load.offered(candidate))[0]
             found[stage] = StagePrediction(
                 seconds=row.seconds,
-                tokens_per_second=_rate(predictor, row),
+                tokens_per_second=rate,
                 peak_bytes=row.peak,
                 budget_bytes=row.budget,
                 measured=min(1.0, row.measured),
             )
-    return found
-
-
-def _rate(predictor: Predictor, row: Prediction) -> float:
-    load = predictor.now
-    if row.candidate.stage != "rollout":
-        return training_rate(load, row.seconds)
-    offered = offered_requests(row.candidate, load.episodes)
-    return predictor.rate(row.candidate, load.context, offered)[0]
+    return plan.model_copy(update={"predictions": found})

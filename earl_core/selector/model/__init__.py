@@ -1,1 +1,1 @@
-"""What a layout takes: the analytic model of seconds and memory."""
+"""What a stage deployment takes: the analytic model of seconds and memory."""

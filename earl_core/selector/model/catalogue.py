@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+from earl_core.selector.model import cpu
+from earl_core.selector.model.memory_model import MemoryModel
 
 _GB = 2**30
 
@@ -67,34 +69,27 @@ DEVICES: dict[str, DeviceFigures] = {
 }
 """A sheet's GB of HBM are taken as GiB: the stacks have binary sizes."""
 
-_CORE_FLOPS, _HOST_BANDWIDTH = 100e9, 40e9
-
 
 def device_of(hardware: Hardware) -> DeviceFigures:
     """The figures of the hardware's devices; for a CPU, of one core with its share of the memory.
 
-    A GPU that the catalogue does not have counts as an H100 with the memory it really has. No data
-    sheet stands behind the CPU's: one vector unit of a server core, two channels of memory.
+    A GPU that the catalogue does not have counts as an H100 with the memory it really has.
     """
-    if hardware.gpus:
-        name = hardware.gpu_name.lower()
-        known = next((DEVICES[key] for key in DEVICES if key.split("-")[0] in name), None)
-        figures = known or DEVICES["h100-80gb"].model_copy(
-            update={"name": hardware.gpu_name or "GPU", "source": "unknown GPU: taken as an H100"}
-        )
-        memory = hardware.gpu_memory_bytes or figures.memory_bytes
-        return figures.model_copy(update={"memory_bytes": memory})
-    cores = hardware.cpu_cores
-    return DeviceFigures(
-        name="CPU core",
-        kind="cpu",
-        memory_bytes=max(1, hardware.memory_bytes // cores),
-        flops=_CORE_FLOPS,
-        memory_bandwidth=_HOST_BANDWIDTH / cores,
-        link_bandwidth=_HOST_BANDWIDTH / 4,
-        host_bandwidth=_HOST_BANDWIDTH,
-        source="a guess: no data sheet",
+    if not hardware.gpus:
+        return cpu.figures(hardware)
+    name = hardware.gpu_name.lower()
+    known = next((DEVICES[key] for key in DEVICES if key.split("-")[0] in name), None)
+    figures = known or DEVICES["h100-80gb"].model_copy(
+        update={"name": hardware.gpu_name or "GPU", "source": "unknown GPU: taken as an H100"}
     )
+    memory = hardware.gpu_memory_bytes or figures.memory_bytes
+    return figures.model_copy(update={"memory_bytes": memory})
+
+
+def memory_model(shape: ModelShape, hardware: Hardware) -> MemoryModel:
+    """The memory formulas for this hardware."""
+    model = MemoryModel if hardware.gpus else cpu.CpuMemoryModel
+    return model(shape, device_of(hardware), hardware)
 
 
 def cluster(device: str, hosts: int, gpus_per_host: int, network_gbit: float = 200.0) -> Hardware:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape, Sizes
-from earl_core.selector.model.candidates import Candidate
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.selector.model.memory_model import LOGITS_AT_A_TIME, kv_bytes_per_token
 
 LAUNCH_SECONDS = 6.6e-6
@@ -42,6 +42,11 @@ class Load(NamedTuple):
     turns: float = 1.0
     tool_wait: float = 0.0
 
+    def offered(self, rollout: StageDeployment) -> float:
+        """Sequences that one engine is given at once."""
+        share = self.episodes / rollout.replicas
+        return max(1.0, min(share, rollout.max_running_requests or share))
+
 
 class Roofline:
     """Seconds of the stages for one model on one kind of hardware.
@@ -54,14 +59,14 @@ class Roofline:
 
     def __init__(
         self,
-        shape: ModelShape | Sizes,
+        shape: ModelShape,
         device: DeviceFigures,
         hardware: Hardware,
         *,
         latency: bool = True,
         queueing: Queueing = "blurred",
     ) -> None:
-        self.shape = shape.sizes() if isinstance(shape, ModelShape) else shape
+        self.shape = shape
         self.device, self.hardware = device, hardware
         self._latency, self._queueing = latency, queueing
         self._parameters = float(self.shape.parameters)
@@ -79,7 +84,7 @@ class Roofline:
         hosts = math.ceil(ranks / inside)
         seconds = 2 * (inside - 1) / inside * size / self._link
         seconds += 2 * (hosts - 1) / hosts * size / self._network
-        if self._latency and self.device.kind == "gpu":
+        if self._latency and self.device.nccl:
             hops = 2 * (inside - 1) * LINK_SECONDS + 2 * (hosts - 1) * NETWORK_SECONDS
             seconds += LAUNCH_SECONDS + hops
         return seconds
@@ -132,97 +137,130 @@ class Roofline:
         reduced = moved * (tensor - 1) / tensor / self._link
         return flops / (tensor * threads * self.device.flops) + reduced
 
-    def rollout_seconds(self, layout: Candidate, load: Load, rate: float) -> float:
+    def rollout_seconds(self, candidate: StageDeployment, load: Load, rate: float) -> float:
         """Seconds of a whole rollout at a decode rate (tokens/s) of each engine."""
         if rate <= 0:
             return math.inf
-        share = load.episodes / layout.replicas
-        rounds = max(1.0, share / (layout.running or share))
+        share = load.episodes / candidate.replicas
+        rounds = max(1.0, share / (candidate.max_running_requests or share))
         prompt = share * max(0.0, load.context - load.generated)
         waiting = rounds * load.turns * load.tool_wait
-        reading = self.prefill_seconds(layout.tensor, layout.threads, prompt, load.context)
+        reading = self.prefill_seconds(
+            candidate.tensor_parallel, candidate.threads, prompt, load.context
+        )
         return share * load.generated / rate + reading + waiting
 
     def training_seconds(
-        self, layout: Candidate, load: Load, epochs: int, steps: int, forward_only: bool = False
+        self,
+        candidate: StageDeployment,
+        load: Load,
+        epochs: int,
+        steps: int,
+        forward_only: bool = False,
     ) -> float:
         """Seconds of an update (or of scoring alone) over all samples. steps: optimizer steps."""
         shape, device = self.shape, self.device
-        samples = math.ceil(load.episodes / layout.data_parallel)
+        samples = math.ceil(load.episodes / candidate.data_parallel)
         tokens = samples * load.context
-        passes = 1.0 if forward_only else 3.0 + layout.checkpointing
+        passes = 1.0 if forward_only else 3.0 + candidate.activation_checkpointing
         attention = 2.0 * shape.layers * shape.query_size * load.context
         flops = passes * tokens * (2.0 * self._parameters + attention)
-        computing = flops / (layout.tensor * layout.context * layout.threads * device.flops)
-        size = max(float(layout.microbatch), load.context)
+        computing = flops / (
+            candidate.tensor_parallel
+            * candidate.context_parallel
+            * candidate.threads
+            * device.flops
+        )
+        size = max(float(candidate.max_tokens_per_microbatch), load.context)
         microbatches = max(1, math.ceil(tokens / size))
-        communicating = self._tensor_seconds(layout, tokens, microbatches, passes)
-        communicating += self._context_seconds(layout, tokens, passes)
-        gathering = self._gather_seconds(layout, microbatches, forward_only)
+        communicating = self._tensor_seconds(candidate, tokens, microbatches, passes)
+        communicating += self._context_seconds(candidate, tokens, passes)
+        gathering = self._gather_seconds(candidate, microbatches, forward_only)
         seconds = epochs * (max(computing, gathering) + communicating)
         if forward_only:
             return seconds
-        seconds += epochs * self._adding_seconds(layout, load, tokens, microbatches)
-        return seconds + steps * self._optimizer_seconds(layout)
+        seconds += epochs * self._adding_seconds(candidate, load, tokens, microbatches)
+        return seconds + steps * self._optimizer_seconds(candidate)
 
     def _adding_seconds(
-        self, layout: Candidate, load: Load, tokens: float, microbatches: int
+        self, candidate: StageDeployment, load: Load, tokens: float, microbatches: int
     ) -> float:
         """Seconds in which float32 gradients are added up: those of all weights once a microbatch,
         those of the head once for each chunk of logits."""
         shape = self.shape
         answered = min(1.0, load.generated / load.context) * tokens
-        at_a_time = layout.logits_chunk or max(1, LOGITS_AT_A_TIME // shape.vocabulary)
+        at_a_time = candidate.logits_chunk_tokens or max(1, LOGITS_AT_A_TIME // shape.vocabulary)
         chunks = max(0, math.ceil(answered / at_a_time) - microbatches)
-        head = shape.vocabulary * shape.hidden_size / layout.tensor
-        added = microbatches * self._parameters / (layout.tensor * layout.parts) + chunks * head
+        head = shape.vocabulary * shape.hidden_size / candidate.tensor_parallel
+        added = (
+            microbatches * self._parameters / (candidate.tensor_parallel * candidate.parts)
+            + chunks * head
+        )
         # New and old are read, the sum is written.
-        return 12.0 * added / (self.device.memory_bandwidth * layout.threads)
+        return 12.0 * added / (self.device.memory_bandwidth * candidate.threads)
 
     def _tensor_seconds(
-        self, layout: Candidate, tokens: float, microbatches: int, passes: float
+        self, candidate: StageDeployment, tokens: float, microbatches: int, passes: float
     ) -> float:
-        if layout.tensor == 1:
+        if candidate.tensor_parallel == 1:
             return 0.0
-        size = 2.0 * tokens / microbatches / layout.context * self.shape.hidden_size
+        size = 2.0 * tokens / microbatches / candidate.context_parallel * self.shape.hidden_size
         count = 2 * self.shape.layers * microbatches * (passes - (passes >= 3))
-        return count * self.all_reduce(size, layout.tensor)
+        return count * self.all_reduce(size, candidate.tensor_parallel)
 
-    def _context_seconds(self, layout: Candidate, tokens: float, passes: float) -> float:
-        if layout.context == 1:
+    def _context_seconds(self, candidate: StageDeployment, tokens: float, passes: float) -> float:
+        if candidate.context_parallel == 1:
             return 0.0
-        moved = 4.0 * self.shape.layers * self.shape.key_value_size * tokens / layout.tensor
-        share = (layout.context - 1) / layout.context
-        bandwidth = self.group_bandwidth(layout.tensor * layout.context, layout.tensor)
+        moved = (
+            4.0 * self.shape.layers * self.shape.key_value_size * tokens / candidate.tensor_parallel
+        )
+        share = (candidate.context_parallel - 1) / candidate.context_parallel
+        bandwidth = self.group_bandwidth(
+            candidate.tensor_parallel * candidate.context_parallel, candidate.tensor_parallel
+        )
         return passes * moved * share / bandwidth
 
-    def _gather_seconds(self, layout: Candidate, microbatches: int, forward_only: bool) -> float:
-        if layout.parts == 1:
+    def _gather_seconds(
+        self, candidate: StageDeployment, microbatches: int, forward_only: bool
+    ) -> float:
+        if candidate.parts == 1:
             return 0.0
         # Weights and gradients travel in float32, as they are stored.
-        moved = 4.0 * self._parameters / layout.tensor * (layout.parts - 1) / layout.parts
-        bandwidth = self.group_bandwidth(layout.tensor * layout.parts, layout.tensor)
+        moved = (
+            4.0
+            * self._parameters
+            / candidate.tensor_parallel
+            * (candidate.parts - 1)
+            / candidate.parts
+        )
+        bandwidth = self.group_bandwidth(
+            candidate.tensor_parallel * candidate.parts, candidate.tensor_parallel
+        )
         return microbatches * (1 if forward_only else 3) * moved / bandwidth
 
-    def _optimizer_seconds(self, layout: Candidate) -> float:
-        own = self._parameters / (layout.tensor * layout.parts)
+    def _optimizer_seconds(self, candidate: StageDeployment) -> float:
+        own = self._parameters / (candidate.tensor_parallel * candidate.parts)
         # Gradient, weight and two moments are read, all but the gradient written, in float32.
-        seconds = 28.0 * own / (self.device.memory_bandwidth * layout.threads)
-        if layout.offload:
+        seconds = 28.0 * own / (self.device.memory_bandwidth * candidate.threads)
+        if candidate.offload_optimizer:
             seconds += 16.0 * own / self.device.host_bandwidth
-        if layout.replicas > 1:
-            moved = 8.0 * own * (layout.replicas - 1) / layout.replicas
-            seconds += moved / self.group_bandwidth(layout.ranks, layout.tensor * layout.parts)
+        if candidate.replicas > 1:
+            moved = 8.0 * own * (candidate.replicas - 1) / candidate.replicas
+            seconds += moved / self.group_bandwidth(
+                candidate.ranks, candidate.tensor_parallel * candidate.parts
+            )
         return seconds
 
-    def republish_seconds(self, update: Candidate, rollout: Candidate) -> float:
-        """Seconds to bring the weights from the update's layout to the rollout's.
+    def republish_seconds(self, update: StageDeployment, rollout: StageDeployment) -> float:
+        """Seconds to bring the weights from the update's stage deployment to the rollout's.
 
         Ranks that hold the slices which the engines want hand them over; otherwise each engine
         gathers a whole copy.
         """
-        same = update.tensor == rollout.tensor and update.parts == 1
+        same = update.tensor_parallel == rollout.tensor_parallel and update.parts == 1
         if same:
             return 0.0
-        moved = 2.0 * self._parameters / rollout.tensor
-        return moved / self.group_bandwidth(max(update.ranks // update.replicas, rollout.tensor))
+        moved = 2.0 * self._parameters / rollout.tensor_parallel
+        return moved / self.group_bandwidth(
+            max(update.ranks // update.replicas, rollout.tensor_parallel)
+        )

@@ -1,1 +1,1 @@
-"""What layouts took: measurements, and which to make next."""
+"""What candidates took: measurements, and which to make next."""

@@ -1,4 +1,4 @@
-"""What a run saw of its own layouts, and what the selector learns from it. Pure functions.
+"""What a run saw of its own stages, and what the selector learns from it. Pure functions.
 
 A run keeps its observations in `RUN/selector.jsonl`. Rates mean what `ProfilePoint` and
 `Predictor.rate` mean by them, so that what was observed and what is predicted next are the same
@@ -8,22 +8,24 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import Field
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.settings import Settings
-from earl_core.deployment.stage_deployment import Forbidden, StageDeployment
-from earl_core.selector.model.candidates import Candidate
-from earl_core.selector.model.memory_model import Calibration, Peak
+from earl_core.deployment.plan import Forbidden
+from earl_core.deployment.shapes import Hardware
+from earl_core.selector.model.calibration import Calibration, Peak
+from earl_core.selector.model.candidates import candidate_of
 from earl_core.selector.model.roofline import Load, Roofline
-from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 
 Kind = Literal["measured", "out_of_memory", "context_overflow", "switched", "resharded"]
 
 INFEASIBLE = ("out_of_memory", "context_overflow")
-"""Kinds that end a stage, which is then repeated under another layout."""
+"""Kinds that end a stage, which is then repeated under another stage deployment."""
 
 _PEAKS = 32
 """Measured peaks of a stage that calibrate its memory formula: the newest."""
@@ -31,7 +33,7 @@ _PEAKS = 32
 _FAILED_PEAKS = 16
 
 _AS_MUCH = 0.8
-"""Of the bytes that the formula said when a layout failed: what is less is another load."""
+"""Of the bytes that the formula said at a failure: what is less is another load."""
 
 _LEAST_DECODING = 0.25
 """Share of a rollout's seconds that count as decoding at the least: what the roofline guesses for
@@ -39,8 +41,8 @@ reading prompts may be more than the rollout took."""
 
 
 class Observation(Settings):
-    """One thing seen of one stage under one layout; `switched`: its processes were started,
-    `resharded`: those that ran exchanged their state.
+    """One thing seen of a stage under one stage deployment; `switched`: its processes were
+    started, `resharded`: those that ran exchanged their state.
 
     context, longest: mean tokens of an episode, and of the longest (of `context_overflow`: the
     tokens that the engine had no room for). requests: episodes offered to one engine, or samples of
@@ -80,7 +82,7 @@ def attempts_of(observations: Iterable[Observation], iteration: int) -> int:
 def calibration_of(observations: Sequence[Observation]) -> Calibration:
     """Measured peaks beside what the formula said, the newest of each stage.
 
-    A failure counts no more once a layout for which the formula says as much has worked.
+    A failure counts no more once as much by the formula has worked.
     """
     peaks: list[Peak] = []
     for stage in ("rollout", "reference", "update"):
@@ -112,11 +114,11 @@ def _refutes(later: Observation, failed: Observation) -> bool:
 
 
 def forbidden_of(observations: Sequence[Observation], iteration: int) -> tuple[Forbidden, ...]:
-    """Layouts that ran out of memory, each once, as they are to be seen in `iteration`.
+    """Stage deployments that ran out of memory, each once, as they are to be seen in `iteration`.
 
-    In the iteration in which it failed a layout is forbidden whatever its load. Later it is
-    forbidden while the formula says about as much as it said then, and no more at all once a layout
-    for which it says as much has worked.
+    In the iteration in which it failed one is forbidden whatever its load. Later it is forbidden
+    while the formula says about as much as it said then, and no more at all once as much by the
+    formula has worked.
     """
     found: dict[StageDeployment, Forbidden] = {}
     for place, seen in enumerate(observations):
@@ -138,15 +140,6 @@ def seconds_of(observations: Iterable[Observation], kind: Kind) -> dict[str, flo
     return {seen.stage: seen.seconds for seen in observations if seen.kind == kind}
 
 
-def peak_bytes_of(observations: Iterable[Observation]) -> dict[str, float]:
-    """Each stage's peak on one device, as last measured."""
-    return {
-        seen.stage: seen.peak_bytes
-        for seen in observations
-        if seen.kind == "measured" and seen.peak_bytes > 0
-    }
-
-
 def overflow_tokens(observations: Iterable[Observation]) -> float:
     """The most tokens that an engine was built too small for; 0 when none was."""
     return max(
@@ -158,16 +151,13 @@ def refined(
     profile: ProfileTable,
     observations: Iterable[Observation],
     half_life: float,
-    candidate_of: Callable[[StageDeployment], Candidate] = Candidate.of,
+    hardware: Hardware,
 ) -> ProfileTable:
-    """The profile with what the run measured itself. half_life: in iterations.
-
-    candidate_of: names a layout as the predictor does, which on GPUs leaves threads out.
-    """
+    """The profile with what the run measured itself. half_life: in iterations."""
     for seen in observations:
         if seen.kind == "measured" and seen.tokens_per_second > 0 and seen.context > 0:
             point = ProfilePoint(
-                key=candidate_of(seen.deployment).key,
+                key=key_of(candidate_of(seen.deployment, hardware)),
                 context=seen.context,
                 requests=max(1.0, seen.requests),
                 tokens_per_second=seen.tokens_per_second,
@@ -178,21 +168,15 @@ def refined(
     return profile
 
 
-def offered_requests(layout: Candidate, episodes: float) -> float:
-    """Sequences that one engine is given at once."""
-    share = episodes / layout.replicas
-    return max(1.0, min(share, layout.running or share))
-
-
-def decode_rate(roofline: Roofline, layout: Candidate, load: Load, seconds: float) -> float:
+def decode_rate(roofline: Roofline, rollout: StageDeployment, load: Load, seconds: float) -> float:
     """tokens/s of one engine while it decodes, from the seconds of a whole rollout.
 
     `Roofline.rollout_seconds` adds reading prompts and waiting for environments to the decoding:
     both are taken off here by the same terms, so that with this rate it gives the seconds again.
     """
-    share = load.episodes / layout.replicas
+    share = load.episodes / rollout.replicas
     # With an endless rate what is left is reading and waiting.
-    other = roofline.rollout_seconds(layout, load, float("inf"))
+    other = roofline.rollout_seconds(rollout, load, float("inf"))
     return share * load.generated / max(seconds - other, _LEAST_DECODING * seconds, 1e-9)
 
 

@@ -1,4 +1,4 @@
-"""Measured throughput and peaks by layout and load: `ProfileTable`, one Parquet file each.
+"""Measured throughput and peaks by candidate and load: `ProfileTable`, one Parquet file each.
 
 A table belongs to one fingerprint of model, hardware and software. Loads fall into buckets of half
 an octave of context and of running requests; a new measurement of a bucket outweighs older ones
@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import xxhash
 from pydantic import Field, ValidationError
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.settings import Settings
 from earl_core.system.errors import EarlError, InUse
-from earl_core.system.files import canonical_json
+from earl_core.system.files import canonical_json, write_atomic
 
 FORMAT = "earl.profile/1"
 
@@ -37,9 +39,9 @@ class ProfileError(EarlError):
 
 
 class ProfilePoint(Settings):
-    """One bucket of one layout.
+    """One bucket of one candidate.
 
-    key: `Candidate.key`. context: tokens of a sequence. requests: sequences offered to an engine,
+    key: `key_of` it. context: tokens of a sequence. requests: sequences offered to an engine,
     or samples of an update. tokens_per_second: of one engine, or of the whole stage in training.
     peak_bytes: on one device, 0 when unknown. weight: measurements it stands for, decayed to
     `iteration`. An out-of-memory says that this load, and any larger, does not fit.
@@ -61,9 +63,55 @@ class ProfilePoint(Settings):
 
     @property
     def bucket(self) -> tuple[str, int, int]:
-        """Layout, and half octaves of context and of requests."""
+        """Candidate, and half octaves of context and of requests."""
         context, requests = (round(2 * math.log2(v)) for v in (self.context, self.requests))
         return self.key, context, requests
+
+
+_PARTS = {
+    "tp": "tensor_parallel",
+    "cp": "context_parallel",
+    "shard": "shard",
+    "threads": "threads",
+    "mb": "max_tokens_per_microbatch",
+    "checkpointing": "activation_checkpointing",
+    "chunk": "logits_chunk_tokens",
+    "offload": "offload_optimizer",
+}
+
+
+def key_of(candidate: StageDeployment) -> str:
+    """The candidate's name in the table, such as `update tp2 mb4096 checkpointing`.
+
+    On GPUs engines do not disturb one another, so their number is no part of it; engines of a CPU
+    share its memory bandwidth. A limit on running sequences is part of the load.
+    """
+    parts = [candidate.stage]
+    for name, field in _PARTS.items():
+        value = getattr(candidate, field)
+        if name == "threads" and value > 1:
+            parts.append(f"{candidate.replicas}x{value}threads")
+        elif value is True:
+            parts.append(name)
+        elif name == "tp" or value != StageDeployment._field_defaults[field]:
+            parts.append(f"{name}{value}")
+    return " ".join(parts)
+
+
+def candidate_of_key(key: str, devices: int) -> StageDeployment:
+    """What a name in the table stands for on so many devices."""
+    stage, *parts = key.split()
+    found: dict[str, Any] = {}
+    for part in parts:
+        name = part.rstrip("0123456789")
+        if name.endswith("threads"):
+            found["replicas"], found["threads"] = map(int, name[: -len("threads")].split("x"))
+        else:
+            found[_PARTS[name]] = int(part[len(name) :]) if part != name else True
+    candidate = StageDeployment(stage, **found)
+    if "replicas" in found:
+        return candidate
+    return candidate._replace(replicas=max(1, devices // candidate.ranks))
 
 
 class ProfileTable(Settings):
@@ -83,17 +131,11 @@ class ProfileTable(Settings):
         if old is not None and old.out_of_memory == point.out_of_memory:
             point = _merged(old, point, half_life)
         kept[point.bucket] = point
-        return self._with(kept[bucket] for bucket in sorted(kept))
-
-    def without(self, excluded: Callable[[ProfilePoint], bool]) -> ProfileTable:
-        """The points that are not excluded."""
-        return self._with(p for p in self.points if not excluded(p))
-
-    def _with(self, points: Iterable[ProfilePoint]) -> ProfileTable:
-        return ProfileTable(points=tuple(points), seconds=self.seconds)
+        points = tuple(kept[bucket] for bucket in sorted(kept))
+        return ProfileTable(points=points, seconds=self.seconds)
 
     def by_key(self) -> dict[str, list[ProfilePoint]]:
-        """Points of each layout."""
+        """Points of each candidate."""
         found: dict[str, list[ProfilePoint]] = {}
         for point in self.points:
             found.setdefault(point.key, []).append(point)
@@ -115,22 +157,24 @@ def _merged(old: ProfilePoint, new: ProfilePoint, half_life: float) -> ProfilePo
 
 
 Guess = Callable[[float, float], float]
-"""The roofline's tokens/s of a layout at (context, requests)."""
+"""The roofline's tokens/s of a candidate at (context, requests)."""
 
 
-def log_ratio_of(point: ProfilePoint, guess: Guess) -> float | None:
-    """log(measured / guessed throughput); None where nothing can be compared."""
-    expected = guess(point.context, point.requests)
-    if point.out_of_memory or point.tokens_per_second <= 0 or expected <= 0:
-        return None
-    return math.log(point.tokens_per_second / expected)
+def log_ratios(
+    points: Iterable[ProfilePoint], guess: Guess
+) -> Iterator[tuple[ProfilePoint, float]]:
+    """Each point with log(measured / guessed throughput), where there is something to compare."""
+    for point in points:
+        expected = guess(point.context, point.requests)
+        if not point.out_of_memory and point.tokens_per_second > 0 and expected > 0:
+            yield point, math.log(point.tokens_per_second / expected)
 
 
 class Correction:
-    """Measured over guessed throughput of one layout, interpolated between its points.
+    """Measured over guessed throughput of one candidate, interpolated between its points.
 
     Weights fall with the distance in octaves of live tokens and, half as fast, of requests; far
-    from every measurement the correction fades to exp(base). base: log of what all layouts of
+    from every measurement the correction fades to exp(base). base: log of what all candidates of
     the stage have in common (at a load, or everywhere), such as a device that is slower than its
     figures; 0: nothing is known.
     """
@@ -139,12 +183,10 @@ class Correction:
         self, points: Iterable[ProfilePoint], guess: Guess, base: Guess | float = 0.0
     ) -> None:
         self._base = base
-        self._points = []
-        for point in points:
-            log_ratio = log_ratio_of(point, guess)
-            if log_ratio is not None:
-                place = math.log2(point.live_tokens), math.log2(point.requests)
-                self._points.append((*place, min(point.weight, 4.0), log_ratio))
+        self._points = [
+            (math.log2(p.live_tokens), math.log2(p.requests), min(p.weight, 4.0), log_ratio)
+            for p, log_ratio in log_ratios(points, guess)
+        ]
 
     def __call__(self, context: float, requests: float) -> tuple[float, float]:
         """The factor on the roofline's rate, and how much measurement stands behind it (0 to 1)."""
@@ -163,25 +205,24 @@ class Correction:
 
 
 class Common:
-    """log(measured / guessed throughput) that a stage's measured layouts have in common at a load:
-    a layout that was not measured is no faster or slower for that.
+    """log(measured / guessed throughput) that a stage's measured candidates have in common at a
+    load: one that was not measured is no faster or slower for that.
 
-    Each layout counts as much as it was measured there; where none was, all of them alike.
+    Each counts as much as it was measured there; where none was, all of them alike.
     """
 
     def __init__(self, measured: Sequence[tuple[Sequence[ProfilePoint], Guess]]) -> None:
         self._found: dict[tuple[float, float], float] = {}
-        ratios = [[log_ratio_of(point, guess) for point in points] for points, guess in measured]
-        known = [[ratio for ratio in found if ratio is not None] for found in ratios]
+        known = [[ratio for _, ratio in log_ratios(*each)] for each in measured]
         self._everywhere = fmean([fmean(each) for each in known if each] or [0.0])
-        self._layouts = [Correction(points, guess, self._everywhere) for points, guess in measured]
+        self._measured = [Correction(points, guess, self._everywhere) for points, guess in measured]
 
     def __call__(self, context: float, requests: float) -> float:
         place = context, requests
         if place not in self._found:
             total, summed = _LITTLE, _LITTLE * self._everywhere
-            for layout in self._layouts:
-                factor, share = layout(context, requests)
+            for correction in self._measured:
+                factor, share = correction(context, requests)
                 total, summed = total + share, summed + share * math.log(factor)
             self._found[place] = summed / total
         return self._found[place]
@@ -258,19 +299,10 @@ def write_table(directory: Path, mark: str, table: ProfileTable) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    names = list(ProfilePoint.model_fields)
-    columns = {name: [getattr(point, name) for point in table.points] for name in names}
-    types = {"key": pa.string(), "out_of_memory": pa.bool_(), "iteration": pa.int64()}
-    schema = pa.schema(
-        [pa.field(name, types.get(name, pa.float64()), nullable=False) for name in names],
-        metadata={"format": FORMAT, "mark": mark, "seconds": repr(table.seconds)},
-    )
-    directory.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": FORMAT, "mark": mark, "seconds": repr(table.seconds)}
+    rows = pa.Table.from_pylist([point.model_dump() for point in table.points])
+    written = pa.BufferOutputStream()
+    pq.write_table(rows.replace_schema_metadata(metadata), written)
     path = table_path(directory, mark)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        pq.write_table(pa.table(columns, schema=schema), unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_atomic(path, written.getvalue().to_pybytes(), mode=0o644)
     return path

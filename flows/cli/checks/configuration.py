@@ -12,7 +12,7 @@ from pathlib import Path
 
 from earl_core.config import RunConfig, check_references
 from earl_core.control.hardware import read_hardware, read_model_shape
-from earl_core.deployment.feasibility import check_devices, check_layout
+from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.environments.registry import check
 from earl_core.run.lock import is_locked
 from earl_core.system.errors import ConfigError
@@ -23,7 +23,7 @@ from flows.cli.checks.model import check_files
 def check_configuration(config: RunConfig) -> Iterator[Finding]:
     """Everything that the run would refuse at its start, and the shape of the model."""
     yield Finding("good", f"{config.name}: {config.iterations} iterations")
-    for part in (references, model, layout, environment):
+    for part in (references, model, stages, environment):
         try:
             yield from part(config)
         except ConfigError as error:
@@ -72,15 +72,15 @@ def model(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def layout(config: RunConfig) -> Iterator[Finding]:
-    """See that the configured layouts are possible here, and for a model that is there already."""
+def stages(config: RunConfig) -> Iterator[Finding]:
+    """See that the stage deployments are possible here, and for a model that is there already."""
     hardware = read_hardware()
     check_devices(config, hardware)
     shape = None
     with suppress(ConfigError):  # the model's own part says it
         shape = read_model_shape(Path(config.model.path))
     if shape is not None:
-        check_layout(config, shape, hardware)
+        check_stages(config, shape, hardware)
     yield from ()
 
 

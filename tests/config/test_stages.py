@@ -1,22 +1,23 @@
-"""The `layout` section: what it means, and what is refused with which words."""
+"""The `stages` section: what it means, and what is refused with which words."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import yaml
 
-from earl_core.config import ConfigError, RunConfig, parse_config
+from earl_core.config import ConfigError, RunConfig, dump_config, parse_config
 from earl_core.config.table import resolved_rows
-from earl_core.deployment.feasibility import check_layout, tensor_degrees
+from earl_core.deployment.feasibility import check_stages, tensor_degrees
 from earl_core.selector import Hardware, ModelShape, SelectionInput, select
 from tests.config.test_config import with_
 
 CORES = Hardware(cpu_cores=4, memory_bytes=2**33)
 
 
-def config(engine: str = "torch", **layout: Any) -> RunConfig:
-    return parse_config(with_(layout=layout, rollout__engine=engine))
+def config(engine: str = "torch", **stages: Any) -> RunConfig:
+    return parse_config(with_(stages=stages, rollout__engine=engine))
 
 
 def shape(heads: int = 9, pairs: int = 3, width: int = 1536) -> ModelShape:
@@ -35,78 +36,82 @@ def shape(heads: int = 9, pairs: int = 3, width: int = 1536) -> ModelShape:
 def test_experts_are_refused_where_the_engine_takes_no_new_ones() -> None:
     experts = shape().model_copy(update={"experts": 8})
     with pytest.raises(ConfigError, match=r"mixture of 8 experts.*rollout\.engine=torch"):
-        check_layout(config("vllm"), experts, CORES)
-    check_layout(config("torch"), experts, CORES)
+        check_stages(config("vllm"), experts, CORES)
+    check_stages(config("torch"), experts, CORES)
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("stages", "message"),
     [
-        ({"updte": {}}, "layout.updte: unknown key"),
-        ({"update": {"data_parallel": 2}}, "layout.update.data_parallel: unknown key"),
-        ({"update": {"shard": 0}}, "layout.update.shard"),
+        ({"updte": {}}, "stages.updte: unknown key"),
+        ({"update": {"data_parallel": 2}}, "stages.update: `data_parallel` is no key of it"),
+        ({"update": {"shard": 0}}, "stages.update.shard"),
+        ({"update": {"replicate": 2}}, "`replicate` is called `replicas` now"),
+        ({"rollout": {"shard": 2}}, "`shard` is no key of it: use replicas, tensor_parallel"),
+        ({"update": {"threads": 2}}, "`threads` is no key of it: use replicas, shard"),
+        ({"update": 2}, "stages.update"),
         ({"placement": "apart"}, "no placement 'apart': choose from colocated, separate"),
         ({"rollout": {"tensor_parallel": 2}}, "runs on one device: choose `vllm`"),
         ({"rollout": {"replicas": 5}}, "some engines would stand idle"),
         ({"changes": [{"iteration": 3}]}, "the change at iteration 3 names no stage"),
-        ({"changes": [{"iteration": 0, "update": {}}]}, "layout.changes.0.iteration"),
+        ({"changes": [{"iteration": 0, "update": {}}]}, "stages.changes.0.iteration"),
         (
             {"changes": [{"iteration": 5, "update": {}}, {"iteration": 2, "update": {}}]},
             "the change at iteration 2 stands after the one at 5",
         ),
         (
             {"changes": [{"iteration": 2, "rollout": {"tensor_parallel": 2}}]},
-            "layout.changes.0.rollout.tensor_parallel is 2",
+            "stages.changes.0.rollout.tensor_parallel is 2",
         ),
     ],
 )
-def test_bad_layouts_say_what_to_change(layout: dict[str, Any], message: str) -> None:
+def test_bad_stage_deployments_say_what_to_change(stages: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config(**layout)
+        config(**stages)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("stages", "message"),
     [
         (
             {"update": {"tensor_parallel": 2}},
-            "layout.update.tensor_parallel is 2, which does not divide the model's 9 attention "
-            "heads, 3 key-value heads and feed-forward width of 1536: use 1 or 3",
+            "stages.update.tensor_parallel is 2: 2 does not divide the 9 attention heads: use 1 or "
+            "3",
         ),
-        ({"rollout": {"tensor_parallel": 2}}, "layout.rollout.tensor_parallel is 2, which"),
+        ({"rollout": {"tensor_parallel": 2}}, "stages.rollout.tensor_parallel is 2: 2 does not"),
         (
             {"changes": [{"iteration": 2, "update": {"tensor_parallel": 4}}]},
-            "layout.changes.0.update.tensor_parallel is 4",
+            "stages.changes.0.update.tensor_parallel is 4",
         ),
         (
-            {"update": {"replicate": 2, "shard": 2, "context_parallel": 2}},
+            {"update": {"replicas": 2, "shard": 2, "context_parallel": 2}},
             "8 devices; this machine has 4 CPU cores: lower a degree",
         ),
         (
             {"placement": "separate", "rollout": {"replicas": 2}, "update": {"shard": 3}},
-            "asks for 2 engines and 3 ranks (shard 3), separate, which need 5 devices",
+            "asks for 2 engines on 2 devices and for 3 ranks, separate, which need 5 devices",
         ),
     ],
 )
-def test_layouts_that_model_or_machine_rule_out(layout: dict[str, Any], message: str) -> None:
+def test_what_model_or_machine_rule_out(stages: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_layout(config("vllm", **layout), shape(), CORES)
+        check_stages(config("vllm", **stages), shape(), CORES)
     assert message in str(caught.value)
 
 
-def test_layouts_that_fit_are_let_through() -> None:
-    check_layout(config("vllm", update={"tensor_parallel": 3}), shape(), CORES)
+def test_what_is_possible_is_let_through() -> None:
+    check_stages(config("vllm", update={"tensor_parallel": 3}), shape(), CORES)
     both = {"rollout": {"replicas": 2}, "update": {"shard": 2}}
-    check_layout(config(placement="separate", **both), shape(), CORES)
-    check_layout(config(rollout={"replicas": 4}, update={"context_parallel": 4}), shape(), CORES)
+    check_stages(config(placement="separate", **both), shape(), CORES)
+    check_stages(config(rollout={"replicas": 4}, update={"context_parallel": 4}), shape(), CORES)
 
 
 def test_separate_devices_are_not_given_more_threads_than_there_are() -> None:
-    raw = with_(layout={"placement": "separate"}, rollout__engine="torch", rollout__threads=3)
-    check_layout(parse_config({**raw, "update": {"threads": 1}}), shape(), CORES)
+    raw = with_(stages={"placement": "separate"}, rollout__engine="torch", rollout__threads=3)
+    check_stages(parse_config({**raw, "update": {"threads": 1}}), shape(), CORES)
     with pytest.raises(ConfigError, match="make 5 threads that work at the same time"):
-        check_layout(parse_config({**raw, "update": {"threads": 2}}), shape(), CORES)
+        check_stages(parse_config({**raw, "update": {"threads": 2}}), shape(), CORES)
 
 
 def test_engines_may_copy_key_value_heads_and_training_may_not() -> None:
@@ -117,14 +122,12 @@ def test_engines_may_copy_key_value_heads_and_training_may_not() -> None:
 
 def plan_of(settings: RunConfig, iteration: int, cores: int = 4) -> Any:
     return select(
-        SelectionInput(
+        SelectionInput.of(
+            settings,
+            Hardware(cpu_cores=cores, memory_bytes=2**33),
+            shape(8, 2),
             iteration=iteration,
-            rollout=settings.rollout,
-            update=settings.update,
-            layout=settings.layout,
             needs_reference=True,
-            hardware=Hardware(cpu_cores=cores, memory_bytes=2**33),
-            model=shape(8, 2),
         )
     )
 
@@ -132,7 +135,7 @@ def plan_of(settings: RunConfig, iteration: int, cores: int = 4) -> Any:
 def test_changes_hold_from_their_iteration_on() -> None:
     changed = config(
         "vllm",
-        update={"replicate": 2, "logits_chunk_tokens": 64},
+        update={"replicas": 2, "logits_chunk_tokens": 64},
         changes=[
             {"iteration": 3, "update": {"tensor_parallel": 2, "offload_optimizer": True}},
             {"iteration": 5, "rollout": {"replicas": 2, "tensor_parallel": 2}},
@@ -141,17 +144,15 @@ def test_changes_hold_from_their_iteration_on() -> None:
     before, middle, after = (plan_of(changed, iteration) for iteration in (2, 4, 5))
     assert (before["update"].replicas, before["update"].logits_chunk_tokens) == (2, 64)
     assert (middle["update"].replicas, middle["update"].tensor_parallel) == (1, 2)
-    assert (middle["update"].logits_chunk_tokens, middle["update"].offload_optimizer) == (
-        None,
-        True,
-    )
+    assert middle["update"].logits_chunk_tokens == 0
+    assert middle["update"].offload_optimizer
     assert before["rollout"] == middle["rollout"]
     assert (after["rollout"].replicas, after["rollout"].tensor_parallel) == (2, 2)
     assert after["rollout"].world_size == after["update"].world_size == 2
     assert after["update"] == middle["update"]
     assert not after["reference"].offload_optimizer
     assert "from iteration 3 on" in after.reasons["update"]
-    assert "2 engines x tensor_parallel 2 x 1 thread" in after.reasons["rollout"]
+    assert "TP 2 x 2, at most 256 running: as configured" in after.reasons["rollout"]
 
 
 def test_cores_are_divided_unless_threads_are_given() -> None:
@@ -166,12 +167,26 @@ def test_cores_are_divided_unless_threads_are_given() -> None:
     assert (plan["rollout"].threads, plan["update"].threads) == (3, 5)
 
 
-def test_the_table_shows_the_layouts() -> None:
+def test_the_table_shows_the_stage_deployments() -> None:
     changed = config(
-        update={"replicate": 2}, changes=[{"iteration": 9, "update": {"context_parallel": 2}}]
+        update={"replicas": 2}, changes=[{"iteration": 9, "update": {"context_parallel": 2}}]
     )
     rows = {what: value for what, value, _ in resolved_rows(changed)}
-    assert rows["layout of the rollout"] == "1 engine"
-    assert rows["layout of the update"] == "2 ranks (replicate 2)"
-    assert rows["from iteration 9 on"] == "update 2 ranks (context_parallel 2)"
+    assert rows["stage deployment of the rollout"] == "TP 1 x 1"
+    assert rows["stage deployment of the update"] == "TP 1 x 2"
+    assert rows["from iteration 9 on"] == "update TP 1, CP 2"
     assert rows["devices of the two"] == "colocated"
+
+
+def test_the_old_section_is_refused_by_its_new_name() -> None:
+    with pytest.raises(ConfigError, match="the section `layout` is called `stages` now"):
+        parse_config(with_(layout={"update": {"shard": 2}}))
+
+
+def test_a_resolved_section_is_read_back() -> None:
+    made = config(update={"shard": 2}, changes=[{"iteration": 9, "rollout": {"replicas": 2}}])
+    assert parse_config(yaml.safe_load(dump_config(made))) == made
+    assert made.model_dump(mode="json")["stages"]["rollout"] == {
+        "replicas": 1,
+        "tensor_parallel": 1,
+    }

@@ -1,0 +1,137 @@
+"""The stage deployments of rollout and update, and when they change: `stages`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+
+from earl_core.cluster.placement import PLACEMENTS, Placement
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.config.settings import Settings
+
+
+class _Section:
+    """What a run file says of one stage: some fields of its `StageDeployment`."""
+
+    def __init__(self, stage: str, *keys: str) -> None:
+        self._stage, self._keys = stage, keys
+
+    def read(self, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if "replicate" in given:
+            raise ValueError("`replicate` is called `replicas` now: rename it")
+        for key in given:
+            if key not in self._keys:
+                raise ValueError(f"`{key}` is no key of it: use {', '.join(self._keys)}")
+        return {"stage": self._stage, **given}
+
+    def write(self, deployment: StageDeployment) -> dict[str, Any]:
+        return {key: getattr(deployment, key) for key in self._keys}
+
+
+_ROLLOUT = _Section("rollout", "replicas", "tensor_parallel")
+_UPDATE = _Section(
+    "update", "replicas", "shard", "context_parallel", "tensor_parallel", "offload_optimizer",
+    "logits_chunk_tokens",
+)  # fmt: skip
+
+RolloutStage = Annotated[
+    StageDeployment, BeforeValidator(_ROLLOUT.read), PlainSerializer(_ROLLOUT.write)
+]
+UpdateStage = Annotated[
+    StageDeployment, BeforeValidator(_UPDATE.read), PlainSerializer(_UPDATE.write)
+]
+
+
+class StageChange(Settings):
+    """From `iteration` on, a stage named here has exactly this stage deployment; what the entry
+    leaves out of it is at its default. A stage not named keeps what it has."""
+
+    iteration: int = Field(ge=1)
+    rollout: RolloutStage | None = None
+    update: UpdateStage | None = None
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> StageChange:
+        if self.rollout is None and self.update is None:
+            raise ValueError(
+                f"the change at iteration {self.iteration} names no stage: give it `rollout` or "
+                "`update`, or remove it"
+            )
+        return self
+
+
+class StagesConfig(Settings):
+    """What the policy `fixed` carries out. The reference has the update's stage deployment."""
+
+    placement: str = Field(
+        default="colocated",
+        description="colocated: rollout and update use the same devices in turn. separate: each "
+        "has its own.",
+    )
+    rollout: RolloutStage = StageDeployment("rollout")
+    update: UpdateStage = StageDeployment("update")
+    changes: tuple[StageChange, ...] = Field(
+        default=(), description="Other stage deployments from given iterations on, ascending."
+    )
+
+    @field_validator("placement")
+    @classmethod
+    def _known_placement(cls, value: str) -> str:
+        if value not in PLACEMENTS:
+            raise ValueError(
+                f"there is no placement {value!r}: choose from {', '.join(PLACEMENTS)}"
+            )
+        return value
+
+    @field_validator("changes")
+    @classmethod
+    def _ascending(cls, value: tuple[StageChange, ...]) -> tuple[StageChange, ...]:
+        for before, after in itertools.pairwise(value):
+            if after.iteration <= before.iteration:
+                raise ValueError(
+                    f"the change at iteration {after.iteration} stands after the one at "
+                    f"{before.iteration}: list them by ascending iteration, one for each"
+                )
+        return value
+
+    @property
+    def placed(self) -> Placement:
+        """The placement by its name."""
+        return PLACEMENTS[self.placement]
+
+    def at(self, iteration: int) -> tuple[StageDeployment, StageDeployment]:
+        """Those of rollout and update in one iteration, without what other sections set."""
+        rollout, update = self.rollout, self.update
+        for change in self.changes:
+            if change.iteration <= iteration:
+                rollout, update = change.rollout or rollout, change.update or update
+        return rollout, update
+
+    def since(self, iteration: int, stage: str) -> int:
+        """The iteration since which the stage is deployed as in this one; 0: the beginning."""
+        named = [c.iteration for c in self.changes if getattr(c, stage) is not None]
+        return max((k for k in named if k <= iteration), default=0)
+
+    def steps(self) -> list[tuple[str, int]]:
+        """Every iteration that begins with other ones, after the key that brings them about."""
+        changes = enumerate(self.changes)
+        return [("stages", 0), *((f"stages.changes.{n}", c.iteration) for n, c in changes)]
+
+    def check_rollout(self, engine: str, prompts: int) -> None:
+        """Raise `ValueError` for engines that the rollout's settings rule out."""
+        for key, iteration in self.steps():
+            rollout, _ = self.at(iteration)
+            if rollout.tensor_parallel > 1 and engine != "vllm":
+                raise ValueError(
+                    f"{key}.rollout.tensor_parallel is {rollout.tensor_parallel}, but rollout."
+                    f"engine {engine!r} runs on one device: choose `vllm`, or set it to 1"
+                )
+            if rollout.replicas > prompts:
+                raise ValueError(
+                    f"{key}.rollout.replicas ({rollout.replicas}) exceeds rollout."
+                    f"prompts_per_iteration ({prompts}): some engines would stand idle"
+                )

@@ -1,0 +1,60 @@
+"""The plan of an iteration: one `StageDeployment` for each stage, with what is expected of it."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.config.settings import Settings
+
+
+class Forbidden(Settings):
+    """A stage deployment that ran out of memory. beyond_bytes: from what size of the uncalibrated
+    memory formula on it is ruled out; 0: under any load."""
+
+    deployment: StageDeployment
+    beyond_bytes: float = Field(default=0.0, ge=0)
+
+
+class Basis(Settings):
+    """The load that a plan was chosen for; statistics that stay near it are no cause to move."""
+
+    context: float = Field(ge=0, description="mean tokens of an episode")
+    longest: float = Field(ge=0, description="tokens of the longest episode")
+    requests: float = Field(ge=0, description="episodes of the iteration")
+
+
+class StagePrediction(Settings):
+    """What a plan expects of one stage under the load of the next iteration.
+
+    tokens_per_second: of one engine while it decodes, or of a whole training stage. peak_bytes,
+    budget_bytes: as the predictor judges them: of one device, on a CPU host of the whole stage.
+    """
+
+    seconds: float = Field(ge=0)
+    tokens_per_second: float = Field(ge=0)
+    peak_bytes: float = Field(ge=0)
+    budget_bytes: float
+    measured: float = Field(
+        default=0.0, ge=0, le=1, description="Measurement behind the seconds: 0 is a guess."
+    )
+
+
+class DeploymentPlan(Settings):
+    """One `StageDeployment` per stage, each with its reason in a sentence.
+
+    attempt: how often the iteration's choice was made before this one, because a stage was
+    infeasible.
+    predictions: by stage; none where the model is one that nothing can be predicted for.
+    """
+
+    iteration: int = Field(ge=0)
+    stages: dict[str, StageDeployment]
+    reasons: dict[str, str]
+    policy: str = "fixed"
+    basis: Basis | None = None
+    attempt: int = Field(default=0, ge=0)
+    predictions: dict[str, StagePrediction] = Field(default_factory=dict)
+
+    def __getitem__(self, stage: str) -> StageDeployment:
+        return self.stages[stage]
