@@ -7,13 +7,13 @@ Adding an algorithm touches one file: subclass the family's base class, decorate
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from earl_core.system.errors import ConfigError
+from earl_core.system.import_path import import_object
 
 
 class Registered(BaseModel):
@@ -45,7 +45,7 @@ class Registry(Generic[T]):
 
         def add(cls: ClassT) -> ClassT:
             if name in self._classes:
-                raise ValueError(f"The {self.kind} name {name!r} is taken; choose another name.")
+                raise ValueError(f"the {self.kind} name {name!r} is taken: choose another name")
             self._classes[name] = self._checked(cls, name)
             return cls
 
@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
         name = parameters.pop("name", None)
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"A {self.kind} needs a `name`. {self._choices()}")
+            raise ConfigError(f"a {self.kind} needs a `name`: {self._choices()}")
         cls = self._resolve(name)
         try:
             return cls(**parameters)
@@ -79,40 +79,30 @@ class Registry(Generic[T]):
     def _resolve(self, name: str) -> type[T]:
         if name in self._classes:
             return self._classes[name]
-        module_name, separator, attributes = name.partition(":")
-        if not (separator and module_name and attributes):
-            raise ConfigError(f"There is no {self.kind} named {name!r}. {self._choices()}")
-        try:
-            found: Any = importlib.import_module(module_name)
-            for attribute in attributes.split("."):
-                found = getattr(found, attribute)
-        except Exception as error:  # user code runs at import and may raise anything
-            raise ConfigError(
-                f"The {self.kind} {name!r} cannot be imported ({type(error).__name__}: {error}). "
-                "Check the path and that its package is installed."
-            ) from error
-        return self._checked(found, name)
+        if ":" not in name:
+            raise ConfigError(f"there is no {self.kind} named {name!r}: {self._choices()}")
+        return self._checked(import_object(name, f"the {self.kind}"), name)
 
     def _checked(self, found: Any, name: str) -> type[T]:
         if isinstance(found, type) and issubclass(found, self._base):
             return found
         raise ConfigError(
-            f"The {self.kind} {name!r} must be a subclass of "
-            f"{self._base.__module__}:{self._base.__qualname__}."
+            f"the {self.kind} {name!r} must be a subclass of "
+            f"{self._base.__module__}:{self._base.__qualname__}"
         )
 
     def _choices(self) -> str:
         names = ", ".join(self.names())
-        return f"Choose one of {names}, or give an import path package.module:Class."
+        return f"choose one of {names}, or give an import path package.module:Class"
 
     def _explain(self, name: str, cls: type[T], error: Exception) -> str:
         known = ", ".join(cls.model_fields) or "none"
         if not isinstance(error, ValidationError):
-            return f"The {self.kind} {name!r} cannot be built: {error}. Its parameters: {known}."
+            return f"the {self.kind} {name!r} cannot be built: {error} (its parameters: {known})"
         problems = "; ".join(
             f"{'.'.join(map(str, item['loc'])) or name}: {item['msg']} (got {item['input']!r})"
             for item in error.errors(include_url=False)
         )
         return (
-            f"The {self.kind} {name!r} has wrong parameters: {problems}. Its parameters: {known}."
+            f"the {self.kind} {name!r} has wrong parameters: {problems} (its parameters: {known})"
         )

@@ -30,6 +30,7 @@ from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import Raised
 from earl_core.secrets import guard_output
 from earl_core.system.frames import Channel, WireError
+from earl_core.system.process_memory import resident_bytes, tree_private_bytes
 from earl_core.system.process_tree import (
     ENDING_GRACE_SECONDS,
     descendants,
@@ -38,8 +39,6 @@ from earl_core.system.process_tree import (
     out_of_memory_counters,
     out_of_memory_kills_since,
     prefer_as_oom_victim,
-    resident_bytes,
-    tree_private_bytes,
 )
 
 _MEMORY_SECONDS = 0.25

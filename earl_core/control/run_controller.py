@@ -27,7 +27,7 @@ from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment
 from earl_core.system.errors import EarlError
-from earl_core.system.memory_release import give_back_free_memory
+from earl_core.system.process_memory import give_back_free_memory
 
 
 class StateLost(EarlError):

@@ -98,4 +98,4 @@ class EnvironmentFailed(EarlError):
 
     def __str__(self) -> str:
         tail = f"\n{self.detail}" if self.detail else ""
-        return f"The environment of episode {self.episode_id} failed: {self.reason}.{tail}"
+        return f"the environment of episode {self.episode_id} failed: {self.reason}{tail}"

@@ -134,7 +134,7 @@ def _serve(connection: socket.socket) -> None:
     except BaseException as error:
         why = str(error)
         if not isinstance(error, ConfigError):
-            why = f"The environment {name!r} cannot be made: {type(error).__name__}: {error}"
+            why = f"the environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return
     channel.send({"kind": "ready"})

@@ -113,22 +113,19 @@ class HostKeeper:
     async def call(self, episode_id: int, kind: str, arguments: list[Any]) -> Reply:
         """Runs one call of an episode and returns the reply's value.
 
-        Raises EnvironmentFailed; the episode is then forgotten. ValueError for an episode that is
-        not open, over, or has another call under way.
+        The pool sees to it that each is reset once. Raises EnvironmentFailed; the episode is then
+        forgotten. ValueError for one that is over or has a call under way.
         """
         if kind == "reset":
-            if episode_id in self._episodes:
-                raise ValueError(f"Episode {episode_id} is open; close it before a reset.")
             self._episodes[episode_id] = OpenEpisode(episode_id)
         episode = self._episodes.get(episode_id)
         if episode is None or episode.done:
-            state = "not open" if episode is None else "over"
-            raise ValueError(f"Episode {episode_id} is {state}; begin it with a reset.")
+            raise ValueError(f"episode {episode_id} is over: begin it with a reset")
         if episode.failure is not None:
             del self._episodes[episode_id]
             raise episode.failure
         if episode.call is not None:
-            raise ValueError(f"Episode {episode_id} has a call under way; wait for its reply.")
+            raise ValueError(f"episode {episode_id} has a call under way: wait for its reply")
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         episode.call = PendingCall(episode, kind, arguments, reply)
         if self._ready:
@@ -229,9 +226,7 @@ class HostKeeper:
                     raise
                 continue
             self.restarts += 1
-            lasting = [
-                e for e in self._episodes.values() if e.past and not e.done and not e.failure
-            ]
+            lasting = [episode for episode in self._episodes.values() if episode.lasting]
             culprit = None
             with suppress(HostLost):
                 await asyncio.gather(*map(self._replay, lasting))
@@ -244,7 +239,7 @@ class HostKeeper:
             elif not process.call_timed_out:
                 failed_replays += 1
                 if failed_replays == _MAX_FAILED_REPLAYS:
-                    raise HostLost(f"Its host was lost as it was replayed.\n{tail}")
+                    raise HostLost(f"its host was lost as it was replayed:\n{tail}")
         self._ready = True
         for episode in self._episodes.values():
             if episode.call is not None:
@@ -276,7 +271,7 @@ class HostKeeper:
                 return
             if message["kind"] == "failed":
                 timeout = message["reason"] == "timeout"
-                why = f"Its replay failed: {message['reason']}: {message['detail']}"
+                why = f"its replay failed: {message['reason']}: {message['detail']}"
                 self._fail(episode, "lost" if timeout else "not_deterministic", why)
                 return
         if message["value"] != episode.last:
@@ -284,8 +279,8 @@ class HostKeeper:
             self._fail(
                 episode,
                 "not_deterministic",
-                "It answered the same texts differently after its process was replaced. Let all "
-                "its randomness come from the prompt index and the seed.",
+                "it answered the same texts differently after its process was replaced: let all "
+                "its randomness come from the prompt index and the seed",
             )
 
     async def _repeat(self, doubted: list[PendingCall], process: HostProcess) -> PendingCall | None:

@@ -128,14 +128,14 @@ class HostProcess:
         except TimeoutError:
             tail = await host.abandon()
             raise HostLost(
-                f"The environment {settings.name!r} was not ready after {limit:g} s. Its host's "
+                f"the environment {settings.name!r} was not ready after {limit:g} s; its host's "
                 f"log ends:\n{tail}"
             ) from None
         except HostLost as error:
             lost = host.lost
             tail = await host.abandon()
             killed = lost and host.killed_from_outside
-            raise HostLost(f"{error} Its log ends:\n{tail}", killed=killed) from None
+            raise HostLost(f"{error}; its log ends:\n{tail}", killed=killed) from None
         except BaseException:
             await host.abandon()
             raise
@@ -265,7 +265,7 @@ class HostProcess:
             return
         self._lost.set()
         if not self._opening.done():
-            self._opening.set_exception(HostLost("The host process died as it started."))
+            self._opening.set_exception(HostLost("the host process died as it started"))
         elif not self._ended:
             self._on_lost()
 

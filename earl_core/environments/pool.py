@@ -51,16 +51,16 @@ class EnvironmentPool:
     ) -> None:
         if min(hosts, concurrency) < 1 or not min(step_timeout_seconds, start_timeout_seconds) > 0:
             raise ConfigError(
-                "A pool needs at least one host, one episode at a time and timeouts above 0 s, not "
+                "a pool needs at least one host, one episode at a time and timeouts above 0 s, not "
                 f"{hosts} hosts, {concurrency} episodes, {step_timeout_seconds} s for a step and "
-                f"{start_timeout_seconds} s for the start."
+                f"{start_timeout_seconds} s for the start"
             )
         try:
             plain = json.loads(json.dumps(dict(options or {}), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"The options of environment {name!r} must be numbers, texts, lists and maps: "
-                f"{error}."
+                f"the options of environment {name!r} must be numbers, texts, lists and maps: "
+                f"{error}"
             ) from error
         threads = min(math.ceil(concurrency / hosts), _MAX_THREADS)
         settings = HostSettings(
@@ -93,7 +93,7 @@ class EnvironmentPool:
         """Begins an episode. Raises EnvironmentFailed, ValueError when the id is in use."""
         self._check_started()
         if episode_id in self._place:
-            raise ValueError(f"Episode {episode_id} is open; close it before a reset.")
+            raise ValueError(f"episode {episode_id} is open: close it before a reset")
         keeper = min(self._keepers, key=len)
         self._place[episode_id] = keeper
         value = await self._call(episode_id, keeper, "reset", [prompt, seed])
@@ -108,7 +108,7 @@ class EnvironmentPool:
         self._check_started()
         keeper = self._place.get(episode_id)
         if keeper is None:
-            raise ValueError(f"Episode {episode_id} is not open; begin it with a reset.")
+            raise ValueError(f"episode {episode_id} is not open: begin it with a reset")
         return StepResult(**await self._call(episode_id, keeper, "step", [text]))
 
     async def close(self, episode_id: int) -> None:
@@ -144,4 +144,4 @@ class EnvironmentPool:
 
     def _check_started(self) -> None:
         if not self._started:
-            raise RuntimeError("The environment pool is not running; await start() first.")
+            raise RuntimeError("the environment pool is not running: await start() first")

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.options import Options, import_object
+from earl_core.environments.options import Options
 from earl_core.system.errors import ConfigError
+from earl_core.system.import_path import import_object
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -44,11 +45,11 @@ class PromptEnvironment:
 
     def __init__(self, options: PromptOptions) -> None:
         self.options = options
-        self._reward = import_object(options.reward_function, "The option reward_function")
+        self._reward = import_object(options.reward_function, "the option reward_function")
         if not callable(self._reward):
             raise ConfigError(
-                f"The option reward_function {options.reward_function!r} is not a function; "
-                "name one."
+                f"the option reward_function {options.reward_function!r} is not a function",
+                remedy="name one",
             )
         self._rows = read_rows(options.path)
         self._row: dict[str, Any] | None = None
@@ -65,15 +66,15 @@ class PromptEnvironment:
 
     def step(self, text: str) -> StepResult:
         if self._row is None:
-            raise RuntimeError("The question was answered or not asked yet; call reset first.")
+            raise RuntimeError("the question was answered or not asked yet: call reset first")
         row, self._row = self._row, None
         returned = self._reward(text, row)
         reward, details = returned if isinstance(returned, tuple) else (returned, {})
         value = float(reward) if isinstance(reward, Real) else math.nan
         if not math.isfinite(value):
             raise TypeError(
-                f"The reward function {self.options.reward_function!r} returned {returned!r}; it "
-                "must return a finite number, or a finite number and a dict."
+                f"the reward function {self.options.reward_function!r} returned {returned!r}: it "
+                "must return a finite number, or a finite number and a dict"
             )
         outcome = str(details.get("outcome", "correct" if value > 0 else "incorrect"))
         metrics = {
@@ -95,8 +96,8 @@ class PromptEnvironment:
             return [*messages, {"role": "user", "content": prompt}]
         if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
             raise ConfigError(
-                f"Row {index} of {self.options.path}: column {self.options.prompt_column!r} is "
-                "neither a text nor a list of messages with role and content."
+                f"row {index} of {self.options.path}: column {self.options.prompt_column!r} is "
+                "neither a text nor a list of messages with role and content"
             )
         return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
 
@@ -110,8 +111,8 @@ class PromptEnvironment:
             for option, column in (("prompt_column", prompt), ("answer_column", answer)):
                 if column is not None and column not in row:
                     raise ConfigError(
-                        f"Row {index} of {path} has no column {column!r}; it has "
-                        f"{', '.join(row)}. Correct the option {option}."
+                        f"row {index} of {path} has no column {column!r}; it has {', '.join(row)}",
+                        remedy=f"correct the option {option}",
                     )
             if index == 0:
                 self._messages(row, index)
@@ -136,7 +137,7 @@ def read_rows(path: str) -> tuple[dict[str, Any], ...]:
     suffix = path.rsplit(".", 1)[-1].lower()
     if suffix not in ("jsonl", "parquet"):
         raise ConfigError(
-            f"The option path is {path!r}; name a file that ends in .jsonl or .parquet."
+            f"the option path is {path!r}: name a file that ends in .jsonl or .parquet"
         )
     try:
         with fsspec.open(path, "rb") as stream:
@@ -145,11 +146,11 @@ def read_rows(path: str) -> tuple[dict[str, Any], ...]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"The prompts at {path!r} cannot be read: {type(error).__name__}: {error}. Check the "
-            "path."
+            f"the prompts at {path!r} cannot be read: {type(error).__name__}: {error}",
+            remedy="check the path",
         ) from error
     if not rows:
-        raise ConfigError(f"The file {path!r} holds no rows; it needs at least one.")
+        raise ConfigError(f"the file {path!r} holds no rows: it needs at least one")
     return tuple(rows)
 
 
@@ -168,8 +169,8 @@ def _read_jsonl(stream: Any, path: str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"Line {number} of {path} is no JSON: {error}.") from error
+            raise ConfigError(f"line {number} of {path} is no JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ConfigError(f"Line {number} of {path} is no JSON object, like {{...}}.")
+            raise ConfigError(f"line {number} of {path} is no JSON object, like {{...}}")
         rows.append(row)
     return rows

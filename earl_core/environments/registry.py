@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from earl_core.environments.base import Environment
-from earl_core.environments.options import import_object, parse_options
+from earl_core.environments.options import parse_options
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import ConfigError
+from earl_core.system.import_path import import_object
 
 BUILT_IN: dict[str, str] = {
     "tic_tac_toe": "earl_core.environments.games.tic_tac_toe:TicTacToe",
@@ -30,7 +31,7 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     """
     options = _resolved(name, options or {})
     if name in BUILT_IN:
-        factory = import_object(BUILT_IN[name], "The environment")
+        factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment
     factory = environment_class(name)
@@ -41,14 +42,15 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     except Exception as error:
         raise ConfigError(
             redact(
-                f"The environment {name!r} cannot be made with the options {options!r}: "
+                f"the environment {name!r} cannot be made with the options {options!r}: "
                 f"{type(error).__name__}: {error}"
             )
         ) from redact_error(error)
     if not isinstance(created, Environment):
         raise ConfigError(
-            f"The environment {name!r} must have the methods reset(prompt, seed), step(text) and "
-            f"close(); see earl_core.environments.base.Environment."
+            f"the environment {name!r} is none",
+            remedy="it must have the methods reset(prompt, seed), step(text) and close(), as "
+            "earl_core.environments.base.Environment says",
         )
     return created
 
@@ -57,19 +59,20 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {key: resolve(value) for key, value in options.items()}
     except ConfigError as error:
-        raise ConfigError(f"An option of the environment {name!r}: {error}") from None
+        raise ConfigError(f"an option of the environment {name!r}: {error}") from None
 
 
 def environment_class(name: str) -> Any:
     """The class behind `name`, without making an environment. Raises ConfigError."""
     if name in BUILT_IN:
-        return import_object(BUILT_IN[name], "The environment")
+        return import_object(BUILT_IN[name], "the environment")
     if ":" not in name:
         raise ConfigError(
-            f"There is no environment {name!r}. Use one of {', '.join(BUILT_IN)}, or the import "
-            "path of a class of your own, like 'package.module:Class'."
+            f"there is no environment {name!r}",
+            remedy=f"use one of {', '.join(BUILT_IN)}, or the import path of a class of your own, "
+            "like 'package.module:Class'",
         )
-    return import_object(name, "The environment")
+    return import_object(name, "the environment")
 
 
 def check(name: str, options: Mapping[str, Any] | None = None) -> None:

@@ -29,7 +29,7 @@ def contained_number(completion: str, row: dict[str, Any]) -> float:
 
 def _answer(row: dict[str, Any]) -> Any:
     if "answer" not in row:
-        raise KeyError("The row has no answer: set the environment's answer_column.")
+        raise KeyError("the row has no answer: set the environment's answer_column")
     return row["answer"]
 
 

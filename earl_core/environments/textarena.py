@@ -18,9 +18,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.options import Options, import_object
+from earl_core.environments.options import Options
 from earl_core.environments.textarena_moves import legal_move
 from earl_core.system.errors import ConfigError
+from earl_core.system.import_path import import_object
 
 _GLOBAL_RANDOM = threading.Lock()
 _MAX_CONSECUTIVE_OPPONENT_MOVES = 1000
@@ -92,13 +93,13 @@ class TextArenaEnvironment:
             self._let_opponent_move()
             if self._game.state.done:
                 raise RuntimeError(
-                    f"The game {self.options.game} was over before the agent's first move."
+                    f"the game {self.options.game} was over before the agent's first move"
                 )
             return self._observe()
 
     def step(self, text: str) -> StepResult:
         if self._done:
-            raise RuntimeError("The game is over or was not begun; call reset first.")
+            raise RuntimeError("the game is over or was not begun: call reset first")
         if self.options.add_brackets and ("[" not in text or "]" not in text):
             text = f"[{text.strip().strip('[]')}]"
         with self._own_random(None):
@@ -125,10 +126,10 @@ class TextArenaEnvironment:
             self._game.step(move)
             if state.done and state.game_info[other]["invalid_move"]:
                 raise RuntimeError(
-                    f"The opponent's move {move!r} is illegal in {self.options.game}; give an "
-                    f"opponent that plays legal moves by the option opponent."
+                    f"the opponent's move {move!r} is illegal in {self.options.game}: give an "
+                    "opponent that plays legal moves by the option opponent"
                 )
-        raise RuntimeError(f"The opponent in {self.options.game} never handed the turn back.")
+        raise RuntimeError(f"the opponent in {self.options.game} never handed the turn back")
 
     def _observe(self) -> list[Message]:
         state = self._game.state
@@ -184,7 +185,7 @@ def _seed(text: str) -> int:
 def _opponent(name: str) -> Callable[[Any, str, random.Random], str]:
     if name == "random":
         return legal_move
-    function: Callable[[Any, str, random.Random], str] = import_object(name, "The option opponent")
+    function: Callable[[Any, str, random.Random], str] = import_object(name, "the option opponent")
     return function
 
 
@@ -193,7 +194,8 @@ def _make_game(options: TextArenaOptions) -> Any:
         import textarena
     except ImportError as error:
         raise ConfigError(
-            "The environment textarena needs the package textarena: pip install 'earl[textarena]'."
+            "the environment textarena needs the package textarena",
+            remedy="pip install 'earl-rl[textarena]'",
         ) from error
     # The variants differ only in wrappers; "-raw" has none, and so sends what is new, unaltered.
     name = options.game if options.game.endswith("-raw") else f"{options.game}-raw"
@@ -201,18 +203,18 @@ def _make_game(options: TextArenaOptions) -> Any:
     if name not in known:
         base_names = [key for key in known if not key.endswith(("-raw", "-train"))]
         near = difflib.get_close_matches(options.game, base_names, n=5)
-        hint = f"did you mean {', '.join(near)}?" if near else "see textarena's list of games."
-        raise ConfigError(f"textarena has no game {options.game!r}; {hint}")
+        hint = f"did you mean {', '.join(near)}?" if near else "see textarena's list of games"
+        raise ConfigError(f"textarena has no game {options.game!r}", remedy=hint)
     try:
         return textarena.make(name, **options.game_options)
     except SyntaxError as error:
         raise ConfigError(
-            f"The game {options.game!r} of textarena needs Python 3.12 or later; use that, or "
-            f"another game."
+            f"the game {options.game!r} of textarena needs Python 3.12 or later",
+            remedy="use that, or another game",
         ) from error
     except Exception as error:
         raise ConfigError(
-            f"The game {options.game!r} of textarena cannot be made with the game_options "
+            f"the game {options.game!r} of textarena cannot be made with the game_options "
             f"{options.game_options!r}: {type(error).__name__}: {error}"
         ) from error
 
@@ -234,8 +236,9 @@ def _count_players(game: Any, name: str) -> Literal[1, 2]:
         if isinstance(game.state, kind):
             return players
     raise ConfigError(
-        f"The game {name!r} of textarena is neither for one nor for two players, or does not start "
-        f"({'; '.join(reasons)}). Use another game."
+        f"the game {name!r} of textarena is neither for one nor for two players, or does not start "
+        f"({'; '.join(reasons)})",
+        remedy="use another game",
     )
 
 
@@ -246,9 +249,10 @@ def _check_opponent(game: Any, options: TextArenaOptions) -> None:
         legal_move(game, observation, random.Random(0))
     except LookupError as error:
         raise ConfigError(
-            f"The game {options.game!r} does not tell its legal moves, so there is no random "
-            "opponent for it. Set the option opponent to the import path of a function(game, "
-            "observation, random) that returns a legal move."
+            f"the game {options.game!r} does not tell its legal moves, so there is no random "
+            "opponent for it",
+            remedy="set the option opponent to the import path of a function(game, observation, "
+            "random) that returns a legal move",
         ) from error
 
 

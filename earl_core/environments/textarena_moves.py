@@ -25,7 +25,7 @@ def legal_move(game: Any, observation: str, random_source: random.Random) -> str
     known = _BY_GAME.get(name)
     moves = known(game) if known else _listed(observation)
     if not moves:
-        raise LookupError(f"The game {name} does not tell its legal moves.")
+        raise LookupError(f"the game {name} does not tell its legal moves")
     return random_source.choice(moves)
 
 

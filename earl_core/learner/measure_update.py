@@ -16,8 +16,7 @@ from earl_core.learner import memory
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.selector.profile_planner import GENERATED_SHARE, MICROBATCHES, WINDOW_SECONDS
-from earl_core.system.memory_release import give_back_free_memory
-from earl_core.system.private_memory import peak_bytes
+from earl_core.system.process_memory import give_back_free_memory, private_peak_bytes
 from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.schema import SAMPLE_BITS
 
@@ -164,7 +163,7 @@ def _peak() -> float:
     """Of the device, or of the private memory, since the last reset."""
     if torch.cuda.is_available():
         return memory.peak_bytes()["peak_cuda_bytes"]
-    return float(peak_bytes([os.getpid()]))
+    return float(private_peak_bytes([os.getpid()]))
 
 
 def _synthetic_samples(

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from earl_core.system import fault_points, out_of_memory
-from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import OutOfMemory, bytes_asked, is_out_of_memory
-from earl_core.system.private_memory import reset_peaks, resident_peak_bytes
+from earl_core.system.process_memory import give_back_free_memory, reset_peaks, resident_peak_bytes
 
 _ADVICE = (
     "lower update.max_tokens_per_microbatch, set update.activation_checkpointing, or give the "

@@ -22,7 +22,7 @@ from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.run.shards import run_store
 from earl_core.selector import ModelShape, StageDeployment
-from earl_core.system.host import host_name
+from earl_core.system.process_identity import host_name
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from earl_core.cluster.context import WorkerContext
 from earl_core.config import ConfigError, parse_config
 from earl_core.secrets import resolve
+from earl_core.system.import_path import import_object
 
 
 class ModelBuilder:
@@ -36,11 +36,7 @@ class ModelBuilder:
                 f"model.path {str(path)!r} is not a model directory (no config.json) and there is "
                 "no model.builder that could make it: correct the path"
             )
-        module, _, name = maker.partition(":")
-        try:
-            build = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"model.builder {maker!r} cannot be imported: {error}") from error
+        build = import_object(maker, "model.builder")
         try:
             # They are the builder's; the hub takes none.
             options = resolve(self._model.builder_options) if self._model.builder else {}

@@ -1,4 +1,4 @@
-"""One episode as a state machine: observation → request → answer → step result → …
+"""One episode as a state machine: observation, request, answer, step result, and so on.
 
 It holds the tokens, the budgets and the finish reason, and knows nothing of engines, environments
 or scheduling; the agent loop moves it on.

@@ -17,9 +17,8 @@ from earl_core.deployment.shapes import ModelShape
 from earl_core.rollout.engine_factory import model_directory
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.system.errors import Cancelled
-from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import guarded
-from earl_core.system.private_memory import peak_bytes, reset_peaks
+from earl_core.system.process_memory import give_back_free_memory, private_peak_bytes, reset_peaks
 
 _FIRST_ID = 2**61
 """Sequence ids of synthetic prompts; no episode gets that far."""
@@ -114,4 +113,4 @@ def _peak(engine: Engine, pids: Sequence[int]) -> float:
     if torch.cuda.is_available():
         # An engine whose processes are not this one keeps its device's numbers to itself.
         return engine.statistics().get("peak_memory_bytes", 0.0) if not engine.pids() else 0.0
-    return float(peak_bytes(pids))
+    return float(private_peak_bytes(pids))

@@ -42,9 +42,8 @@ from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.shards import run_store
 from earl_core.system import fault_points
 from earl_core.system.errors import Cancelled
-from earl_core.system.memory_release import give_back_free_memory
 from earl_core.system.out_of_memory import OutOfMemory, guarded
-from earl_core.system.private_memory import reset_peaks, resident_peak_bytes
+from earl_core.system.process_memory import give_back_free_memory, reset_peaks, resident_peak_bytes
 from earl_core.system.seeds import derive_seed
 from earl_core.trajectory.samples import Episode, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA

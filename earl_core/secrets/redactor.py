@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from earl_core.secrets import detection
 from earl_core.secrets.names import is_reference, is_secret_name, is_secret_parameter
+from earl_core.system.errors import EarlError
 
 HIDDEN = "(hidden)"
 
@@ -77,6 +78,8 @@ def redact_error(error: E) -> E:
     while one is not None and id(one) not in seen:
         seen.add(id(one))
         one.args = tuple(redact(item) if isinstance(item, str) else item for item in one.args)
+        if isinstance(one, EarlError):
+            one.remedy = redact(one.remedy)
         if hasattr(one, "__notes__"):
             one.__notes__ = [redact(str(note)) for note in one.__notes__]
         one = one.__cause__ or one.__context__

@@ -43,13 +43,13 @@ def encode(message: dict[str, Any]) -> bytes:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise WireError(
-            f"A message between two processes must be JSON, but {error}. Pass numbers, "
-            "strings, lists and dictionaries; put arrays into shards and pass their manifest."
+            f"a message between two processes must be JSON, but {error}: pass numbers, "
+            "strings, lists and dictionaries; put arrays into shards and pass their manifest"
         ) from error
     if len(body) > MESSAGE_LIMIT:
         raise WireError(
-            f"A message of {len(body):,} bytes is over the limit of {MESSAGE_LIMIT:,} between "
-            "two processes. Put the data into shards and pass their manifest."
+            f"a message of {len(body):,} bytes is over the limit of {MESSAGE_LIMIT:,} between "
+            "two processes: put the data into shards and pass their manifest"
         )
     return _LENGTH.pack(len(body)) + body
 
@@ -61,8 +61,8 @@ def _require_string_keys(value: Any) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise WireError(
-                    f"A dictionary passed between two processes has the key {key!r}, "
-                    "but JSON knows only string keys. Turn the keys into strings, or pass a list."
+                    f"a dictionary passed between two processes has the key {key!r}, but JSON "
+                    "knows only string keys: turn the keys into strings, or pass a list"
                 )
             _require_string_keys(item)
     elif isinstance(value, (list, tuple)):
@@ -84,8 +84,8 @@ class FrameBuffer:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MESSAGE_LIMIT:
                 raise WireError(
-                    f"The other end announced a message of {length:,} bytes, over the limit of "
-                    f"{MESSAGE_LIMIT:,}. Something else wrote into the connection."
+                    f"the other end announced a message of {length:,} bytes, over the limit of "
+                    f"{MESSAGE_LIMIT:,}: something else wrote into the connection"
                 )
             end = _LENGTH.size + length
             if len(self._data) < end:
@@ -99,10 +99,10 @@ def _decode(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
     except ValueError as error:
-        raise WireError(f"The other end sent something that is not JSON: {error}.") from error
+        raise WireError(f"the other end sent something that is not JSON: {error}") from error
     if not isinstance(message, dict):
         raise WireError(
-            f"The other end sent a JSON {type(message).__name__}; every message is an object."
+            f"the other end sent a JSON {type(message).__name__}, but every message is an object"
         )
     return message
 

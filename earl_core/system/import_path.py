@@ -7,11 +7,15 @@ in place of ours.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from earl_core.system.errors import ConfigError
 
 PACKAGES = ("earl_core", "tasks", "flows")
 
@@ -47,6 +51,27 @@ def child_path(environment: Mapping[str, str]) -> str:
     """
     known = environment.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join([str(_ROOT), *(e for e in known if e not in ("", str(_ROOT)))])
+
+
+def import_object(path: str, what: str) -> Any:
+    """What `package.module:name` names. Raises `ConfigError`, which calls it `what`."""
+    module, _, name = path.partition(":")
+    if not (module and name):
+        raise ConfigError(f"{what} is {path!r}", remedy="write an import path, package.module:name")
+    if module.partition(".")[0] in ("flows", "tasks"):
+        raise ConfigError(
+            f"{what} {path!r}: EARL has a package of that name itself", remedy="rename the module"
+        )
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # code of others runs, and may raise anything
+        raise ConfigError(
+            f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}",
+            remedy="check the path, and that its package is installed or in the working directory",
+        ) from error
+    return found
 
 
 def _load(name: str, home: Path) -> None:

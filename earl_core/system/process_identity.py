@@ -1,11 +1,14 @@
-"""Which process made something, so that what dead processes left can be told apart."""
+"""Which host and process made something, so that what dead processes left can be told apart."""
 
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from earl_core.system.process_tree import inspect
 
 
 @cache
@@ -17,13 +20,16 @@ def boot_id() -> str:
         return "unknown"
 
 
+def host_name() -> str:
+    """The host as manifests and plans name it: `EARL_HOST` where it is set (containers often share
+    one host name), else the host's name."""
+    return os.environ.get("EARL_HOST") or socket.gethostname()
+
+
 def start_time(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None when it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    process = inspect(pid)
+    return process.start_ticks if process else None
 
 
 @dataclass(frozen=True)

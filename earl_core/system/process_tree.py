@@ -1,4 +1,4 @@
-"""Processes as Linux shows them in /proc: family trees, their end, their memory."""
+"""Processes as Linux shows them in /proc: family trees, their end, kills for lack of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ ENDING_GRACE_SECONDS = 8.0
 
 _KILL_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Process(NamedTuple):
@@ -207,28 +206,3 @@ def _counter(path: Path) -> int | None:
     except OSError:
         return None
     return int(match.group(1)) if match else None
-
-
-def resident_bytes(pid: int) -> tuple[int, int]:
-    """Return a process's resident bytes: all, and the private part; (0, 0) if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:
-        return 0, 0
-    resident, shared = int(fields[1]), int(fields[2])
-    return resident * _PAGE_BYTES, (resident - shared) * _PAGE_BYTES
-
-
-def tree_private_bytes(pid: int) -> int:
-    """Return the private resident bytes of a process and its living descendants.
-
-    Walks `/proc/<pid>/task/*/children`, which costs microseconds where a look at every process of
-    the host costs milliseconds.
-    """
-    total = resident_bytes(pid)[1]
-    with suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                    total += tree_private_bytes(int(child))
-    return total

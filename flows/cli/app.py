@@ -237,15 +237,9 @@ def plan(
         elif run is not None:
             planning.explain_run(run, runs_directory, explain)
         else:
+            load = {"responses": responses, "running": running, "engine_share": engine_share}
             planning.explain_question(
-                model,
-                hardware,
-                context,
-                explain,
-                responses=responses,
-                running=running,
-                reference=reference,
-                engine_share=engine_share,
+                model, hardware, context, explain, reference=reference, **load
             )
 
 

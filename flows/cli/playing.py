@@ -18,7 +18,7 @@ from earl_core.config import RunConfig
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.system.seeds import derive_seed
 from flows.cli.board import board_panel, find_board
-from flows.cli.opponent import Person, person_game
+from flows.cli.opponent import Person
 from flows.cli.runs import find_run, stored_config
 from flows.cli.tables import make_console
 
@@ -56,10 +56,8 @@ def play(run: tuple[str, str], request: PlayRequest, me: bool) -> None:
     games = request.games
     if games is None and not (console.is_terminal and sys.stdin.isatty()):
         games = 1
-    person = Person(console) if me else None
-    if person is not None:
-        # A game that a person cannot join is refused before the model is loaded.
-        person_game(config, person)
+    # A game that a person cannot join is refused before the model is loaded.
+    person = Person(console, config) if me else None
     signal.signal(signal.SIGTERM, _leave)
     outcomes: Counter[str] = Counter()
     seed = secrets.randbits(32) if request.seed is None else request.seed
@@ -109,7 +107,7 @@ def _against_person(
     temperature: float | None,
 ) -> str:
     console = person.console
-    environment = person_game(config, person)
+    environment = person.game
     prompt, seed = place
     person.begin(first=environment_side(config, prompt) == "second")
     messages = environment.reset(prompt, seed)

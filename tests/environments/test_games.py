@@ -105,16 +105,16 @@ def test_win_rates_of_random_play(game: str, opponent: str, low: float, high: fl
 
 def test_deeper_search_is_stronger() -> None:
     """A searching agent of depth 4 beats the opponent of depth 1."""
-    from earl_core.environments.games.opponents import SearchOpponent
+    from earl_core.environments.games.opponents import make_opponent
 
     environment, agent = make("connect_four", opponent="perfect", opponent_depth=1), None
-    agent = SearchOpponent(connect_four.RULES, 4)
+    agent = make_opponent("perfect", connect_four.RULES, 4)
     wins = 0
     for index in range(10):
         environment.reset(index, index)
         done = False
         while not done:
-            move = agent.choose(environment._state, random.Random(index))
+            move = agent(environment._state, random.Random(index))
             result = environment.step(str(move + 1))
             done = result.done
         wins += result.info["outcome"] == "win"
@@ -249,7 +249,7 @@ def test_compact_messages_use_the_published_alphabet(game: str) -> None:
 
 def test_messages_are_short_and_the_rules_come_once() -> None:
     environment = make("tic_tac_toe")
-    turns = random_legal_game(environment, 1, 3)
+    turns = list(random_legal_game(environment, 1, 3))
     assert [message["role"] for message in turns[0][0]] == ["system", "user"]
     for messages, answer in turns[1:]:
         (message,) = messages
@@ -266,9 +266,9 @@ def test_messages_are_short_and_the_rules_come_once() -> None:
     [
         (
             {"oponent": "random"},
-            r"unknown option 'oponent'; known here: agent_side, answer_pattern",
+            r"unknown option 'oponent': use one of agent_side, answer_pattern",
         ),
-        ({"rewards": {"won": 1}}, r"unknown option 'rewards.won'; known here: draw, illegal, loss"),
+        ({"rewards": {"won": 1}}, r"unknown option 'rewards.won': use one of draw, illegal, loss"),
         ({"opponent": "strong"}, "'random', 'greedy' or 'perfect'"),
         ({"rewards": {"win": float("nan")}}, "rewards.win"),
         ({"answer_pattern": "("}, "not a regular expression"),

@@ -105,22 +105,22 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
     match("cannot be read: FileNotFoundError")
     match("ends in .jsonl or .parquet", row, name="a.csv")
     match("holds no rows", "\n")
-    match("Line 2 of .* is no JSON:", row + "{broken")
-    match("Line 1 of .* is no JSON object", "3\n")
+    match("line 2 of .* is no JSON:", row + "{broken")
+    match("line 1 of .* is no JSON object", "3\n")
     match("cannot be read: Arrow", row, name="a.parquet")
     match("has no column 'question'; it has prompt, answer", row, prompt_column="question")
-    match("Row 1 of .* has no column 'answer'", row + '{"prompt": "x"}\n')
+    match("row 1 of .* has no column 'answer'", row + '{"prompt": "x"}\n')
     match("neither a text nor a list", '{"prompt": 3, "answer": 4}\n')
-    match("module:name", row, reward_function="math.sqrt")
+    match("package.module:name", row, reward_function="math.sqrt")
     match("cannot be imported: ModuleNotFoundError", row, reward_function="nowhere.at:all")
-    match("has no 'nothing'", row, reward_function="math:nothing")
+    match("has no attribute 'nothing'", row, reward_function="math:nothing")
     match("is not a function", row, reward_function="math:pi")
 
 
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("chess", {}, "no environment 'chess'. Use one of tic_tac_toe, connect_four"),
+        ("chess", {}, "no environment 'chess': use one of tic_tac_toe, connect_four"),
         ("nowhere.at:All", {}, "cannot be imported"),
         (f"{USER}:Counting", {"rounds": 3}, "cannot be made .* unexpected keyword"),
         (f"{USER}:Refusing", {}, "no sandbox here"),

@@ -165,7 +165,7 @@ def test_an_illegal_opponent_does_not_pay_the_agent() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"game": "Nimm-v0"}, "no game 'Nimm-v0'; did you mean Nim-v0"),
+        ({"game": "Nimm-v0"}, "no game 'Nimm-v0': did you mean Nim-v0"),
         ({"game": "Poker-v0"}, "neither for one nor for two players"),
         ({"game": "SimpleNegotiation-v0"}, "does not tell its legal moves"),
         ({"game": "Nim-v0", "game_options": {"heaps": 3}}, "cannot be made with the game_options"),

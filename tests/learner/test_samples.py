@@ -22,7 +22,7 @@ from earl_core.learner.data.samples import (
 )
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.selector import ModelShape
-from earl_core.system.host import host_name
+from earl_core.system.process_identity import host_name
 from tests.learner.cuts import mesh_of
 from tests.learner.recorded import Recorded
 

@@ -15,7 +15,7 @@ from earl_core.dispatch.remote.tcp import TcpTransport
 from earl_core.dispatch.remote.transport import Proof, Range, RemoteRead
 from earl_core.dispatch.segments.pool import Segment
 from earl_core.dispatch.shards.store import ShardStore
-from earl_core.system.host import host_name
+from earl_core.system.process_identity import host_name
 
 PART_BYTES = 256 * 2**20
 """About so much is received into one segment, so that the ranks of a host can share the work."""

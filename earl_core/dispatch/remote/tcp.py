@@ -24,7 +24,7 @@ from earl_core.dispatch.remote.peer import Peer, cut
 from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
 from earl_core.dispatch.remote.transport import Proof, RemoteRead, TransportError
 from earl_core.system.frames import WireError
-from earl_core.system.host import host_name
+from earl_core.system.process_identity import host_name
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 
 def lease_holders(paths: Iterable[Path]) -> dict[Path, list[int]]:
     """Pids that hold a lock on each of `paths`; files without one are left out.
@@ -46,11 +48,12 @@ def _locked_files(pid: str) -> set[tuple[int, int, int]]:
 def process_name(pid: int) -> str:
     """The command of a process, shortened; "gone" when there is none."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
+        words = psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
         return "gone"
-    text = " ".join(os.fsdecode(word) for word in words if word).replace("\n", " ")
-    return text[:60] or "no command line"
+    except psutil.AccessDenied:
+        words = []
+    return " ".join(words).replace("\n", " ").strip()[:60] or "no command line"
 
 
 def describe_holders(paths: Iterable[Path], most: int = 5) -> str:

@@ -14,7 +14,7 @@ from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.shards.checksums import BLOCK_BYTES, fill_table, in_background, table_bytes
 from earl_core.dispatch.shards.manifest import ColumnRange, ShardEntry, Span
 from earl_core.dispatch.shards.skeleton import END_OF_STREAM, Skeleton
-from earl_core.system.host import host_name
+from earl_core.system.process_identity import host_name
 
 _ROW_IDS = "sample_id"
 

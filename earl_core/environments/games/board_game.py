@@ -123,9 +123,7 @@ class BoardGame(ABC, Generic[StateT]):
         self._done = False
         opening = None
         if self._side == 1:
-            opening = self._opponent.choose(
-                self._state, random.Random(f"{self.name}/opening/{prompt}")
-            )
+            opening = self._opponent(self._state, random.Random(f"{self.name}/opening/{prompt}"))
             self._state = self._rules.play(self._state, opening)
         if self.options.style == "compact":
             return [_user(self.compact_text(self._state))]
@@ -136,14 +134,14 @@ class BoardGame(ABC, Generic[StateT]):
 
     def step(self, text: str) -> StepResult:
         if self._done:
-            raise RuntimeError("The game is over or was not begun; call reset first.")
+            raise RuntimeError("the game is over or was not begun: call reset first")
         move = self.read_move(text)
         if move is None:
             return self._refuse()
         self._agent_moves += 1
         self._state = self._rules.play(self._state, move)
         if not self._over():
-            move = self._opponent.choose(self._state, self._random)
+            move = self._opponent(self._state, self._random)
             self._state = self._rules.play(self._state, move)
             if not self._over():
                 text = (
@@ -222,18 +220,12 @@ class BoardGame(ABC, Generic[StateT]):
 
 def random_legal_game(
     environment: BoardGame[Any], prompt: int, seed: int
-) -> list[tuple[list[Message], str]]:
-    """Plays random legal moves through the public methods, as material for a warm start.
+) -> Iterator[tuple[list[Message], str]]:
+    """Play random legal moves through the public methods, as material for a warm start.
 
-    Returns one pair a turn: the messages new in that turn, and a legal answer to them in the
+    Yields one pair a turn: the messages new in that turn, and a legal answer to them in the
     configured style ("[5]" in chat, "5" in compact). Seeded by (prompt, seed).
     """
-    return list(_legal_turns(environment, prompt, seed))
-
-
-def _legal_turns(
-    environment: BoardGame[Any], prompt: int, seed: int
-) -> Iterator[tuple[list[Message], str]]:
     chooser = random.Random(f"{environment.name}/legal/{prompt}/{seed}")
     messages, done = environment.reset(prompt, seed), False
     while not done:

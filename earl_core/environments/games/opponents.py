@@ -6,7 +6,7 @@ All of them draw from the `random.Random` they are given, so that a seeded episo
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -52,59 +52,28 @@ class Rules(Protocol[StateT]):
         ...
 
 
-class Opponent(Protocol):
-    """Chooses legal moves."""
-
-    def choose(self, state: Any, random_source: random.Random) -> int: ...
-
-
-class RandomOpponent:
-    """A legal move, uniformly."""
-
-    def __init__(self, rules: Rules[Any]) -> None:
-        self._rules = rules
-
-    def choose(self, state: Any, random_source: random.Random) -> int:
-        return random_source.choice(sorted(self._rules.moves(state)))
-
-
-class GreedyOpponent:
-    """Wins if it can at once, else blocks such a win, else moves at random."""
-
-    def __init__(self, rules: Rules[Any]) -> None:
-        self._rules = rules
-
-    def choose(self, state: Any, random_source: random.Random) -> int:
-        rules, mine = self._rules, self._rules.to_move(state)
-        candidates = (
-            rules.winning_moves(state, mine)
-            or rules.winning_moves(state, 1 - mine)
-            or rules.moves(state)
-        )
-        return random_source.choice(sorted(candidates))
-
-
-class SearchOpponent:
-    """A move with the best alpha-beta value, uniformly among equals.
-
-    depth: plies looked ahead; None searches to the end, which is perfect play.
-    """
-
-    def __init__(self, rules: Rules[Any], depth: int | None = None) -> None:
-        self._rules = rules
-        self._depth = depth
-
-    def choose(self, state: Any, random_source: random.Random) -> int:
-        return random_source.choice(best_moves(self._rules, state, self._depth))
+Opponent = Callable[[Any, random.Random], int]
+"""Chooses a legal move of a state."""
 
 
 def make_opponent(name: OpponentName, rules: Rules[Any], depth: int | None) -> Opponent:
-    """The opponent called `name`; `depth` is the search depth of "perfect"."""
-    if name == "random":
-        return RandomOpponent(rules)
-    if name == "greedy":
-        return GreedyOpponent(rules)
-    return SearchOpponent(rules, depth)
+    """The opponent called `name`.
+
+    random: a legal move, uniformly. greedy: wins if it can at once, else blocks such a win, else
+    moves at random. perfect: a move with the best alpha-beta value, uniformly among equals; depth:
+    plies that it looks ahead, None for those to the end.
+    """
+
+    def moves(state: Any) -> Sequence[int]:
+        if name == "perfect":
+            return best_moves(rules, state, depth)
+        if name == "random":
+            return rules.moves(state)
+        mine = rules.to_move(state)
+        wins = rules.winning_moves(state, mine) or rules.winning_moves(state, 1 - mine)
+        return wins or rules.moves(state)
+
+    return lambda state, source: source.choice(sorted(moves(state)))
 
 
 @lru_cache(maxsize=65_536)

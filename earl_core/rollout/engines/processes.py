@@ -42,14 +42,6 @@ class LeftoverProcesses:
         self._shared.clear()
 
 
-def descendants(pid: int) -> list[int]:
-    """Process ids of children, their children and so on; none when the process is gone."""
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def _open_shared_memory(pid: int) -> set[Path]:
     """Files that libraries create in shared memory (`psm_*`, `sem.*`, `vllm*`), by open files and
     mappings. The weights that EARL itself publishes are not among them."""

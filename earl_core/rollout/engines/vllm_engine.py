@@ -25,14 +25,15 @@ from earl_core.rollout.engines.engine import (
     check_requests,
 )
 from earl_core.rollout.engines.memory_watch import MemoryWatch
-from earl_core.rollout.engines.processes import LeftoverProcesses, descendants
+from earl_core.rollout.engines.processes import LeftoverProcesses
 from earl_core.rollout.errors import (
     EngineError,
     EngineLost,
     WeightSyncError,
 )
 from earl_core.system.out_of_memory import OutOfMemory
-from earl_core.system.private_memory import resident_peak_bytes
+from earl_core.system.process_memory import resident_peak_bytes
+from earl_core.system.process_tree import descendants
 from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import matched, parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
@@ -272,7 +273,7 @@ class VllmEngine:
         if manager is None:
             return []
         own = [process.pid for process in manager.processes if process.pid is not None]
-        return own + [child for pid in own for child in descendants(pid)]
+        return own + [child.pid for pid in own for child in descendants(pid)]
 
     async def _answered(self, call: Awaitable[Any]) -> Any:
         """The answer of vLLM's engine process; vLLM waits for ever when that dies meanwhile."""
