@@ -290,6 +290,7 @@ def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: 
 
 
 def main(descriptor: int) -> None:
+    """Serve the controller at the other end of the connection; see the module's docstring."""
     setproctitle("earl_core.cluster.fork_server")
     with socket.socket(fileno=descriptor) as connection:
         _serve(connection)

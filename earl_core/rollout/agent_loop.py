@@ -27,7 +27,7 @@ from earl_core.trajectory.samples import Episode
 logger = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3
-_PLAYED_ANEW = 2
+_RETRIES = 2
 
 
 async def play(
@@ -44,7 +44,7 @@ async def play(
     `Episode.finish_reason` is one of done, max_turns, max_tokens, model_context, or one of
     `trajectory.samples.FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may
     hold `outcome`, `metrics` and, for the first `settings.transcripts` episodes, `transcript` and
-    `closing`. An episode that was lost by infrastructure is played anew, twice at most; the meter
+    `closing`. An episode that was lost by infrastructure is retried, twice at most; the meter
     counts it.
 
     Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed,
@@ -183,12 +183,12 @@ class _Loop:
             player.observe(result)
 
     def _fail(self, player: EpisodePlayer, failure: EnvironmentFailed) -> None:
-        """End an episode, or have it played anew."""
+        """End an episode, or have it retried."""
         episode_id = player.spec.episode_id
-        if failure.by_infrastructure and self._lost[episode_id] < _PLAYED_ANEW:
+        if failure.by_infrastructure and self._lost[episode_id] < _RETRIES:
             self._lost[episode_id] += 1
-            self._meter.episodes_played_anew += 1
-            logger.warning("episode %d is played anew: %s", episode_id, failure.reason)
+            self._meter.episodes_retried += 1
+            logger.warning("episode %d is retried: %s", episode_id, failure.reason)
             self._engine.finish([episode_id])
             player.begin_anew()
             return

@@ -24,7 +24,7 @@ class RolloutLoad:
     generation_wait: float = 0.0
     environment_wait: float = 0.0
     environment_steps: int = 0
-    episodes_played_anew: int = 0
+    episodes_retried: int = 0
     request_seconds: float = 0.0
     busy_seconds: float = 0.0
     running_max: int = 0

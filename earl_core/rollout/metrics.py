@@ -66,7 +66,7 @@ def _load_metrics(tally: RolloutStats) -> dict[str, float]:
     load = tally.load
     return {
         "episodes_failed": float(tally.failed),
-        "episodes_played_anew": float(load.episodes_played_anew),
+        "episodes_retried": float(load.episodes_retried),
         "generated_tokens": float(load.generated_tokens),
         "prompt_tokens": float(load.prompt_tokens),
         "tokens_per_second": load.tokens_per_second,

@@ -186,7 +186,7 @@ def profile(
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
-    """Measure for the selector. Stopped, it goes on where it ended; no run is touched."""
+    """Measure for the selector. Safe to interrupt: rerun to continue. No run is touched."""
     with reported(debug):
         from flows.cli.profile import profile as run_profile
 

@@ -44,7 +44,7 @@ def profile(
         with display:
             result = run_interruptible(work, _stop, on_signal)
     except Interrupted as interrupted:
-        print("Stopped. What was measured is kept; the same command goes on.", file=sys.stderr)
+        print("Stopped. What was measured is kept: rerun to continue.", file=sys.stderr)
         leave(interrupted.exit_code)
     print_result(result, minutes, console)
 
@@ -64,7 +64,7 @@ def print_result(result: dict[str, Any], minutes: float, console: Console) -> No
         console.print(
             f"\nThis profile is finished: {result['points']} points in {spent}, with nothing left "
             f"that fits {minutes:g} minutes and might change a choice. To measure more, give more "
-            "--minutes; to measure anew, remove the file.",
+            "--minutes; to measure again, remove the file.",
             highlight=False,
         )
     console.print(f"\n[bold]Measured[/bold] ({result['points']} points, {spent})")

@@ -161,7 +161,7 @@ def test_what_infrastructure_lost_is_played_anew_twice_at_most(lockstep: bool) -
     assert episodes[6].finish_reason == "environment_error"
     assert "its host burnt" in str(episodes[6].info["failure"])
     assert (meter.episodes_done, meter.episodes_failed) == (8, 1)
-    assert rollout_metrics(RolloutStats.of(episodes, meter))["episodes_played_anew"] == 1 + 2 + 2
+    assert rollout_metrics(RolloutStats.of(episodes, meter))["episodes_retried"] == 1 + 2 + 2
     assert sorted(pool.closed) == list(range(8))
 
 

@@ -79,5 +79,5 @@ def test_growth_that_would_fit_nowhere_ends_no_run_before_it_is_there() -> None:
     roomy = item.model_copy(update={"hardware": host.model_copy(update={"memory_bytes": 2**34})})
     assert choose_as_far_as_it_fits(roomy) == (roomy, select(roomy))
     tight = item.model_copy(update={"hardware": host.model_copy(update={"memory_bytes": 2**30})})
-    with pytest.raises(NoFeasiblePlan, match=r"[GM]iB may be used"):
+    with pytest.raises(NoFeasiblePlan, match=r"[GM]iB are available"):
         choose_as_far_as_it_fits(tight)

@@ -83,5 +83,5 @@ def test_a_run_outlives_a_profile_that_is_damaged_meanwhile(
     profile = learnt(Run(), tmp_path)
     with caplog.at_level(logging.WARNING, "earl_core.control.run_history"):
         profile.share([seen(0)], HOST)
-    assert "remove it to measure anew" in caplog.text
+    assert "remove it to measure again" in caplog.text
     assert table_path(tmp_path, MARK).read_bytes() == b"PAR1 nonsense"

@@ -96,7 +96,7 @@ def test_the_ladder_on_a_cpu_begins_with_smaller_microbatches() -> None:
     assert nearest is not None
     assert nearest.peak > nearest.budget
     assert f"needs {gib(nearest.peak)} on this host of" in str(error)
-    assert f"{gib(nearest.budget)} may be used" in str(error)
+    assert f"only {gib(nearest.budget)} are available" in str(error)
 
 
 def test_the_ladder_of_long_samples_has_logits_in_chunks_before_checkpointing() -> None:
@@ -117,7 +117,9 @@ def test_what_others_hold_is_not_there() -> None:
     assert predictor.budget("update") == pytest.approx(0.9 * 8 * GIB - 2 * GIB)
     assert predictor.budget("rollout") == pytest.approx(0.9 * 8 * GIB)
     full = free.model_copy(update={"reserved_bytes": {"update": 6.5 * GIB}})
-    with pytest.raises(NoFeasiblePlan, match=r"\d MiB may be used, for others hold 6\.5 GiB"):
+    with pytest.raises(
+        NoFeasiblePlan, match=r"\d MiB are available.*\(6\.5 GiB are used by other processes"
+    ):
         select(full)
     # Devices have memory of their own.
     gpu = given(8192.0, reserved_bytes={"update": 1e15, "rollout": 1e15})
@@ -153,7 +155,7 @@ def test_the_torch_engine_runs_fewer_sequences_when_its_cache_would_not_fit() ->
     assert limits == sorted(limits, reverse=True)
     assert 1 <= limits[-1] < 64
     too_little = host(0.9, 4000.0, selector={"stages": ("rollout",)})
-    with pytest.raises(NoFeasiblePlan, match=r"on this host of 922 MiB, where 829 MiB may be used"):
+    with pytest.raises(NoFeasiblePlan, match=r"only 829 MiB are available on this host of 922 MiB"):
         select(too_little)
 
 

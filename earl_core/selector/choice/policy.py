@@ -43,7 +43,7 @@ def select(given: SelectionInput) -> DeploymentPlan:
 
     The configured policy decides; under `fixed` only the rollout's context length moves: it is
     doubled before the longest episode seen would reach it, up to the model's position range.
-    Raises `NoFeasiblePlan`, naming the bytes needed, when no candidate of a stage fits the memory.
+    Raises `NoFeasiblePlan`, naming the bytes needed, when no candidate of a stage is feasible.
     """
     return POLICIES[given.selector.policy](given)
 

@@ -69,12 +69,12 @@ class NoFeasiblePlan(EarlError):
         none = f"no stage deployment of the {stage}"
         if nearest is None:
             kinds = {re.sub(r"\d+", "", o.reason): f"{o.label}: {o.reason}" for o in out}
-            super().__init__(f"{none} is on offer: {'; '.join(kinds.values())}")
+            super().__init__(f"infeasible: {none} is on offer: {'; '.join(kinds.values())}")
             return
         super().__init__(
-            f"{none} fits the memory: {nearest.candidate.label}: {nearest.problem}. Add devices or "
-            "memory, lower rollout.max_model_len if it is larger than needed, or free what "
-            "selector.fixed_fields and selector.tensor_parallel hold"
+            f"infeasible: {none} fits the memory: {nearest.candidate.label}: {nearest.problem}",
+            remedy="add devices or memory, lower rollout.max_model_len if it is larger than "
+            "needed, or free what selector.fixed_fields and selector.tensor_parallel hold",
         )
 
 
@@ -336,7 +336,7 @@ class Predictor:
             peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
             what = "it" if candidate in self.forbidden else "one that needs no more"
             return (
-                f"{what} ran out of memory in this run, where {gib(budget)} may be used and "
+                f"{what} ran out of memory in this run, where {gib(budget)} are available and "
                 f"{gib(peak)} are predicted"
             )
         key = key_of(candidate) if self._failed else ""

@@ -61,9 +61,9 @@ class CpuMemoryModel(MemoryModel):
         return max(1.0, fraction * self.hardware.memory_bytes - reserved)
 
     def short_of(self, peak: float, budget: float, reserved: float) -> str:
-        where = f"on this host of {gib(self.hardware.memory_bytes)}, where"
-        text = f"needs {gib(peak)} {where} {gib(budget)} may be used"
-        return text + (f", for others hold {gib(reserved)}" if reserved else "")
+        host = f"this host of {gib(self.hardware.memory_bytes)}"
+        text = f"needs {gib(peak)}, but only {gib(budget)} are available on {host}"
+        return text + (f" ({gib(reserved)} are used by other processes)" if reserved else "")
 
     def _kept(self, candidate: StageDeployment, longest: float, mixed: bool) -> tuple[float, float]:
         """Between layers stand residual sums in float32. How many layers' worth of gradients and

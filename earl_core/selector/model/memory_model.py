@@ -71,8 +71,8 @@ class MemoryModel:
         return fraction * self.device.memory_bytes
 
     def short_of(self, peak: float, budget: float, reserved: float) -> str:
-        """Such as `needs 3.0 GiB on a device where 2.0 GiB may be used`."""
-        return f"needs {gib(peak)} on a device where {gib(budget)} may be used"
+        """Such as `needs 3.0 GiB, but only 2.0 GiB are available on a device`."""
+        return f"needs {gib(peak)}, but only {gib(budget)} are available on a device"
 
     def training(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.

@@ -274,7 +274,7 @@ def read_table(directory: Path, mark: str) -> ProfileTable:
         metadata = table.schema.metadata or {}
         if metadata.get(b"format") != FORMAT.encode() or metadata.get(b"mark") != mark.encode():
             raise ProfileError(
-                f"the profile {path} is of another format or fingerprint: remove it to measure anew"
+                f"the profile {path} is of another format or model: remove it to measure again"
             )
         points = tuple(ProfilePoint(**row) for row in table.to_pylist())
         return ProfileTable(points=points, seconds=float(metadata.get(b"seconds", b"0")))
@@ -283,7 +283,7 @@ def read_table(directory: Path, mark: str) -> ProfileTable:
     # A ValueError: a whole file whose lines are none that we write.
     except (pa.ArrowException, OSError, TypeError, ValueError) as error:
         raise ProfileError(
-            f"the profile {path} cannot be read ({_sentence(error)}): remove it to measure anew"
+            f"the profile {path} cannot be read ({_sentence(error)}): remove it to measure again"
         ) from error
 
 
