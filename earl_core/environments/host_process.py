@@ -115,15 +115,8 @@ class HostProcess:
         try:
             ours = host._spawn(settings.log_path)
             await host._loop.create_unix_connection(lambda: host._connection, sock=ours)
-            host.send(
-                {
-                    "kind": "start",
-                    "name": settings.name,
-                    "options": settings.options,
-                    "timeout_seconds": settings.timeout_seconds,
-                    "threads": settings.threads,
-                }
-            )
+            fields = ("name", "options", "timeout_seconds", "threads")
+            host.send({"kind": "start", **{field: getattr(settings, field) for field in fields}})
             await asyncio.wait_for(asyncio.shield(host._opening), limit)
         except TimeoutError:
             tail = await host.abandon()

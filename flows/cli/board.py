@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -38,6 +39,12 @@ def board_panel(rows: list[list[str]], title: str = "") -> Panel:
     for row in rows:
         grid.add_row(*[Text(cell, style=_STYLES.get(cell, "dim")) for cell in row])
     return Panel(grid, title=title, expand=False, padding=(0, 1))
+
+
+def show(console: Console, text: str) -> None:
+    """Print an observation: its board if it has one, else its text."""
+    rows = find_board(text)
+    console.print(board_panel(rows) if rows else Text(text.strip(), style="dim"))
 
 
 def _is_board(rows: list[list[str]]) -> bool:

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -26,12 +27,6 @@ class Interrupted(BaseException):
         super().__init__(number, clean)
         self.exit_code = 128 + number
         self.clean = clean
-
-
-class _Outcome(Generic[T]):
-    def __init__(self) -> None:
-        self.value: list[T] = []
-        self.error: BaseException | None = None
 
 
 def run_interruptible(
@@ -51,13 +46,13 @@ def run_interruptible(
     all the while and returns at once; what it raises ends the work like a signal, and is raised
     then.
     """
-    outcome: _Outcome[T] = _Outcome()
+    outcome: Future[T] = Future()
 
     def body() -> None:
         try:
-            outcome.value.append(work())
+            outcome.set_result(work())
         except BaseException as error:
-            outcome.error = error
+            outcome.set_exception(error)
 
     received: list[int] = []
 
@@ -88,9 +83,7 @@ def run_interruptible(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value[0]
+    return outcome.result()
 
 
 def _signals() -> list[signal.Signals]:

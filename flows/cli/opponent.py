@@ -10,7 +10,7 @@ from rich.console import Console
 from earl_core.config import RunConfig
 from earl_core.environments.games.board_game import MARKS, BoardGame
 from earl_core.environments.registry import create
-from flows.cli.board import board_panel, find_board
+from flows.cli.board import show
 from flows.cli.errors import UsageProblem
 
 _GAMES = ("tic_tac_toe", "connect_four")
@@ -42,9 +42,7 @@ class Person:
 
     def _choose(self, state: Any, source: random.Random) -> int:
         """The person's move, counted from 0. Raises `EOFError` at the end of the input."""
-        rows = find_board(self.game.board_text(state))
-        if rows:
-            self.console.print(board_panel(rows))
+        show(self.console, self.game.board_text(state))
         legal = sorted(move + 1 for move in self.game._rules.moves(state))
         shown = ", ".join(map(str, legal))
         while True:

@@ -17,7 +17,7 @@ from rich.text import Text
 from earl_core.config import RunConfig
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.system.seeds import derive_seed
-from flows.cli.board import board_panel, find_board
+from flows.cli.board import show
 from flows.cli.opponent import Person
 from flows.cli.runs import find_run, stored_config
 from flows.cli.tables import make_console
@@ -131,12 +131,6 @@ def environment_side(config: RunConfig, prompt: int) -> str:
     """Whether the agent moves `first` or `second` in the game of this prompt."""
     side = config.environment.options.get("agent_side", "both")
     return ("first", "second")[prompt % 2] if side == "both" else str(side)
-
-
-def show(console: Console, text: str) -> None:
-    """An observation: its board if it has one, else its text."""
-    rows = find_board(text)
-    console.print(board_panel(rows) if rows else Text(text.strip(), style="dim"))
 
 
 def _result(console: Console, outcome: str, total: float, words: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -61,11 +62,8 @@ class EvaluationRow:
     @classmethod
     def of(cls, version: int, metrics: Mapping[str, Any]) -> EvaluationRow:
         """From an evaluation's metrics, `outcome/<name>/{share,low,high}` among them."""
-        names = [
-            name.removeprefix("outcome/").removesuffix("/share")
-            for name in metrics
-            if name.startswith("outcome/") and name.endswith("/share")
-        ]
+        shares = (re.fullmatch("outcome/(.+)/share", name) for name in metrics)
+        names = [found[1] for found in shares if found]
         return cls(
             version=version,
             mean_return=_number(metrics, "return/mean"),

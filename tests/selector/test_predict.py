@@ -95,7 +95,7 @@ def test_the_ladder_on_a_cpu_begins_with_smaller_microbatches() -> None:
     nearest = error.nearest
     assert nearest is not None
     assert nearest.peak > nearest.budget
-    assert f"needs {gib(nearest.peak)} on this host of" in str(error)
+    assert f"needs {gib(nearest.peak)}, but only" in str(error)
     assert f"only {gib(nearest.budget)} are available" in str(error)
 
 

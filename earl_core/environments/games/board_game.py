@@ -125,9 +125,9 @@ class BoardGame(ABC, Generic[StateT]):
         if self._side == 1:
             opening = self._opponent(self._state, random.Random(f"{self.name}/opening/{prompt}"))
             self._state = self._rules.play(self._state, opening)
-        if self.options.style == "compact":
-            return [_user(self.compact_text(self._state))]
         turn = self._turn_text(opening)
+        if self.options.style == "compact":
+            return [_user(turn)]
         if self.options.rules_role == "user":
             return [_user(f"{self.rules_text()}\n\n{turn}")]
         return [{"role": "system", "content": self.rules_text()}, _user(turn)]
@@ -144,12 +144,7 @@ class BoardGame(ABC, Generic[StateT]):
             move = self._opponent(self._state, self._random)
             self._state = self._rules.play(self._state, move)
             if not self._over():
-                text = (
-                    self.compact_text(self._state)
-                    if self.options.style == "compact"
-                    else self._turn_text(move)
-                )
-                return StepResult([_user(text)], 0.0, False)
+                return StepResult([_user(self._turn_text(move))], 0.0, False)
         winner = self._rules.winner(self._state)
         return self._end("draw" if winner is None else "win" if winner == self._side else "loss")
 
@@ -178,6 +173,8 @@ class BoardGame(ABC, Generic[StateT]):
         return self._rules.winner(state) is not None or not self._rules.moves(state)
 
     def _turn_text(self, move: int | None, note: str = "") -> str:
+        if self.options.style == "compact":
+            return ("!" if note else "") + self.compact_text(self._state)
         mine, theirs = MARKS[self._side], MARKS[1 - self._side]
         lines = [note] if note else []
         if move is not None:
@@ -189,10 +186,7 @@ class BoardGame(ABC, Generic[StateT]):
         self._illegal += 1
         if self.options.illegal_action == "lose" or self._illegal > self.options.max_retries:
             return self._end("illegal")
-        if self.options.style == "compact":
-            text = "!" + self.compact_text(self._state)
-        else:
-            text = self._turn_text(None, "That is not a legal move.")
+        text = self._turn_text(None, "That is not a legal move.")
         return StepResult([_user(text)], self.options.retry_reward, False)
 
     def _end(self, outcome: Literal["win", "draw", "loss", "illegal"]) -> StepResult:
