@@ -44,7 +44,7 @@ _MESSAGE = 1 << 20
 _MOST_DESCRIPTORS = 8
 
 
-class Supervisor:
+class SupervisorHandle:
     """A forked supervisor, as the controller sees it; pids are told apart by their start times."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
@@ -106,7 +106,7 @@ class ForkServer:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         descriptors: Sequence[int],
-    ) -> Supervisor:
+    ) -> SupervisorHandle:
         """Fork a supervisor.
 
         module: that of the rank's target. descriptors: its control connection, its rank's channel,
@@ -123,7 +123,7 @@ class ForkServer:
         if "errno" in answer:
             number = int(answer["errno"])
             raise OSError(number, f"no process can be forked: {os.strerror(number)}")
-        return Supervisor(self, int(answer["pid"]))
+        return SupervisorHandle(self, int(answer["pid"]))
 
     def exit_code(self, pid: int) -> int | None:
         """Of a supervisor that ended; None while it lives, or when this server is gone."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from earl_core.learner.attention.varlen import SampleBoundaries, UnsupportedAttention, windows_seen
+from earl_core.learner.attention.varlen import SampleBoundaries, windows_seen
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
 
@@ -98,7 +98,7 @@ def _text_config(model: PreTrainedModel) -> Any:
 
 
 def _refusal(name: str, error: Exception, *, attended: bool) -> ConfigError:
-    if isinstance(error, UnsupportedAttention):
+    if isinstance(error, ConfigError):
         return ConfigError(f"{name} cannot be trained on packed samples: {error}")
     if not attended:
         return without_interface(name)

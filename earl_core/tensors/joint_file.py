@@ -11,11 +11,11 @@ import xxhash
 
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.errors import WeightsError
-from earl_core.tensors.safetensors_layout import DTYPE_CODES, Layout, TensorPlace, view
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, FileLayout, TensorPlace, view
 from earl_core.tensors.slices import Box, Slice, boxes_of_all, shares
 
 
-def own_shares(slices: Sequence[Slice], layout: Layout, ranks: Ranks) -> dict[str, Box]:
+def own_shares(slices: Sequence[Slice], layout: FileLayout, ranks: Ranks) -> dict[str, Box]:
     """The part of each tensor that this rank writes; ranks that hold the same split it evenly.
 
     Collective; the layout is equal on all ranks. Raises `WeightsError`, on all ranks, when the

@@ -50,7 +50,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A file that is still to be written: its first bytes, tensor places, total size."""
 
     prefix: bytes
@@ -60,7 +60,7 @@ class Layout:
 
 def plan_layout(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> Layout:
+) -> FileLayout:
     """Lay out a file. Wide dtypes come first, so that every tensor is aligned to its elements."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -87,7 +87,7 @@ def plan_layout(
         name: TensorPlace(*tensors[name], len(prefix) + start, len(prefix) + stop)
         for name, (start, stop) in ranges.items()
     }
-    return Layout(prefix, places, len(prefix) + offset)
+    return FileLayout(prefix, places, len(prefix) + offset)
 
 
 def open_file(path: Path, size: int | None = None) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from earl_core.tensors import pages
 from earl_core.tensors.collectives import Mesh, Ranks
 from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.joint_file import combine, digest_together, fill, own_shares, tensor_hash
-from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, Layout, plan_layout
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, FileLayout, plan_layout
 from earl_core.tensors.slices import local_part, slices_of
 from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest
 
@@ -115,7 +115,7 @@ def _split_tied(
 
 
 def _write_together(
-    named_tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path, ranks: Ranks
+    named_tensors: Mapping[str, torch.Tensor], layout: FileLayout, path: Path, ranks: Ranks
 ) -> str:
     """Every rank writes its share of the file, which the first one seals; the tensors' digest."""
     slices = ranks.do(lambda: slices_of(named_tensors))
@@ -146,7 +146,7 @@ def _write_together(
     return digest
 
 
-def _writable(path: Path, layout: Layout, first: bool) -> WritableMapping:
+def _writable(path: Path, layout: FileLayout, first: bool) -> WritableMapping:
     """The file mapped for writing; the mapping of pages used before has its page tables."""
     mapping = writable_mappings.take(path, path.lstat())
     mapping.populate()

@@ -19,12 +19,11 @@ from earl_core.learner.attention import varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import attend_to_all_ranks
 from earl_core.pretrained.huggingface import AttentionInterface
-from earl_core.system.errors import EarlError
+from earl_core.system.errors import ConfigError
 
 __all__ = [
     "ATTENTION_NAME",
     "SampleBoundaries",
-    "UnsupportedAttention",
     "register_attention",
     "varlen_attention",
     "windows_seen",
@@ -38,10 +37,6 @@ _REFUSED = {
     "s_aux": "attention sinks",
     "position_bias": "a position bias in its attention",
 }
-
-
-class UnsupportedAttention(EarlError):
-    """The model's attention needs what packed training does not compute."""
 
 
 def register_attention() -> str:
@@ -86,7 +81,7 @@ def varlen_attention(
 
     query [1, heads, T, dim]; key, value [1, kv_heads, T, dim]; returns ([1, T, heads, dim], None).
     Dropout is never applied: log-probs must be those of the policy that played. Raises
-    UnsupportedAttention when the boundaries are missing or it needs what is not supported here.
+    ConfigError when the boundaries are missing or it needs what is not supported here.
     """
     _check_supported(module, attention_mask, sample_boundaries, unsupported)
     assert sample_boundaries is not None
@@ -137,22 +132,18 @@ def _check_supported(
     unsupported: dict[str, Any],
 ) -> None:
     if boundaries is None:
-        raise UnsupportedAttention(
+        raise ConfigError(
             f"{type(module).__name__} was called without `sample_boundaries`, because the layers "
             "around it do not hand keyword arguments on to their attention. Choose a model whose "
             "layers do."
         )
     if attention_mask is not None:
-        raise UnsupportedAttention(
-            "Packed samples take no attention_mask: do not pass one to the model."
-        )
+        raise ConfigError("Packed samples take no attention_mask: do not pass one to the model.")
     for name, words in _REFUSED.items():
         if unsupported.get(name) is not None:
-            raise UnsupportedAttention(
+            raise ConfigError(
                 f"{type(module).__name__} has {words} (`{name}`), which packed training does not "
                 "compute. Choose a model without."
             )
     if not getattr(module, "is_causal", True):
-        raise UnsupportedAttention(
-            f"{type(module).__name__} is not causal: choose a causal language model."
-        )
+        raise ConfigError(f"{type(module).__name__} is not causal: choose a causal language model.")

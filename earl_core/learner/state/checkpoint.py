@@ -38,7 +38,7 @@ from earl_core.tensors.joint_file import fill, own_shares
 from earl_core.tensors.safetensors_layout import (
     DTYPE_CODES,
     DTYPES,
-    Layout,
+    FileLayout,
     open_file,
     plan_layout,
 )
@@ -205,7 +205,7 @@ def _write_file(path: Path, slices: Sequence[Slice], ranks: Ranks) -> None:
     ranks.do(write)
 
 
-def _allocate(path: Path, layout: Layout) -> None:
+def _allocate(path: Path, layout: FileLayout) -> None:
     with path.open("xb") as file:
         try:
             # Writing through a mapping on a full disk would be SIGBUS instead of an error.

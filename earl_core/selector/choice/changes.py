@@ -25,7 +25,7 @@ _MEANS = {
 }
 
 
-class StageChange(NamedTuple):
+class StageSwitch(NamedTuple):
     """One stage whose deployment is not that of the plan before. reason: the new plan's."""
 
     stage: str
@@ -73,12 +73,12 @@ class StageChange(NamedTuple):
         return words
 
 
-def stage_changes(before: DeploymentPlan | None, after: DeploymentPlan) -> list[StageChange]:
+def stage_changes(before: DeploymentPlan | None, after: DeploymentPlan) -> list[StageSwitch]:
     """The stages of `after` that `before` deployed otherwise; none when there is no `before`."""
     if before is None:
         return []
     return [
-        StageChange(stage, before.stages[stage], deployment, after.reasons.get(stage, ""))
+        StageSwitch(stage, before.stages[stage], deployment, after.reasons.get(stage, ""))
         for stage, deployment in after.stages.items()
         if stage in before.stages and before.stages[stage] != deployment
     ]
