@@ -27,6 +27,13 @@ def test_an_error_in_a_worker_counts_like_one_here() -> None:
     assert exit_code(error) == 2
 
 
+def test_a_remedy_follows_its_problem_here_and_from_a_worker() -> None:
+    error = ConfigError("model.path is wrong", remedy="correct it")
+    told = "error: model.path is wrong: correct it"
+    assert describe(error) == describe(WorkerCallFailed(WHERE, Raised.of(error))) == told
+    assert (error.problem, error.remedy) == ("model.path is wrong", "correct it")
+
+
 def test_an_unexpected_error_in_a_worker_names_place_and_log_without_traceback() -> None:
     error = WorkerCallFailed(WHERE, Raised("ValueError", "builtins", "bad shape", "Traceback ..."))
     text = describe(error)
