@@ -40,6 +40,7 @@ _OURS = "earl_core."
 
 _ANSWER_SECONDS = 300.0
 """It may be importing before it answers."""
+_LOOK_SECONDS = 0.5
 _MESSAGE = 1 << 20
 _MOST_DESCRIPTORS = 8
 
@@ -211,10 +212,13 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 def _load(modules: Iterable[str]) -> None:
     wanted = [name for name in modules if name.startswith(_OURS) and name not in sys.modules]
+    # The end of the connection is not seen meanwhile.
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
     for name in wanted:
         # A rank that needs what is missing here imports it itself, and says why it cannot.
         with suppress(Exception):
             importlib.import_module(name)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
     if wanted:
         # A collection would write into what is shared with the forked processes.
         gc.collect()
@@ -275,6 +279,7 @@ def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: 
     """In the forked process: what `exec` would have done, then the supervisor until its end."""
     from earl_core.cluster import supervisor
 
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.setsid()
     os.chdir(request["directory"])
     os.environ.clear()
@@ -292,6 +297,13 @@ def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: 
 def main(descriptor: int) -> None:
     """Serve the controller at the other end of the connection; see the module's docstring."""
     setproctitle("earl_core.cluster.fork_server")
+    controller = os.getppid()
+
+    def look(number: int, frame: object) -> None:
+        if os.getppid() != controller:
+            os._exit(0)
+
+    signal.signal(signal.SIGALRM, look)
     with socket.socket(fileno=descriptor) as connection:
         _serve(connection)
 

@@ -113,6 +113,16 @@ def test_a_killed_fork_server_costs_its_ranks_and_the_next_start_has_another(
     assert fork_server().pid != server.pid
 
 
+def test_a_fork_server_that_imports_ends_with_its_controller() -> None:
+    code = (
+        "from earl_core.cluster.fork_server import fork_server; "
+        "fork_server().preload('earl_core.learner.update_worker'); "
+        "print(fork_server().pid, flush=True); import os; os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True)
+    assert gone_within([int(done.stdout)], 5)
+
+
 def test_a_controller_that_fails_leaves_nothing(
     tmp_path: Path, controllers: list[subprocess.Popen[bytes]]
 ) -> None:

@@ -84,7 +84,7 @@ def test_bf16_autocast_stays_close_to_float32(tmp_path: Path) -> None:
 def test_a_direct_call_is_refused() -> None:
     model = build_model("llama")
     prepare_for_packing(model)
-    with pytest.raises(ValueError, match="sample_boundaries"):
+    with pytest.raises(ConfigError, match="sample_boundaries"):
         model(input_ids=torch.tensor([[1, 2]]))
 
 
