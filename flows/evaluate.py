@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,15 +15,7 @@ from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.run.record import config_of_run
 from earl_core.secrets import guard_logging, redact_tree
 from flows.overrides import Overrides
-from flows.running import HOOKS, recorded
-
-_on_progress: Callable[[dict[str, Any]], None] | None = None
-
-
-def set_progress(on_progress: Callable[[dict[str, Any]], None] | None) -> None:
-    """Have evaluations of this process report their progress, for a display."""
-    global _on_progress
-    _on_progress = on_progress
+from flows.running import HOOKS, heard, recorded
 
 
 @task(name="play held-out games", persist_result=False)
@@ -38,7 +29,9 @@ def play_held_out(
     check_references(config)
     found = find_checkpoint(path, config, checkpoint)
     settings = config.evaluation
-    with PolicyPlayer(config, found, _on_progress) as player:
+    with PolicyPlayer(
+        config, found, lambda progress: heard("evaluation", found.version, progress)
+    ) as player:
         result = player.evaluate(
             episodes or settings.episodes,
             settings.temperature if temperature is None else temperature,

@@ -23,6 +23,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from earl_core.config import ConfigError
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
 from earl_core.control.finished_stages import judge
+from earl_core.control.resume_point import resume_point
 from earl_core.control.run_controller import RunController
 from earl_core.control.start_ahead import start_ahead
 from earl_core.dispatch import Manifest
@@ -80,15 +81,15 @@ async def _one_iteration(
     controller: RunController, run: str, number: int | None
 ) -> dict[str, Any] | State[dict[str, Any]]:
     number = controller.next_iteration() if number is None else number
-    last, wanted = controller.run.last_stable(), controller.config.iterations
-    if number <= last or number >= wanted:
+    due, wanted = resume_point(controller.run).iteration, controller.config.iterations
+    if number < due or number >= wanted:
         _leave(controller)
-        return _skipped(run, min(number, last), wanted)
+        return _skipped(run, min(number, due - 1), wanted)
     manifests = await run_stages(controller, number)
     await asyncio.to_thread(finish_iteration, controller, number, manifests)
     await asyncio.to_thread(share_profile, controller)
     await publish_artifacts(controller, number, manifests)
-    if controller.run.last_stable() >= number:
+    if resume_point(controller.run).iteration > number:
         await asyncio.to_thread(forget_results, controller.run.path)
     _leave(controller)
     return {"iteration": number, "return": manifests["reward"].metrics.get("mean")}
@@ -127,6 +128,7 @@ async def _after_select(stages: Stages, plan: Plan) -> None:
         if controller.config.needs_reference
         else asyncio.sleep(0),
     )
+    controller.episodes.begin(stages.manifests["rollout"], stages.manifests["reward"])
     sources = ["rollout", "reward"] + (["reference"] if scored else [])
     judged = await stages.submit(advantage, sources, plan, played, rewards, scored)
     sources = ["rollout"] + (["reference"] if scored else []) + ["advantage"]

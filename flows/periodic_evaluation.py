@@ -23,7 +23,5 @@ async def evaluate_if_due(controller: RunController, version: int) -> None:
 
     await until_done(stages, play)
     metrics = stages.manifests["evaluation"].metrics
-    controller.tracker.evaluation_finished(
-        version, {f"evaluation/{name}": value for name, value in metrics.items()}
-    )
+    controller.tracker.changed()
     controller.listener("evaluation", version, {"finished": True, "metrics": metrics})

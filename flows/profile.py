@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from prefect import State, flow
@@ -16,24 +15,15 @@ from earl_core.secrets import guard_logging
 from earl_core.selector.profile.profile_table import table_path
 from earl_core.selector.profile_planner import Point
 from flows.overrides import Overrides
-from flows.running import HOOKS, recorded
+from flows.running import HOOKS, heard, recorded
 from tasks.measure import Profiler, describe, measure, open_profiler
 from tasks.reports.plan_report import markdown_table
 from tasks.reports.profile_report import report
 from tasks.tracking.profile_run import track
 
-_on_progress: Callable[[str], None] | None = None
-
-
-def set_progress(on_progress: Callable[[str], None] | None) -> None:
-    """Have profiles of this process say what they do, for a display."""
-    global _on_progress
-    _on_progress = on_progress
-
 
 def _say(text: str) -> None:
-    if _on_progress is not None:
-        _on_progress(text)
+    heard("profile", 0, {"say": text})
 
 
 @flow(

@@ -106,13 +106,13 @@ def _verdict(note: Note) -> str:
     if not note.run:
         return "CRASHED"
     # Every command imports this module, and this takes longer than the rest together.
+    from earl_core.run.checkpoints import stable_checkpoints
     from earl_core.run.record import is_finished
 
     if note.iteration is None:
         done = is_finished(Path(note.run))
     else:
-        place = Path(note.run) / "checkpoints" / f"{note.iteration:06d}"
-        done = (place / "STABLE").exists()
+        done = note.iteration <= max(stable_checkpoints(Path(note.run)), default=-1)
     return "COMPLETED" if done else "CRASHED"
 
 

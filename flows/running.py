@@ -18,12 +18,12 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from prefect.states import Cancelled
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.live import interrupt_all
 from earl_core.control.run_controller import (
     RunController,
     close_controller,
     find_controller,
     open_controller,
-    open_controllers,
 )
 from earl_core.control.worker_groups import preload_ranks
 from earl_core.run.record import config_of_run
@@ -48,13 +48,13 @@ _stopped: list[str] = []
 
 
 def set_listener(listener: Callable[[str, int, dict[str, Any]], None] | None) -> None:
-    """Have controllers opened in this process report their progress, for a display."""
+    """Have the flows of this process report their progress, for a display."""
     global _listener
     _listener = listener
 
 
-def _heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
-    """What a run says while it goes on: lines of the Prefect run's log, and the display's."""
+def heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
+    """What work says while it goes on: lines of the Prefect run's log, and the display's."""
     text = event.get("switched") or event.get("repeated")
     if text:
         try:
@@ -74,8 +74,7 @@ def stop_flows(outcome: str = "CANCELLED") -> None:
         _stopped.append(outcome)
     for runs_directory, note in list(_noted.values()):
         flow_notes.end(runs_directory, note, _stopped[0])
-    for controller in open_controllers():
-        controller.interrupt()
+    interrupt_all()
 
 
 def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
@@ -167,7 +166,7 @@ async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
     preload_ranks()
-    controller = await asyncio.to_thread(open_controller, config, Tracker, _heard)
+    controller = await asyncio.to_thread(open_controller, config, Tracker, heard)
     try:
         yield controller
     except BaseException as error:

@@ -10,7 +10,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import RunConfig, load_config
-from earl_core.control.run_controller import RunController, StateLost
+from earl_core.control.resume_point import StateLost, resume_point
+from earl_core.control.run_controller import RunController
 from flows.iteration import iteration
 from flows.overrides import Overrides
 from flows.periodic_evaluation import evaluate_if_due
@@ -79,7 +80,7 @@ def _may_go_back(
     """
     attempt = "".join(select_inputs(controller, number))
     place = number, attempt, controller.losses[number]
-    if controller.run.last_stable() + 1 >= number or place in returned:
+    if resume_point(controller.run).iteration >= number or place in returned:
         return False
     returned.add(place)
     controller.run.note(number, "update", "state lost: back to the last checkpoint")

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import task
 
-from earl_core.control.observation import fitting
+from earl_core.control.observation import StageWatch
 from earl_core.control.replicas import play_evaluation
 from earl_core.control.run_controller import controller_of
 from tasks.publish import input_weights
@@ -22,10 +22,10 @@ def evaluation(run: str, version: int, plan: StageRef) -> StageRef:
     weights = input_weights(controller, chosen["update"], version)
 
     def body() -> dict[str, Any]:
-        with fitting(controller, "rollout", version, chosen["rollout"]):
+        with StageWatch(controller, chosen["rollout"], version).fitting():
             result = play_evaluation(controller, chosen["rollout"], version, weights)
         return {
-            "outputs": {"examples": result["examples"], "outcomes": result["outcomes"]},
+            "outputs": {"outcomes": result["outcomes"]},
             "metrics": {**result["metrics"], **_flat(result["outcomes"])},
         }
 

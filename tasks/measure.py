@@ -7,9 +7,9 @@ import logging
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prefect import task
 
@@ -17,6 +17,7 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import memory_in_use, read_hardware, read_model_shape
+from earl_core.control.live import find, live
 from earl_core.control.profile_workers import ProfileWorkers
 from earl_core.selector import (
     Hardware,
@@ -49,21 +50,13 @@ _FAILURES = 3
 """So many points in a row that fail for another reason than memory end the profile."""
 
 
-class HasConfig(Protocol):
-    """Such as a controller."""
-
-    @property
-    def config(self) -> RunConfig: ...
-
-
 def profile_of(
-    source: RunConfig | HasConfig, hardware: Hardware, model: ModelShape
+    config: RunConfig, hardware: Hardware, model: ModelShape
 ) -> tuple[Path, str, ProfileTable]:
     """Where the profile of this model, hardware and software lies, its fingerprint, and the table.
 
     The table is empty where nothing was measured. Raises `ProfileError` for a damaged file.
     """
-    config = source if isinstance(source, RunConfig) else source.config
     directory = Path(config.selector.profile_directory)
     mark = fingerprint_of(config, hardware, model)
     return directory, mark, read_table(directory, mark)
@@ -119,20 +112,27 @@ class Profiler:
     """One profile in the making. Made by `open_profiler`.
 
     The table is written after each point, with the seconds spent so far, so that another start
-    goes on from there. It reads no run and locks none. `stop` may be called while it is made.
+    goes on from there. It reads no run and locks none. `prepare` comes first; `interrupt` may be
+    called from any thread.
     """
 
-    _workers: ProfileWorkers | None = None
-    _stop_requested = False
-
-    def __init__(self, config: RunConfig, minutes: float, longest: int | None) -> None:
+    def __init__(self, config: RunConfig, minutes: float) -> None:
         self.config = config
         self.budget = 60 * minutes
         self.hardware = read_hardware()
-        self._skipped: set[PlaceKey] = set()
-        self._failed: list[WorkerError] = []
         self.failures: list[str] = []
         self.measured = 0
+        self._workers: ProfileWorkers | None = None
+        self._stop_requested = False
+        self._skipped: set[PlaceKey] = set()
+        self._failed: list[WorkerError] = []
+
+    def prepare(self, longest: int | None) -> None:
+        """Make the model if it is missing, and read what was measured before.
+
+        longest: context to measure, in tokens; None: the model's range. Raises `ConfigError`.
+        """
+        config = self.config
         self._prepare_model()
         model = read_model_shape(Path(config.model.path))
         try:
@@ -236,7 +236,7 @@ class Profiler:
                 larger = point._replace(context=context, requests=requests)
                 self._skipped.add(larger.place)
 
-    def stop(self) -> None:
+    def interrupt(self) -> None:
         """End the workers, from any thread; what runs raises `Cancelled`."""
         self._stop_requested = True
         workers = self._workers
@@ -259,52 +259,39 @@ def describe(point: Point) -> str:
     )
 
 
-_open: dict[str, Profiler] = {}
-
-
 @contextmanager
 def open_profiler(config: RunConfig, minutes: float, longest: int | None) -> Iterator[Profiler]:
     """The profiler of a configuration, registered for `measure` under its fingerprint.
 
     Raises `ConfigError` for what cannot be measured, and while another process measures the same.
     """
-    profiler = Profiler.__new__(Profiler)
-    _making.add(profiler)
-    try:
-        profiler.__init__(config, minutes, longest)  # type: ignore[misc]
-        with only_writer(profiler.directory, profiler.mark):
-            # What another process has measured until now.
-            profiler.table = read_table(profiler.directory, profiler.mark)
-            _open[profiler.mark] = profiler
-            try:
-                yield profiler
-            except WorkerError:
-                profiler.close(keep_logs=True)
-                raise
-            finally:
-                profiler.close()
-    except InUse as busy:
-        raise ConfigError(
-            f"process {busy.holder} measures this profile already "
-            f"({profiler.directory / profiler.mark}): wait for it, or stop it"
-        ) from busy
-    finally:
-        _making.discard(profiler)
-        _open.pop(getattr(profiler, "mark", ""), None)
-
-
-_making: set[Profiler] = set()
-
-
-def stop_profilers() -> None:
-    """Stop every profiler of this process, for whoever handles a signal."""
-    for profiler in list(_making):
-        profiler.stop()
+    profiler = Profiler(config, minutes)
+    with ExitStack() as held:
+        held.enter_context(live(f"profile {id(profiler)}", profiler))
+        profiler.prepare(longest)
+        try:
+            held.enter_context(only_writer(profiler.directory, profiler.mark))
+        except InUse as busy:
+            raise ConfigError(
+                f"process {busy.holder} measures this profile already "
+                f"({profiler.directory / profiler.mark}): wait for it, or stop it"
+            ) from busy
+        # What another process has measured until now.
+        profiler.table = read_table(profiler.directory, profiler.mark)
+        held.callback(profiler.close)
+        held.enter_context(live(profiler.mark, profiler))
+        try:
+            yield profiler
+        except WorkerError:
+            profiler.close(keep_logs=True)
+            raise
 
 
 @task(name="measure", persist_result=False)
 def measure(mark: str, point: dict[str, Any]) -> dict[str, Any] | None:
     """Measure one point; the new line of the table. See `Profiler.measure`."""
     wanted = Point(**{**point, "candidate": StageDeployment(**point["candidate"])})
-    found = _open[mark].measure(wanted)
+    profiler = find(mark)
+    assert isinstance(profiler, Profiler), f"no profile {mark} is open in this process"
+    found = profiler.measure(wanted)
     return None if found is None else found.model_dump(mode="json")

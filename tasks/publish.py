@@ -9,7 +9,7 @@ from prefect import task
 
 from earl_core.control.finished_stages import key_of, weights_exist
 from earl_core.control.learner import publish_weights
-from earl_core.control.observation import fitting
+from earl_core.control.observation import StageWatch
 from earl_core.control.rank_losses import surviving
 from earl_core.control.run_controller import RunController, controller_of
 from earl_core.dispatch import Manifest, ManifestError
@@ -26,7 +26,7 @@ def publish(run: str, iteration: int, plan: StageRef, update: StageRef) -> Stage
     deployment = plan_of(controller, plan)["update"]
 
     def body() -> dict[str, Any]:
-        with fitting(controller, "update", iteration, deployment):
+        with StageWatch(controller, deployment, iteration).fitting():
             weights = publish_weights(controller, deployment, iteration, iteration + 1)
         return _outputs(weights)
 
@@ -52,7 +52,7 @@ def input_weights(
         return known
     with (
         surviving(controller, iteration, stage),
-        fitting(controller, "update", iteration, deployment),
+        StageWatch(controller, deployment, iteration).fitting(),
     ):
         weights = publish_weights(controller, deployment, iteration, iteration)
     # The same key and the same bytes make the same data digest: what was rolled out with the

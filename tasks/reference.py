@@ -8,7 +8,7 @@ from prefect import task
 
 from earl_core.cluster.results import Rule, merge_results
 from earl_core.control.learner import call_together
-from earl_core.control.observation import fitting, load_of, observe_stage, timing_switch
+from earl_core.control.observation import StageWatch, load_of
 from earl_core.control.run_controller import controller_of
 from tasks.select import plan_of
 from tasks.stage import StageRef, resolve, run_stage
@@ -31,8 +31,9 @@ def reference(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> St
     def body() -> dict[str, Any]:
         manifests = [played.model_dump(mode="json")]
         load = load_of(played.metrics)
-        with fitting(controller, "reference", iteration, deployment, load):
-            with timing_switch(controller, "reference", deployment, iteration):
+        watch = StageWatch(controller, deployment, iteration)
+        with watch.fitting(load):
+            with watch.timing_switch():
                 controller.groups.get("reference", deployment)
             results = call_together(
                 controller, deployment, "reference", "score", iteration, manifests=manifests
@@ -42,7 +43,7 @@ def reference(run: str, iteration: int, plan: StageRef, rollout: StageRef) -> St
         metrics["peak_bytes"] = controller.groups.peak_bytes("reference")
         peak = metrics.get("peak_cuda_bytes", 0.0)
         seconds = metrics["seconds"]
-        observe_stage(controller, "reference", deployment, iteration, load, seconds, peak)
+        watch.measured(load, seconds, peak)
         return result
 
     return run_stage(controller, iteration, "reference", body)

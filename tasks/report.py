@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 from prefect.artifacts import acreate_markdown_artifact
 
-from earl_core.control.finished_stages import holds_update
+from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
+from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from earl_core.run.keys import STAGES
 from earl_core.secrets import redact
 from earl_core.selector import DeploymentPlan
@@ -18,6 +20,8 @@ from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
 from tasks.reports.plan_report import plan_page
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
+
+logger = logging.getLogger(__name__)
 
 
 def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -> dict[str, float]:
@@ -40,8 +44,8 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
 
 
 def _choice_metrics(controller: RunController, manifests: dict[str, Manifest]) -> dict[str, float]:
-    plan = _plan(manifests["select"])
-    before = plan_before(controller, plan.iteration)
+    plan = DeploymentPlan.model_validate(manifests["select"].outputs["plan"])
+    before = controller.run.plan(plan.iteration - 1)
     seen = _seen(controller, plan.iteration)
     lines = [line for line in controller.run.metrics() if line["iteration"] < plan.iteration]
     name = "rollout/context/mean"
@@ -56,78 +60,63 @@ def _seen(controller: RunController, iteration: int) -> list[Observation]:
     return [seen for seen in controller.observed.all() if seen.iteration == iteration]
 
 
-def plan_before(controller: RunController, iteration: int) -> DeploymentPlan | None:
-    """The plan of the iteration before, if there was one."""
-    if iteration == 0 or not controller.run.stage_path(iteration - 1, "select").exists():
-        return None
-    return _plan(controller.run.manifest(iteration - 1, "select"))
-
-
-def _plan(manifest: Manifest) -> DeploymentPlan:
-    return DeploymentPlan.model_validate(manifest.outputs["plan"])
-
-
 def finish_iteration(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
-    """Write the iteration's metrics, declare its checkpoint STABLE, feed the tracker."""
+    """Write the iteration's metrics, declare its checkpoint STABLE, wake the tracker."""
     metrics = collect_metrics(controller, manifests)
     run = controller.run
+    # Its shards go with STABLE.
+    controller.episodes.settle()
     run.append_metrics(iteration, metrics)
     fault_points.point("stable.before", iteration)
-    whole = holds_update(controller, manifests["update"])
-    if whole:
+    if is_updated(run, iteration):
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
         run.prune_checkpoints(keep=best_checkpoint(controller))
     controller.finish_iteration(iteration)
-    controller.tracker.iteration_finished(
-        iteration,
-        metrics,
-        plan=manifests["select"].outputs["plan"],
-        examples=manifests["rollout"].outputs.get("examples", []),
-        checkpoint=run.checkpoint_path(iteration) if whole else None,
-    )
+    controller.tracker.changed()
     controller.listener("iteration", iteration, {"finished": True, "metrics": metrics})
 
 
 def best_checkpoint(controller: RunController) -> set[int]:
     """The iteration whose checkpoint was evaluated best, so that pruning keeps it."""
-    scored = []
-    for version, metrics in evaluations(controller):
-        if version > 0 and (controller.run.checkpoint_path(version - 1) / "STABLE").exists():
-            scored.append((metrics.get("return/mean", float("-inf")), version - 1))
+    stable = controller.run.stable_iterations()
+    scored = [
+        (found.metrics.get("return/mean", float("-inf")), found.iteration - 1)
+        for found in controller.run.evaluations()
+        if found.iteration - 1 in stable
+    ]
     return {max(scored)[1]} if scored else set()
-
-
-def evaluations(controller: RunController) -> list[tuple[int, dict[str, float]]]:
-    """Every sealed evaluation of the run: (policy version, metrics), ascending."""
-    found = []
-    for path in sorted((controller.run.path / "iterations").glob("*/evaluation.json")):
-        version = int(path.parent.name)
-        found.append((version, controller.run.manifest(version, "evaluation").metrics))
-    return found
 
 
 async def publish_artifacts(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
     """The plan and what it was chosen among, the curve and a sample episode, in Prefect's UI."""
-    plan = _plan(manifests["select"])
+    plan = DeploymentPlan.model_validate(manifests["select"].outputs["plan"])
     name = controller.config.name.lower().replace("_", "-").replace(".", "-")
-    before, seen = plan_before(controller, iteration), _seen(controller, iteration)
+    before, seen = controller.run.plan(iteration - 1), _seen(controller, iteration)
     page = await asyncio.to_thread(plan_page, controller.run, plan, before, seen)
-    examples = manifests["rollout"].outputs.get("examples", [])
+    kept = await asyncio.to_thread(_sample_episode, controller, iteration)
     await asyncio.gather(
         acreate_markdown_artifact(
             redact(page), key=f"{name}-plan", description=f"Plan of {iteration}"
         ),
         acreate_markdown_artifact(_curve(controller), key=f"{name}-curve"),
         *(
-            acreate_markdown_artifact(redact(_transcript(example)), key=f"{name}-episode")
-            for example in examples[:1]
+            acreate_markdown_artifact(redact(_transcript(episode)), key=f"{name}-episode")
+            for episode in kept
         ),
     )
+
+
+def _sample_episode(controller: RunController, iteration: int) -> list[dict[str, Any]]:
+    try:
+        return read_episodes(controller.run.episodes_path(iteration), 1)
+    except EpisodesDamaged as error:
+        logger.warning("no episode is shown: %s", error)
+        return []
 
 
 def _curve(controller: RunController) -> str:
@@ -142,11 +131,9 @@ def _curve(controller: RunController) -> str:
     return "\n".join(lines)
 
 
-def _transcript(example: dict[str, Any]) -> str:
-    parts = [f"Episode {example.get('episode_id')}: {example.get('outcome', '')}"]
-    for turn in example.get("turns", []):
-        parts.append(f"**environment**\n\n```\n{turn.get('observation', '')}\n```")
-        parts.append(
-            f"**agent** (reward {turn.get('reward')})\n\n```\n{turn.get('answer', '')}\n```"
-        )
+def _transcript(episode: dict[str, Any]) -> str:
+    parts = [f"Episode {episode['episode_id']}: {episode['outcome']}"]
+    for turn in episode["turns"]:
+        parts.append(f"**environment**\n\n```\n{turn['observation']}\n```")
+        parts.append(f"**agent** (reward {turn['reward']})\n\n```\n{turn['answer']}\n```")
     return "\n\n".join(parts)

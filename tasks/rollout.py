@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import task
 
-from earl_core.control.observation import fitting, load_of, observe_stage
+from earl_core.control.observation import StageWatch, load_of
 from earl_core.control.replicas import play_rollout
 from earl_core.control.run_controller import controller_of
 from tasks.publish import input_weights
@@ -22,18 +22,13 @@ def rollout(run: str, iteration: int, plan: StageRef) -> StageRef:
     weights = input_weights(controller, chosen["update"], iteration)
 
     def body() -> dict[str, Any]:
-        with fitting(controller, "rollout", iteration, chosen["rollout"]):
+        watch = StageWatch(controller, chosen["rollout"], iteration)
+        with watch.fitting():
             result = play_rollout(controller, chosen["rollout"], iteration, weights)
         metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("rollout")}
         metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
         if not metrics["replicas_lost"]:
-            load = load_of(metrics)
-            seconds = metrics["seconds"]
-            observe_stage(controller, "rollout", chosen["rollout"], iteration, load, seconds)
-        return {
-            "shards": result["shards"],
-            "outputs": {"examples": result["examples"]},
-            "metrics": metrics,
-        }
+            watch.measured(load_of(metrics), metrics["seconds"])
+        return {"shards": result["shards"], "metrics": metrics}
 
     return run_stage(controller, iteration, "rollout", body)

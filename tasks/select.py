@@ -11,7 +11,6 @@ from typing import Any
 from prefect import task
 from pydantic import ValidationError
 
-from earl_core.control.announce import announce_plan
 from earl_core.control.observation import reserved_bytes
 from earl_core.control.run_controller import RunController, controller_of
 from earl_core.control.run_history import LearntProfile
@@ -22,6 +21,7 @@ from earl_core.selector import (
     SelectionInput,
     Statistics,
 )
+from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
 from earl_core.selector.profile.observations import (
     Observation,
@@ -31,9 +31,9 @@ from earl_core.selector.profile.observations import (
     overflow_tokens,
     seconds_of,
 )
-from earl_core.selector.profile.profile_table import ProfileError
+from earl_core.selector.profile.profile_table import ProfileError, read_table
 from earl_core.system.files import canonical_json, read_file, write_atomic
-from tasks.measure import fingerprint_of, profile_of
+from tasks.measure import fingerprint_of
 from tasks.stage import StageRef, resolve, run_stage
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,9 @@ def select(run: str, iteration: int) -> StageRef:
     def body() -> dict[str, Any]:
         given, plan = _chosen(controller, iteration)
         _write_beside(controller, given)
-        announce_plan(controller, given.current, plan)
+        # Against the iteration's earlier attempt, else the last iteration's plan.
+        for change in stage_changes(given.current, plan):
+            controller.listener(change.stage, iteration, {"switched": change.text})
         return {"outputs": {"plan": plan.model_dump(mode="json")}}
 
     return run_stage(controller, iteration, "select", body)
@@ -150,11 +152,9 @@ def _selection_input(
 def _current(controller: RunController, iteration: int, attempt: int) -> DeploymentPlan | None:
     """The plan that the worker groups follow: of an earlier attempt, else of the last iteration."""
     for number in (iteration, iteration - 1):
-        if number >= 0 and controller.run.stage_path(number, "select").exists():
-            sealed = controller.run.manifest(number, "select")
-            plan = DeploymentPlan.model_validate(sealed.outputs["plan"])
-            if number < iteration or plan.attempt < attempt:
-                return plan
+        plan = controller.run.plan(number)
+        if plan is not None and (number < iteration or plan.attempt < attempt):
+            return plan
     return None
 
 
@@ -202,18 +202,16 @@ def _profile(controller: RunController) -> ProfileTable:
     """The shared table of this model, machine and software with what this run has measured."""
     if controller.profile is None:
         config = controller.config
+        directory = Path(config.selector.profile_directory)
+        mark = fingerprint_of(config, controller.hardware, controller.model)
         try:
-            directory, mark, table = profile_of(config, controller.hardware, controller.model)
+            table = read_table(directory, mark)
         except ProfileError:
             if config.selector.policy != "fixed":
                 raise
             # Nothing is chosen by it, so nothing may fail by it.
             logger.warning("predictions go without the profile", exc_info=True)
-            directory = Path(config.selector.profile_directory)
-            mark, table = (
-                fingerprint_of(config, controller.hardware, controller.model),
-                ProfileTable(),
-            )
+            table = ProfileTable()
         half_life = config.selector.half_life
         controller.profile = LearntProfile(controller.run, directory, mark, table, half_life)
     return controller.profile.table(controller.observed.all(), controller.hardware)

@@ -8,7 +8,7 @@ from typing import Any
 from prefect import task
 
 from earl_core.control.learner import call_learner, drop_handoff, ensure_learner
-from earl_core.control.observation import fitting, load_of, observe_stage
+from earl_core.control.observation import StageWatch, load_of
 from earl_core.control.run_controller import RunController, controller_of
 from tasks.select import plan_of
 from tasks.stage import StageRef, resolve, run_stage
@@ -41,7 +41,8 @@ def update(
             controller.run.checkpoint_path(iteration) if due(controller, iteration) else None
         )
         load = load_of(inputs[0].metrics)
-        with fitting(controller, "update", iteration, deployment, load):
+        watch = StageWatch(controller, deployment, iteration)
+        with watch.fitting(load):
             ensure_learner(controller, deployment, iteration, version=iteration)
             result = call_learner(
                 controller,
@@ -62,7 +63,7 @@ def update(
         metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("update")}
         if result["steps_applied"]:
             peak, seconds = metrics.get("peak_cuda_bytes", 0.0), metrics["seconds"]
-            observe_stage(controller, "update", deployment, iteration, load, seconds, peak)
+            watch.measured(load, seconds, peak)
         return {
             "shards": result["shards"],
             "outputs": {"digest": result["digest"]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from earl_core.config.settings import Options, Settings
 from earl_core.system.user_directory import user_directory
@@ -87,7 +87,17 @@ class TrackingConfig(Settings):
     )
     experiment: str = "earl"
     trace_episodes: int = Field(
-        default=2, ge=0, description="Episodes an iteration that are traced turn by turn."
+        default=2, ge=0, description="Kept episodes an iteration that are traced turn by turn."
+    )
+    keep_episodes: Literal["all", "none"] | PositiveInt = Field(
+        default="all",
+        description="Episodes an iteration that the run directory keeps as a Parquet file, with or "
+        "without a tracker: all, the first so many, or none.",
+    )
+    keep_episodes_bytes: int = Field(
+        default=4 * 2**30,
+        ge=0,
+        description="Bytes that a run's kept episodes may have; the oldest iterations' go first.",
     )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.results import same_results
-from earl_core.control.finished_stages import holds_update
-from earl_core.control.observation import timing_switch
-from earl_core.control.run_controller import RunController, StateLost
-from earl_core.dispatch import ManifestError
+from earl_core.control.observation import StageWatch
+from earl_core.control.resume_point import StateLost, saved_state
+from earl_core.control.run_controller import RunController
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
 
@@ -28,19 +28,20 @@ def ensure_learner(
     through a checkpoint. One that holds another version, and a fresh group, load the checkpoint of
     the version needed. Raises `StateLost` when there is none: the missing iterations come first.
     """
-    with timing_switch(controller, "update", deployment, iteration):
+    with StageWatch(controller, deployment, iteration).timing_switch():
         saved = _redeploy(controller, deployment, iteration)
         controller.groups.get("update", deployment)
         if controller.live_version is None and saved is not None:
             _restore(controller, deployment, iteration, saved)
         if controller.live_version != version:
-            _restore(controller, deployment, iteration, _saved_state(controller, version))
+            _restore(controller, deployment, iteration, saved_state(controller.run, version))
 
 
 def _restore(
-    controller: RunController, deployment: StageDeployment, iteration: int, source: str | None
+    controller: RunController, deployment: StageDeployment, iteration: int, source: Path | None
 ) -> None:
-    result = call_learner(controller, deployment, "restore", iteration, checkpoint=source)
+    checkpoint = str(source) if source else None
+    result = call_learner(controller, deployment, "restore", iteration, checkpoint=checkpoint)
     controller.live_version = int(result["policy_version"])
 
 
@@ -83,7 +84,9 @@ def call_together(
         raise
 
 
-def _redeploy(controller: RunController, deployment: StageDeployment, iteration: int) -> str | None:
+def _redeploy(
+    controller: RunController, deployment: StageDeployment, iteration: int
+) -> Path | None:
     """Bring a live learner's state over to another stage deployment.
 
     Returns the directory that a fresh group must restore from, if its state was put into one.
@@ -100,12 +103,11 @@ def _redeploy(controller: RunController, deployment: StageDeployment, iteration:
             moved = controller.groups.relayout("update", deployment, iteration)
             controller.run.note(iteration, "update", f"resharded in {moved['seconds']:.2f} s")
             return None
-        covered = controller.run.checkpoint_path(controller.live_version - 1)
-        if controller.live_version - 1 == controller.run.last_stable() and covered.is_dir():
-            return str(covered.resolve())
+        with suppress(StateLost):
+            return saved_state(controller.run, controller.live_version)
         drop_handoff(controller)
-        handoff = str(_handoff(controller).resolve())
-        call_learner(controller, current, "save", iteration, directory=handoff)
+        handoff = _handoff(controller).resolve()
+        call_learner(controller, current, "save", iteration, directory=str(handoff))
         return handoff
     except WorkerCallFailed:
         # Its state is no use any more; the last checkpoint's may be as new.
@@ -123,27 +125,6 @@ def drop_handoff(controller: RunController) -> None:
 
 def _handoff(controller: RunController) -> Path:
     return controller.run.path / "handoff"
-
-
-def _saved_state(controller: RunController, version: int) -> str | None:
-    """The checkpoint that holds this policy version; None for the initial model's.
-
-    One that is not STABLE yet is taken where the sealed update describes it. Raises `StateLost`.
-    """
-    if version == 0:
-        return None
-    iteration = version - 1
-    if iteration not in controller.run.stable_iterations():
-        try:
-            update = controller.run.manifest(iteration, "update")
-        except ManifestError:
-            update = None
-        if update is None or not holds_update(controller, update):
-            raise StateLost(
-                f"policy version {version} is needed, but neither the learner nor a checkpoint "
-                "holds it: resume the run, which repeats what is missing"
-            )
-    return str(controller.run.checkpoint_path(iteration).resolve())
 
 
 def publish_weights(

@@ -23,6 +23,7 @@ from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.live import live
 from earl_core.control.worker_environment import worker_environment
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
@@ -105,7 +106,7 @@ class PolicyPlayer:
 
     From its construction on the checkpoint cannot be pruned; raises `ConfigError` if it just was.
     on_progress gets the rollout's progress: episodes_done, episodes, tokens_per_second, return.
-    Raises what `WorkerGroup` raises; `stop` may be called from any thread and ends what runs.
+    Raises what `WorkerGroup` raises; `interrupt` may be called from any thread and ends what runs.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class PolicyPlayer:
         )
 
     def __enter__(self) -> PolicyPlayer:
-        players.add(self)
+        self._held.enter_context(live(str(self._directory), self))
         try:
             self._start()
         except BaseException:
@@ -171,7 +172,7 @@ class PolicyPlayer:
         result = self._call("answer", messages=messages, seed=seed, temperature=temperature)
         return str(result["text"])
 
-    def stop(self) -> None:
+    def interrupt(self) -> None:
         """End the worker now, from any thread; a call under way raises."""
         self._stopped.set()
         self._group.stop(grace_seconds=2.0)
@@ -216,7 +217,6 @@ class PolicyPlayer:
         return result
 
     def _close(self, keep_logs: bool) -> None:
-        players.discard(self)
         try:
             self._group.stop()
         finally:
@@ -234,13 +234,3 @@ class PolicyPlayer:
         chosen = select(SelectionInput.of(config, read_hardware(), self._shape))["rollout"]
         length = min(engine.max_model_len, self._shape.max_positions)
         return chosen._replace(max_model_len=max(chosen.max_model_len, length))
-
-
-players: set[PolicyPlayer] = set()
-"""Players in use in this process, so that whoever handles a signal can stop them."""
-
-
-def stop_players() -> None:
-    """Stop every player of this process."""
-    for player in list(players):
-        player.stop()

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from earl_core.control.announce import announce_loss
 from earl_core.control.failure_diagnosis import RanksLost, loss_of
 from earl_core.control.run_controller import RunController
 
@@ -31,7 +30,7 @@ def surviving(controller: RunController, iteration: int, stage: str) -> Iterator
             raise
         text = f"{stage}: {what}; the stage is repeated from its sealed inputs ({losses} of {most})"
         controller.run.note(iteration, stage, text)
-        announce_loss(controller, iteration, stage, text)
+        controller.listener(stage, iteration, {"repeated": text})
         raise RanksLost(text) from error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
-from earl_core.control.observation import observe_lost_engine, observe_switch
+from earl_core.control.observation import StageWatch
 from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
 from earl_core.rollout import metrics
@@ -69,10 +69,10 @@ class Job:
 def play_rollout(
     controller: RunController, deployment: StageDeployment, iteration: int, weights: Manifest
 ) -> dict[str, Any]:
-    """Play the iteration's episodes; `shards` in the order of their rows, `metrics`,
-    `statistics` and `examples`."""
+    """Play the iteration's episodes; `shards` in the order of their rows, `metrics` and
+    `statistics`."""
     config = controller.config
-    prompts, size = config.rollout.prompts_per_iteration, config.rollout.group_size
+    prompts = config.rollout.prompts_per_iteration
 
     def arguments(share: Share) -> dict[str, Any]:
         return {
@@ -80,7 +80,6 @@ def play_rollout(
             "prompts": len(share.items),
             "share": share.number,
             "of_prompts": prompts,
-            "transcripts": _transcripts(controller, share.items.start * size),
         }
 
     job = Job("rollout", iteration, "rollout", prompts, arguments, weights.outputs["weights"])
@@ -92,14 +91,13 @@ def play_rollout(
         "shards": shards,
         "metrics": {**metrics.rollout_metrics(tally), **engines.metrics()},
         "statistics": metrics.selector_statistics(tally),
-        "examples": _examples(done),
     }
 
 
 def play_evaluation(
     controller: RunController, deployment: StageDeployment, version: int, weights: Manifest
 ) -> dict[str, Any]:
-    """Play the held-out episodes; `outcomes` with 95 % Wilson intervals, `metrics`, `examples`."""
+    """Play the held-out episodes; `outcomes` with 95 % Wilson intervals, `metrics`."""
     settings = controller.config.evaluation
 
     def arguments(share: Share) -> dict[str, Any]:
@@ -109,7 +107,6 @@ def play_evaluation(
             "options": settings.options,
             "first": share.items.start,
             "of_episodes": settings.episodes,
-            "transcripts": _transcripts(controller, share.items.start),
         }
 
     job = Job(
@@ -119,7 +116,7 @@ def play_evaluation(
     tally = merged(done)
     results = metrics.evaluation_results(tally)
     results["metrics"] |= engines.metrics()
-    return {**results, "examples": _examples(done)}
+    return results
 
 
 def run(
@@ -182,11 +179,11 @@ class Engines:
 
     def write_down(self) -> None:
         """What starting engines took, side by side, and which of them memory has cost."""
-        deployment, number = self.deployment, self.job.iteration
+        watch = StageWatch(self.controller, self.deployment, self.job.iteration)
         if self._built:
-            observe_switch(self.controller, "rollout", deployment, number, max(self._built))
+            watch.switched(max(self._built))
         for error in self._losses:
-            observe_lost_engine(self.controller, number, deployment, error)
+            watch.lost_engine(error)
 
     def _name(self, share: Share) -> str:
         what = "prompts" if self.job.stage == "rollout" else "held-out episodes"
@@ -309,12 +306,3 @@ class Engines:
             "return": sum(count * mean for count, mean in counts) / max(done, 1),
             "engines": self.deployment.replicas - len(self.lost),
         }
-
-
-def _transcripts(controller: RunController, before: int) -> int:
-    """How many of a share's episodes are recorded when `before` episodes come before it."""
-    return max(0, controller.config.tracking.trace_episodes - before)
-
-
-def _examples(done: list[Played]) -> list[dict[str, Any]]:
-    return [example for played in done for example in played.result["examples"]]

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.episode_keeper import EpisodeKeeper
 from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
+from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import LearntProfile, RunHistory
 from earl_core.control.start_ahead import start_as_before
 from earl_core.control.worker_groups import Progress, WorkerGroups
@@ -26,13 +29,7 @@ from earl_core.run import RunDirectory
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
 from earl_core.selector import Hardware, ModelShape, StageDeployment
-from earl_core.system.errors import EarlError
 from earl_core.system.process_memory import give_back_free_memory
-
-
-class StateLost(EarlError):
-    """The live training state is not the one this iteration starts from."""
-
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run ended, in the tracker's words."""
@@ -41,17 +38,9 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 class RunTracker(Protocol):
     """What shows the run to people elsewhere; it returns at once and never raises."""
 
-    def iteration_finished(
-        self,
-        iteration: int,
-        metrics: dict[str, float],
-        *,
-        plan: dict[str, Any],
-        examples: list[dict[str, Any]],
-        checkpoint: Path | None,
-    ) -> None: ...
-
-    def evaluation_finished(self, iteration: int, metrics: dict[str, float]) -> None: ...
+    def changed(self) -> None:
+        """The run directory has something new to show."""
+        ...
 
     def close(self, status: Status = "FINISHED") -> None: ...
 
@@ -85,13 +74,18 @@ class RunController:
         self.verdicts: dict[tuple[int, str], Verdict] = {}
         self.single_iteration = False
         self.observed = RunHistory(run)
+        self.episodes = EpisodeKeeper(run)
         self.profile: LearntProfile | None = None
         self._learner: tuple[LocalWorkerGroup | None, int] = None, 0
         self.groups = WorkerGroups(
             run.config, run.path, run.logs, hardware, self.listener, self.next_iteration
         )
         self.stop_requested = self.groups.stop_requested
-        self._end_tracker: Callable[[Status], None] = lambda status: None
+        self._held, self._registered = ExitStack(), ExitStack()
+        self._held.callback(run.close)
+        # Whoever handles a signal finds it while its first workers start, too.
+        self._registered.enter_context(live(str(run.path.resolve()), self))
+        self._status: Status = "FINISHED"
 
     def prepare(self, track: MakeTracker) -> None:
         """Make the model, check that it fits, start the workers of the last plan and the tracker.
@@ -105,7 +99,7 @@ class RunController:
         start_as_before(self.groups, self.run, self.next_iteration())
         self.run.store_config()
         self.tracker = track(self.run, self.hardware)
-        self._end_tracker = self.tracker.close
+        self._held.callback(lambda: self.tracker.close(self._status))
 
     def _prepare_model(self) -> None:
         path = Path(self.config.model.path)
@@ -131,7 +125,7 @@ class RunController:
 
     def next_iteration(self) -> int:
         """The iteration after the last one finished here, or covered by a checkpoint."""
-        return max(self._finished_here, self.run.last_stable()) + 1
+        return resume_point(self.run, self._finished_here).iteration
 
     def finish_iteration(self, iteration: int) -> None:
         """Remember that this controller finished an iteration, with or without a checkpoint."""
@@ -159,13 +153,12 @@ class RunController:
 
     def close(self, status: Status = "FINISHED") -> None:
         """Stop the workers, flush the tracker, unlock the run. Never raises for a tracker."""
-        with ExitStack() as closing:
-            closing.callback(self.run.close)
-            closing.callback(self._end_tracker, status)
+        self._status = status
+        # Nobody is to find what is about to end.
+        self._registered.close()
+        with self._held:
+            self._held.callback(self.episodes.settle)
             self.groups.close()
-
-
-_controllers: dict[str, RunController] = {}
 
 
 def open_controller(
@@ -181,8 +174,6 @@ def open_controller(
     run = RunDirectory.open(config)
     sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
     controller = RunController(run, hardware, listener)
-    # Whoever handles a signal finds it while its first workers start, too.
-    _controllers[_name(run.path)] = controller
     try:
         controller.prepare(track)
     except BaseException:
@@ -193,7 +184,6 @@ def open_controller(
 
 def close_controller(controller: RunController, failed: bool = False) -> None:
     """Close and forget a controller; the tracker is told how it ended."""
-    _controllers.pop(_name(controller.run.path), None)
     interrupted = controller.stop_requested.is_set()
     event = "interrupted" if interrupted else "failed" if failed else "ended"
     controller.run.note(controller.next_iteration(), "run", event)
@@ -202,12 +192,8 @@ def close_controller(controller: RunController, failed: bool = False) -> None:
 
 def find_controller(run_directory: str | Path) -> RunController | None:
     """This process's open controller on the run, if any."""
-    return _controllers.get(_name(run_directory))
-
-
-def open_controllers() -> list[RunController]:
-    """Every open controller of this process, for whoever handles a signal."""
-    return list(_controllers.values())
+    found = find(str(Path(run_directory).resolve()))
+    return found if isinstance(found, RunController) else None
 
 
 def controller_of(run_directory: str | Path) -> RunController:
@@ -219,7 +205,3 @@ def controller_of(run_directory: str | Path) -> RunController:
             "`iteration` or `train` flow, not by themselves"
         )
     return controller
-
-
-def _name(path: str | Path) -> str:
-    return str(Path(path).resolve())

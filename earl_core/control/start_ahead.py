@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
-
 from earl_core.control.worker_groups import WorkerGroups
-from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
 from earl_core.selector import DeploymentPlan
 
@@ -39,9 +36,6 @@ def start_as_before(groups: WorkerGroups, run: RunDirectory, iteration: int) -> 
 
     Should another one be chosen, a stage rebuilds its group.
     """
-    try:
-        sealed = run.manifest(iteration, "select").outputs["plan"]
-        plan = DeploymentPlan.model_validate(sealed)
-    except (ManifestError, ValidationError, KeyError):
-        return
-    start_ahead(groups, run, iteration, plan)
+    plan = run.plan(iteration)
+    if plan is not None:
+        start_ahead(groups, run, iteration, plan)

@@ -43,9 +43,8 @@ async def play(
 
     `Episode.finish_reason` is one of done, max_turns, max_tokens, model_context, or one of
     `trajectory.samples.FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may
-    hold `outcome`, `metrics` and, for the first `settings.transcripts` episodes, `transcript` and
-    `closing`. An episode that was lost by infrastructure is retried, twice at most; the meter
-    counts it.
+    hold `outcome` and `metrics`. An episode that was lost by infrastructure is retried, twice at
+    most; the meter counts it.
 
     Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed,
     `ContextOverflow` when one needs a longer context than the engine's and the model has it, and
@@ -81,15 +80,7 @@ class _Loop:
         self._lost: Counter[int] = Counter()
         self._episodes = settings.episodes or len(specs)
         self.players = [
-            EpisodePlayer(
-                spec,
-                chat,
-                settings,
-                self._meter,
-                engine.max_model_len,
-                with_transcript=number < settings.transcripts,
-            )
-            for number, spec in enumerate(specs)
+            EpisodePlayer(spec, chat, settings, self._meter, engine.max_model_len) for spec in specs
         ]
 
     async def lockstep(self) -> None:

@@ -6,7 +6,6 @@ or scheduling; the agent loop moves it on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,9 +39,8 @@ class PlaySettings:
 
     temperature: 0 is greedy. max_failed_share: the rollout fails when more than this share of
     its episodes has failed. episodes: how many it has, where those played here are a part of it.
-    max_live_episodes: episodes that are in play at the same time. transcripts: how many of the
-    first episodes are recorded as text. positions: the model's own position range, the only one
-    that ends an episode; None: that of the engine.
+    max_live_episodes: episodes that are in play at the same time. positions: the model's own
+    position range, the only one that ends an episode; None: that of the engine.
     """
 
     max_turns: int
@@ -52,7 +50,6 @@ class PlaySettings:
     max_failed_share: float = 0.1
     episodes: int | None = None
     max_live_episodes: int | None = None
-    transcripts: int = 0
     positions: int | None = None
 
 
@@ -70,14 +67,12 @@ class EpisodePlayer:
         settings: PlaySettings,
         meter: LoadMeter,
         max_model_len: int,
-        with_transcript: bool = False,
     ) -> None:
         self.spec = spec
         self._chat = chat
         self._settings = settings
         self._meter = meter
         self._max_model_len = max_model_len
-        self._with_transcript = with_transcript
         self._live = 0
         self.begin_anew()
 
@@ -93,12 +88,7 @@ class EpisodePlayer:
         self._answer = Completion([], [], "stop", -1)
         self._turn = 0
         self._sampled = 0
-        self._asked = 0.0
         self._observation = ""
-        self._transcript: list[dict[str, object]] | None = None
-        if self._with_transcript:
-            self._transcript = []
-            self.episode.info["transcript"] = self._transcript
 
     def begin(self, messages: Sequence[Message]) -> None:
         """Take the environment's first messages."""
@@ -123,10 +113,9 @@ class EpisodePlayer:
             self._sample = Sample()
             self.episode.samples.append(self._sample)
             self._new_sample = False
-        self._sample.begin_turn(self._pending)
+        self._sample.begin_turn(self._pending, self._observation)
         self._meter.prompt_tokens += len(self._pending)
         self._count_live(len(self._pending))
-        self._asked = time.perf_counter()
         return GenerationRequest(
             sequence_id=self.spec.episode_id,
             tokens=list(self._sample.tokens),
@@ -144,22 +133,12 @@ class EpisodePlayer:
         if completion.finish_reason == "model_context":
             self._check_overflow(self._max_model_len + 1)
         self._answer = completion
-        self._sample.answer(completion.tokens, completion.logprobs, completion.policy_version)
+        text = self._chat.text_of(completion.tokens)
+        self._sample.answer(completion.tokens, completion.logprobs, completion.policy_version, text)
         self._turn += 1
         self._sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)
         self._count_live(len(completion.tokens))
-        text = self._chat.text_of(completion.tokens)
-        if self._transcript is not None:
-            self._transcript.append(
-                {
-                    "observation": self._observation,
-                    "answer": text,
-                    "reward": 0.0,
-                    "tokens": len(completion.tokens),
-                    "seconds": time.perf_counter() - self._asked,
-                }
-            )
         return text
 
     def observe(self, result: StepResult) -> None:
@@ -170,9 +149,6 @@ class EpisodePlayer:
             if key in result.info:
                 info[key] = result.info[key]
         self._note_observation(result.messages)
-        if self._transcript is not None:
-            self._transcript[-1]["reward"] = result.reward
-            info["closing"] = self._observation
         limit = self._settings.max_tokens_per_episode
         if result.done:
             self._finish("done")
@@ -214,6 +190,8 @@ class EpisodePlayer:
     def _finish(self, reason: str) -> None:
         self.finished = True
         self.episode.finish_reason = reason
+        if self.episode.samples:
+            self.episode.samples[-1].texts.append(self._observation)
         self._pending = []
         self._count_live(-self._live)
         meter = self._meter
@@ -224,5 +202,4 @@ class EpisodePlayer:
             meter.reward_total += self.episode.total_reward
 
     def _note_observation(self, messages: Sequence[Message]) -> None:
-        if self._transcript is not None:
-            self._observation = "\n".join(message["content"] for message in messages)
+        self._observation = "\n".join(message["content"] for message in messages)

@@ -10,7 +10,7 @@ import numpy as np
 
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.rollout_stats import RolloutStats
-from earl_core.trajectory.samples import Episode
+from earl_core.trajectory.samples import Episode, transcript
 
 GAME_OUTCOMES = ("win", "draw", "loss", "illegal")
 """Reported together, zeros included, as soon as one of them occurs."""
@@ -128,11 +128,12 @@ def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
 
 def example(episode: Episode) -> dict[str, Any]:
     """An episode as a readable transcript, JSON."""
+    texts = [text for sample in episode.samples for text in sample.texts]
+    rewards = [reward for sample in episode.samples for reward in sample.turn_rewards]
     return {
         "episode_id": episode.episode_id,
         "prompt_id": episode.prompt_id,
-        "turns": episode.info.get("transcript", []),
-        "closing": episode.info.get("closing", ""),
+        **transcript(texts, rewards),
         "outcome": episode.info.get("outcome", ""),
         "return": episode.total_reward,
         "finish_reason": episode.finish_reason,

@@ -153,16 +153,14 @@ class RolloutWorker:
         *,
         share: int = 0,
         of_prompts: int | None = None,
-        transcripts: int | None = None,
     ) -> dict[str, Any]:
         """Play the call's iteration's episodes and publish their samples as a shard.
 
         Group ids are the prompts' indices in the run, episode_id = group_id * group_size + k.
         share: tells this call's shard from the iteration's others. of_prompts: how many prompts
-        the whole rollout has, if more than these. transcripts: how many of the first episodes are
-        recorded; None as configured. Returns `shards` (entries for the manifest), `examples`
-        (transcripts) and `tally`, a dumped `RolloutStats`, from which the numbers of all shares
-        follow. Raises `RolloutFailed` when too many episodes failed.
+        the whole rollout has, if more than these. Returns `shards` (entries for the manifest) and
+        `tally`, a dumped `RolloutStats`, from which the numbers of all shares follow. Raises
+        `RolloutFailed` when too many episodes failed.
         """
         config = self._config
         iteration = self._context.iteration or 0
@@ -178,7 +176,7 @@ class RolloutWorker:
             for member in range(size)
         ]
         whole = (of_prompts or prompts) * size
-        settings = self._settings(config.rollout.temperature, transcripts, whole)
+        settings = self._settings(config.rollout.temperature, whole)
         episodes, tally = await self._play(specs, settings, {})
         if whole == len(specs):
             metrics.check_failures(tally, config.environment.max_failed_share)
@@ -194,7 +192,7 @@ class RolloutWorker:
         fault_points.point(f"rollout.sealed{share}", iteration)
         return {
             "shards": [entry.model_dump(mode="json")],
-            **_told(episodes, tally),
+            "tally": tally.model_dump(mode="json"),
         }
 
     async def evaluate(
@@ -205,22 +203,22 @@ class RolloutWorker:
         *,
         first: int = 0,
         of_episodes: int | None = None,
-        transcripts: int | None = None,
     ) -> dict[str, Any]:
         """Play held-out episodes, one for each prompt, and train on none.
 
         Every iteration plays the same prompts with the same seeds, so that curves compare like with
         like. temperature: None as in the rollout, 0 greedy. options: environment
         options that differ from training. first: where a share of `of_episodes` begins. Returns
-        `examples` and `tally` as `rollout` does.
+        `tally` as `rollout` does.
         """
         seed, begin = self._config.seed, HELD_OUT_PROMPTS + first
         specs = [
             EpisodeSpec(prompt, prompt, prompt, derive_seed(seed, "evaluation", prompt))
             for prompt in range(begin, begin + episodes)
         ]
-        settings = self._settings(temperature, transcripts, of_episodes)
-        return _told(*await self._play(specs, settings, options or {}))
+        settings = self._settings(temperature, of_episodes)
+        _, tally = await self._play(specs, settings, options or {})
+        return {"tally": tally.model_dump(mode="json")}
 
     async def play_one(
         self,
@@ -231,8 +229,7 @@ class RolloutWorker:
     ) -> dict[str, Any]:
         """Play one episode and return its transcript (see `metrics.example`)."""
         spec = EpisodeSpec(prompt, prompt, prompt, seed)
-        settings = self._settings(temperature, transcripts=1)
-        episodes, _ = await self._play([spec], settings, options or {})
+        episodes, _ = await self._play([spec], self._settings(temperature), options or {})
         return metrics.example(episodes[0])
 
     async def answer(
@@ -310,16 +307,10 @@ class RolloutWorker:
         give_back_free_memory()
         return episodes, RolloutStats.of(episodes, meter)
 
-    def _settings(
-        self,
-        temperature: float | None,
-        transcripts: int | None = 0,
-        episodes: int | None = None,
-    ) -> PlaySettings:
+    def _settings(self, temperature: float | None, episodes: int | None = None) -> PlaySettings:
         rollout = self._config.rollout
         running = self._deployment.max_running_requests or rollout.max_running_requests
         lockstep = self._engine is not None and self._engine.lockstep
-        traced = self._config.tracking.trace_episodes
         return PlaySettings(
             max_turns=rollout.max_turns,
             max_tokens_per_turn=rollout.max_tokens_per_turn,
@@ -330,7 +321,6 @@ class RolloutWorker:
             # Twice as many as decode at a time: while half of them wait for their environments
             # the engine stays full, and the prefix cache still holds every live conversation.
             max_live_episodes=running if lockstep else 2 * running,
-            transcripts=traced if transcripts is None else transcripts,
             positions=self._positions,
         )
 
@@ -366,11 +356,3 @@ class RolloutWorker:
         """This process and those of its engine."""
         pids = self._engine.pids() if self._engine is not None else []
         return sorted({os.getpid(), *pids})
-
-
-def _told(episodes: Sequence[Episode], tally: RolloutStats) -> dict[str, Any]:
-    """What the controller learns of played episodes besides their samples."""
-    return {
-        "examples": [metrics.example(e) for e in episodes if "transcript" in e.info],
-        "tally": tally.model_dump(mode="json"),
-    }

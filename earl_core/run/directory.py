@@ -8,6 +8,7 @@ runs/<name>/
   metrics.jsonl                  one line per finished iteration
   selector.jsonl                 what was observed of the stages, oldest first
   iterations/000012/rollout.json sealed manifests, one per stage
+  iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
   logs/attempt_1/                worker logs
 """
@@ -22,7 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from earl_core.config import ConfigError, RunConfig, dump_config
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.names import new_uid
 from earl_core.dispatch.shards.manifest import write_manifest
@@ -166,6 +170,10 @@ class RunDirectory:
         """Where the sealed manifest of a stage lies."""
         return self.path / "iterations" / f"{iteration:06d}" / f"{stage}.json"
 
+    def episodes_path(self, iteration: int) -> Path:
+        """Where the kept episodes of an iteration lie."""
+        return self.stage_path(iteration, "episodes").with_suffix(".parquet")
+
     def seal(self, manifest: Manifest) -> Manifest:
         """Write a stage's manifest; from then on the stage is finished."""
         path = self.stage_path(manifest.iteration, manifest.stage)
@@ -187,6 +195,14 @@ class RunDirectory:
         if manifest.run != self.uid:
             raise ManifestError(f"{self.stage_path(iteration, stage)} belongs to another run")
         return manifest
+
+    def plan(self, iteration: int) -> DeploymentPlan | None:
+        """The sealed plan of an iteration; None where there is none that can be read."""
+        try:
+            sealed = self.manifest(iteration, "select")
+            return DeploymentPlan.model_validate(sealed.outputs["plan"])
+        except (ManifestError, ValidationError, KeyError):
+            return None
 
     def sealed(self, iteration: int, stage: str, key: str) -> Manifest | None:
         """The stage's manifest if it carries this key and its shards are there and whole.
@@ -219,6 +235,14 @@ class RunDirectory:
             self.store.reserve(entry.bytes)
             self.spill.restore(entry)
             self.store.verify(entry, checksum=True)
+
+    def evaluations(self) -> list[Manifest]:
+        """The sealed evaluations, by ascending policy version; damaged ones are left out."""
+        found = []
+        for path in sorted((self.path / "iterations").glob("*/evaluation.json")):
+            with suppress(ManifestError, ValueError):
+                found.append(self.manifest(int(path.parent.name), "evaluation"))
+        return found
 
     # Checkpoints
 

@@ -12,8 +12,10 @@ import os
 import shutil
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from earl_core.system.errors import NotOurs
 
@@ -24,6 +26,14 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     mode: who may read the file; by default its owner alone, for it may hold what others must not
     see.
     """
+    with writing_atomic(path, mode) as descriptor:
+        write_all(descriptor, data)
+
+
+@contextmanager
+def writing_atomic(path: Path, mode: int = 0o600) -> Iterator[int]:
+    """A descriptor for the file's bytes, which `path` holds, on disk, once the block has ended
+    without an error. mode: as of `write_atomic`."""
     make_directory(path.parent)
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
@@ -31,7 +41,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
         descriptor = os.open(aside, flags, mode)
         try:
             os.fchmod(descriptor, mode)
-            write_all(descriptor, data)
+            yield descriptor
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -76,6 +86,12 @@ def read_file(path: Path, follow_links: bool = False) -> bytes:
     follow_links: for files that people name; ours are never links. Raises `NotOurs` for anything
     else, a folder or a FIFO, and other `OSError`.
     """
+    with open_file(path, follow_links) as stream:
+        return stream.read()
+
+
+def open_file(path: Path, follow_links: bool = False) -> BinaryIO:
+    """A regular file for reading; arguments and errors of `read_file`."""
     links = 0 if follow_links else os.O_NOFOLLOW
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | links)
@@ -83,13 +99,10 @@ def read_file(path: Path, follow_links: bool = False) -> bytes:
         if error.errno == errno.ELOOP:
             raise NotOurs(errno.ELOOP, "a link, not a regular file", str(path)) from error
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NotOurs(errno.EINVAL, "not a regular file", str(path))
-        with open(descriptor, "rb", closefd=False) as stream:
-            return stream.read()
-    finally:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise NotOurs(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
 
 
 def remove(path: Path) -> None:

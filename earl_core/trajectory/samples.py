@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +28,14 @@ class Sample:
     policy_version_first: list[int] = field(default_factory=list)
     policy_version_last: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
-    def begin_turn(self, observation: Sequence[int]) -> None:
-        """Append a turn's given tokens (prompt, environment, template, prefix)."""
+    def begin_turn(self, observation: Sequence[int], text: str = "") -> None:
+        """Append a turn's given tokens (prompt, environment, template, prefix).
+
+        text: the messages among them, without the template.
+        """
+        self.texts.append(text)
         self.turn_starts.append(len(self.tokens))
         self.policy_version_first.append(-1)
         self.policy_version_last.append(-1)
@@ -38,8 +44,11 @@ class Sample:
         self.loss_mask.extend([0] * len(observation))
         self.rollout_logprobs.extend([0.0] * len(observation))
 
-    def answer(self, tokens: Sequence[int], logprobs: Sequence[float], policy_version: int) -> None:
-        """Append the turn's sampled tokens with their log-probs."""
+    def answer(
+        self, tokens: Sequence[int], logprobs: Sequence[float], policy_version: int, text: str = ""
+    ) -> None:
+        """Append the turn's sampled tokens with their log-probs, and their text."""
+        self.texts.append(text)
         self.tokens.extend(tokens)
         self.loss_mask.extend([1] * len(tokens))
         self.rollout_logprobs.extend(logprobs)
@@ -85,6 +94,21 @@ class Episode:
         return max((len(sample.tokens) for sample in self.samples), default=0)
 
 
+def transcript(texts: Sequence[str], turn_rewards: Sequence[float]) -> dict[str, Any]:
+    """An episode to read: `turns` (each observation, answer, reward) and `closing`, the last words
+    of its environment. texts, turn_rewards: those of its samples, one after the other."""
+    turns = [
+        {"observation": observation, "answer": answer, "reward": reward}
+        for observation, answer, reward in zip(texts[::2], texts[1::2], turn_rewards, strict=False)
+    ]
+    return {"turns": turns, "closing": "".join(texts[2 * len(turns) :])}
+
+
+def utf8(text: str) -> str:
+    """The text with a question mark for each lone surrogate, which UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode()
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows of a shard, ascending by `sample_id`.
@@ -112,7 +136,12 @@ def rollout_rows(episodes: Iterable[Episode]) -> Rows:
         "prompt_id": [episode.prompt_id for episode, _, _ in rows],
         "turns": [len(sample.turn_starts) for _, _, sample in rows],
     }
-    strings = {"finish_reason": [episode.finish_reason for episode, _, _ in rows]}
+    strings = {
+        "finish_reason": [episode.finish_reason for episode, _, _ in rows],
+        "outcome": [utf8(str(episode.info.get("outcome", ""))) for episode, _, _ in rows],
+        # JSON escapes what is no UTF-8, which an environment may say.
+        "texts": [json.dumps(sample.texts) for _, _, sample in rows],
+    }
     names = [name for name in ROLLOUT_SCHEMA.names if name not in (*scalars, *strings)]
     lists = {name: [getattr(sample, name) for _, _, sample in rows] for name in names}
     lengths = {name: np.array([len(row) for row in lists[name]], np.int64) for name in names}

@@ -19,7 +19,9 @@ logarithms under the distribution really sampled from (temperature included), 0 
 is 0, never NaN. Turn columns: `turn_starts` int32, the index of the turn's first token;
 `policy_version_first`, `policy_version_last` int32, the policy versions that produced the turn's
 first and last sampled token; `turn_rewards` float32. Scalars: `sample_id`, `episode_id`,
-`group_id`, `prompt_id` int64; `turns` int32; `finish_reason` string. Rows are sorted by
+`group_id`, `prompt_id` int64; `turns` int32; `finish_reason` string; `outcome` string, as the
+environment called it, or empty; `texts` string, a JSON list: each turn's observation and answer,
+and in an episode's last sample what the environment said at its end. Rows are sorted by
 `sample_id`. Later stages add columns for the same rows and never copy them.
 """
 
@@ -60,6 +62,8 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("prompt_id", pa.int64()),
         _field("turns", pa.int32()),
         _field("finish_reason", pa.large_string()),
+        _field("outcome", pa.large_string()),
+        _field("texts", pa.large_string()),
         per_token("tokens", pa.int32()),
         per_token("loss_mask", pa.uint8()),
         per_token("rollout_logprobs", pa.float32()),

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from earl_core.control.policy_player import find_checkpoint, stop_players
+from earl_core.control.policy_player import find_checkpoint
 from flows import server
 from flows.cli.display import make_display
 from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
@@ -37,12 +37,11 @@ def evaluate(
         display.say("starting Prefect")
         prefect_server = server.start(home)
         from flows.evaluate import evaluate as evaluate_flow
-        from flows.evaluate import set_progress
-        from flows.running import run_flow
+        from flows.running import run_flow, set_listener
 
         prefect_server.ready()
         display.say(f"starting the rollout worker with {found.label}")
-        set_progress(lambda progress: display.listen("evaluation", found.version, progress))
+        set_listener(display.listen)
         return run_flow(
             evaluate_flow,
             path.parent,
@@ -53,13 +52,9 @@ def evaluate(
             overrides=overrides,
         )
 
-    def stop() -> None:
-        stop_flows()
-        stop_players()
-
     try:
         with display:
-            result = run_interruptible(work, stop, lambda: display.warn("Stopping."))
+            result = run_interruptible(work, stop_flows, lambda: display.warn("Stopping."))
             display.say("finished")
     except Interrupted as interrupted:
         print("Stopped; nothing of the evaluation is kept.", file=sys.stderr)

@@ -29,11 +29,10 @@ def profile(
         display.say("starting Prefect")
         prefect_server = server.start(home)
         from flows.profile import profile as profile_flow
-        from flows.profile import set_progress
-        from flows.running import run_flow
+        from flows.running import run_flow, set_listener
 
         prefect_server.ready()
-        set_progress(display.say)
+        set_listener(lambda stage, iteration, event: display.say(event["say"]))
         given = {"config": config, "minutes": minutes, "context": longest, "overrides": overrides}
         return run_flow(profile_flow, settings.runs_directory, **given)
 
@@ -42,19 +41,11 @@ def profile(
 
     try:
         with display:
-            result = run_interruptible(work, _stop, on_signal)
+            result = run_interruptible(work, stop_flows, on_signal)
     except Interrupted as interrupted:
         print("Stopped. What was measured is kept: rerun to continue.", file=sys.stderr)
         leave(interrupted.exit_code)
     print_result(result, minutes, console)
-
-
-def _stop() -> None:
-    stop_flows()
-    # Before the flow is imported there is nothing to stop.
-    module = sys.modules.get("tasks.measure")
-    if module is not None:
-        module.stop_profilers()
 
 
 def print_result(result: dict[str, Any], minutes: float, console: Console) -> None:

@@ -107,13 +107,9 @@ def _predicted(plan: DeploymentPlan, stage: str) -> dict[str, float]:
     prediction = plan.predictions.get(stage)
     if prediction is None:
         return {}
-    return {
-        "predicted_seconds": prediction.seconds,
-        "predicted_tokens_per_second": prediction.tokens_per_second,
-        "predicted_peak_bytes": prediction.peak_bytes,
-        "budget_bytes": prediction.budget_bytes,
-        "measured_share": prediction.measured,
-    }
+    names = {"budget_bytes": "budget_bytes", "measured": "measured_share"}
+    found = prediction.model_dump().items()
+    return {names.get(name, f"predicted_{name}"): value for name, value in found}
 
 
 def _measured(manifest: Manifest, seen: Sequence[Observation], gpus: int) -> dict[str, float]:

@@ -80,14 +80,6 @@ def tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
     return found
 
 
-def plan_reasons(plan: Mapping[str, Any]) -> dict[str, str]:
-    """The plan's reason for each stage, as tags."""
-    reasons = plan.get("reasons")
-    if not isinstance(reasons, Mapping):
-        return {}
-    return {f"plan.{stage}": str(reason) for stage, reason in reasons.items()}
-
-
 def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():

@@ -13,18 +13,17 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from earl_core.secrets import redact, redact_tree
 from tasks.tracking.details import sqlite_path
 from tasks.tracking.traces import EpisodeTrace
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-STEP_METRICS = {"iteration": "iteration", "evaluation": "evaluation/iteration"}
-"""Logged with every step, so that MLflow can be asked which steps it has."""
+T = TypeVar("T")
 
 METRICS_PER_CALL = 1000
 _PARAMETERS_PER_CALL = 100
@@ -50,23 +49,20 @@ _ENVIRONMENT = {
 }
 
 
-@dataclass(eq=False)
-class Numbers:
-    """The metrics of one step. kind: a key of `STEP_METRICS`; seconds: Unix time."""
+class Numbers(NamedTuple):
+    """The metrics of one step. seconds: Unix time."""
 
-    kind: str
     step: int
     metrics: Mapping[str, Any]
-    seconds: float = field(default_factory=time.time)
+    seconds: float
 
     def finite(self) -> dict[str, float]:
         """What MLflow can store, under names that it takes."""
-        found = {
+        return {
             _BAD_NAME.sub("_", name)[:_KEY_LIMIT]: float(value)
             for name, value in self.metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        return {**found, STEP_METRICS[self.kind]: float(self.step)}
 
 
 def open_mlflow_run(uri: str, experiment: str, name: str, uid: str, known: str | None) -> MlflowRun:
@@ -109,9 +105,9 @@ class MlflowRun:
             return False
         return True
 
-    def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Set tags and parameters. MLflow's parameters never change: a setting that did since the
-        run began becomes a tag `changed.<key>`."""
+    def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
+        """Set tags and parameters; the tags that were there before. MLflow's parameters never
+        change: a setting that did since the run began becomes a tag `changed.<key>`."""
         from mlflow.entities import Param
 
         cut = {
@@ -129,6 +125,7 @@ class MlflowRun:
         kept = {_DESCRIPTION} & set(found.tags)
         self.set_tags({**{k: v for k, v in tags.items() if k not in kept}, **changed})
         self._log("params", new, _PARAMETERS_PER_CALL)
+        return dict(found.tags)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags in as few calls as MLflow allows."""
@@ -156,14 +153,13 @@ class MlflowRun:
             part = {kind: rows[first : first + most]}
             _patient(partial(self._client.log_batch, self.run_id, **part))
 
-    def steps(self, kind: str) -> set[int]:
-        """Which steps of this kind MLflow has."""
-        history = _patient(lambda: self._client.get_metric_history(self.run_id, STEP_METRICS[kind]))
-        return {metric.step for metric in history}
-
     def log_text(self, text: str, path: str) -> None:
         """Store an artifact, replacing the one at this path."""
         _patient(lambda: self._client.log_text(self.run_id, redact(text), path))
+
+    def log_figure(self, figure: Figure, path: str) -> None:
+        """Store a picture, of the kind that the path's ending names."""
+        _patient(lambda: self._client.log_figure(self.run_id, figure, path))
 
     def log_trace(self, trace: EpisodeTrace) -> None:
         """Store a trace linked to this run: all its spans in one call, then its summary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 from earl_core.config import RunConfig
@@ -25,7 +26,7 @@ def track(config: RunConfig, mark: str, metrics: Mapping[str, float], text: str)
     try:
         uid = f"profile-{mark}"
         run = open_mlflow_run(uri, config.tracking.experiment, uid, uid, None)
-        run.log_numbers([Numbers("iteration", round(metrics["profile/points"]), metrics)])
+        run.log_numbers([Numbers(round(metrics["profile/points"]), metrics, time.time())])
         run.log_text(text, "profile.md")
         run.end("FINISHED")
     except Exception as error:  # MLflow raises many kinds

@@ -1,4 +1,4 @@
-"""A played episode as the spans of an MLflow trace: episode, turns, and in each turn llm and
+"""A kept episode as the spans of an MLflow trace: episode, turns, and in each turn llm and
 environment.
 
 Pure functions; nothing here imports MLflow. Ids are hashes of (run, iteration, episode), so that
@@ -10,137 +10,43 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _TEXT_LIMIT = 20_000
 _SECOND = 1_000_000_000
+_TOKEN_NS = 1_000_000
 
 
-@dataclass(frozen=True)
+@dataclass
 class EpisodeTrace:
     """One trace: `spans` are span dictionaries in MLflow's stored format, the root first."""
 
-    trace_id: str
+    key: str
     name: str
     start_ns: int
     end_ns: int
     request: str
     response: str
     tags: dict[str, str]
-    spans: list[dict[str, Any]]
+    spans: list[dict[str, Any]] = field(default_factory=list)
 
-
-def episode_trace(
-    run_uid: str, iteration: int, example: Mapping[str, Any], end_seconds: float
-) -> EpisodeTrace:
-    """The trace of one example (see `earl_core.rollout.metrics.example`); missing keys are fine.
-
-    end_seconds: Unix time at which the episode is drawn to end. The episode's own clock knows
-    only how long each answer took, so environment spans have no length and waits are left out.
-    """
-    episode = example.get("episode_id", 0)
-    key = f"{run_uid}/{iteration}/{episode}"
-    otel_id = hashlib.sha256(key.encode()).hexdigest()[:32]
-    builder = _Builder(trace_id=f"tr-{otel_id}", key=key, spans=[])
-    turns = [turn for turn in example.get("turns") or [] if isinstance(turn, Mapping)]
-    end_ns = int(end_seconds * _SECOND)
-    start_ns = end_ns - sum(_nanoseconds(turn) for turn in turns)
-    outcome = str(example.get("outcome") or "")
-    summary = {
-        name: example[name]
-        for name in ("outcome", "return", "finish_reason")
-        if example.get(name) not in (None, "")
-    }
-    request = _text(turns[0].get("observation", "")) if turns else ""
-    root = builder.add(
-        name := f"episode {episode}",
-        "AGENT",
-        None,
-        start_ns,
-        end_ns,
-        inputs={"observation": request},
-        outputs={**summary, "closing": _text(example.get("closing", ""))},
-        attributes={"iteration": iteration, "turns": len(turns)},
-    )
-    clock = start_ns
-    for number, turn in enumerate(turns, start=1):
-        following = turns[number] if number < len(turns) else None
-        seen = following.get("observation", "") if following else example.get("closing", "")
-        clock = builder.add_turn(root, number, turn, _text(seen), clock)
-    tags = {"earl.iteration": str(iteration), "earl.episode": str(episode)}
-    if outcome:
-        tags["earl.outcome"] = outcome
-    return EpisodeTrace(
-        trace_id=builder.trace_id,
-        name=name,
-        start_ns=start_ns,
-        end_ns=end_ns,
-        request=request,
-        response=json.dumps(summary),
-        tags=tags,
-        spans=builder.spans,
-    )
-
-
-@dataclass
-class _Builder:
-    trace_id: str
-    key: str
-    spans: list[dict[str, Any]]
-
-    def add_turn(
-        self, root: str, number: int, turn: Mapping[str, Any], seen: str, start_ns: int
-    ) -> int:
-        """Add a turn with its two spans; returns when it ends."""
-        end_ns = start_ns + _nanoseconds(turn)
-        observation, answer = _text(turn.get("observation", "")), _text(turn.get("answer", ""))
-        reward = {"reward": turn.get("reward")}
-        parent = self.add(
-            f"turn {number}",
-            "CHAIN",
-            root,
-            start_ns,
-            end_ns,
-            inputs={"observation": observation},
-            outputs={"answer": answer, **reward},
-            attributes=reward,
-        )
-        self.add(
-            "llm",
-            "CHAT_MODEL",
-            parent,
-            start_ns,
-            end_ns,
-            inputs={"messages": [{"role": "user", "content": observation}]},
-            outputs={"choices": [{"message": {"role": "assistant", "content": answer}}]},
-            attributes={"tokens": turn.get("tokens")},
-        )
-        self.add(
-            "environment",
-            "TOOL",
-            parent,
-            end_ns,
-            end_ns,
-            inputs={"answer": answer},
-            outputs={**reward, "observation": seen},
-            attributes={},
-        )
-        return end_ns
+    @property
+    def trace_id(self) -> str:
+        """The same for the same run, iteration and episode."""
+        return f"tr-{hashlib.sha256(self.key.encode()).hexdigest()[:32]}"
 
     def add(
         self,
         name: str,
         kind: str,
         parent: str | None,
-        start_ns: int,
-        end_ns: int,
-        *,
+        span_ns: tuple[int, int],
         inputs: dict[str, Any],
         outputs: dict[str, Any],
-        attributes: dict[str, Any],
+        **attributes: Any,
     ) -> str:
-        """Add a span and return its id."""
+        """Add a span and return its id. span_ns: its start and end."""
         number = len(self.spans)
         span_id = hashlib.sha256(f"{self.key}/{number}".encode()).hexdigest()[:16]
         stored = {
@@ -148,7 +54,7 @@ class _Builder:
             "mlflow.spanType": kind,
             "mlflow.spanInputs": inputs,
             "mlflow.spanOutputs": outputs,
-            **{key: value for key, value in attributes.items() if value is not None},
+            **attributes,
         }
         self.spans.append(
             {
@@ -156,8 +62,8 @@ class _Builder:
                 "span_id": span_id,
                 "parent_span_id": parent,
                 "name": name,
-                "start_time_unix_nano": start_ns,
-                "end_time_unix_nano": end_ns,
+                "start_time_unix_nano": span_ns[0],
+                "end_time_unix_nano": span_ns[1],
                 "events": [],
                 "status": {"code": "STATUS_CODE_OK", "message": ""},
                 "attributes": {key: json.dumps(value) for key, value in stored.items()},
@@ -166,13 +72,83 @@ class _Builder:
         return span_id
 
 
-def _nanoseconds(turn: Mapping[str, Any]) -> int:
-    seconds = turn.get("seconds")
-    return int(max(float(seconds), 0.0) * _SECOND) if isinstance(seconds, int | float) else 0
+def episode_trace(
+    run_uid: str, iteration: int, kept: Mapping[str, Any], end_seconds: float
+) -> EpisodeTrace:
+    """The trace of one episode of `earl_core.run.episodes.read_episodes`.
+
+    end_seconds: Unix time at which the episode is drawn to end. How long a turn took is not kept,
+    because equal episodes have equal bytes: an answer is drawn a millisecond long for each of its
+    tokens, the environment without a length.
+    """
+    episode, turns = kept["episode_id"], kept["turns"]
+    end_ns = int(end_seconds * _SECOND)
+    start_ns = end_ns - _TOKEN_NS * sum(turn["tokens"] for turn in turns)
+    summary = {
+        "outcome": kept["outcome"],
+        "return": kept["reward"],
+        "finish_reason": kept["finish_reason"],
+    }
+    request = _text(turns[0]["observation"]) if turns else ""
+    trace = EpisodeTrace(
+        key=f"{run_uid}/{iteration}/{episode}",
+        name=f"episode {episode}",
+        start_ns=start_ns,
+        end_ns=end_ns,
+        request=request,
+        response=json.dumps(summary),
+        tags={
+            "earl.iteration": str(iteration),
+            "earl.episode": str(episode),
+            "earl.outcome": kept["outcome"],
+        },
+    )
+    root = trace.add(
+        trace.name,
+        "AGENT",
+        None,
+        (start_ns, end_ns),
+        {"observation": request},
+        {**summary, "closing": _text(kept["closing"])},
+        iteration=iteration,
+        turns=len(turns),
+    )
+    following = [*(turn["observation"] for turn in turns), kept["closing"]][1:]
+    for number, (turn, seen) in enumerate(zip(turns, following, strict=True), start=1):
+        span = start_ns, start_ns + _TOKEN_NS * turn["tokens"]
+        start_ns = span[1]
+        _add_turn(trace, root, number, turn, _text(seen), span)
+    return trace
 
 
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+def _add_turn(
+    trace: EpisodeTrace,
+    root: str,
+    number: int,
+    turn: Mapping[str, Any],
+    seen: str,
+    span: tuple[int, int],
+) -> None:
+    observation, answer = _text(turn["observation"]), _text(turn["answer"])
+    reward = {"reward": turn["reward"]}
+    heard = {"observation": observation}
+    parent = trace.add(
+        f"turn {number}", "CHAIN", root, span, heard, {"answer": answer, **reward}, **reward
+    )
+    trace.add(
+        "llm",
+        "CHAT_MODEL",
+        parent,
+        span,
+        {"messages": [{"role": "user", "content": observation}]},
+        {"choices": [{"message": {"role": "assistant", "content": answer}}]},
+        tokens=turn["tokens"],
+    )
+    after, said = (span[1], span[1]), {"answer": answer}
+    trace.add("environment", "TOOL", parent, after, said, {**reward, "observation": seen})
+
+
+def _text(text: str) -> str:
     if len(text) <= _TEXT_LIMIT:
         return text
     return f"{text[:_TEXT_LIMIT]} … ({len(text)} characters)"

@@ -157,7 +157,7 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def write_checkpoint(path: Path, weights: str, version: int) -> None:
+def write_checkpoint(path: Path, weights: str, version: int, key: str = "") -> None:
     """By the steps of `write_training_state`: written beside, described, synced, renamed."""
     for stale in path.parent.glob(f".{path.name}.*"):
         remove(stale)
@@ -166,7 +166,7 @@ def write_checkpoint(path: Path, weights: str, version: int) -> None:
     descriptor = os.open(building / "policy" / "weights", os.O_WRONLY | os.O_CREAT, 0o600)
     write_all(descriptor, weights.encode())
     os.close(descriptor)
-    describe_state(building, {"policy_version": version}, {"weights": [len(weights)]})
+    describe_state(building, {"policy_version": version, "key": key}, {"weights": [len(weights)]})
     for each in [*building.rglob("*"), building]:
         sync(each)
     if os.path.lexists(path):

@@ -14,7 +14,7 @@ from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.load_meter import LoadMeter
-from earl_core.rollout.metrics import rollout_metrics, selector_statistics
+from earl_core.rollout.metrics import example, rollout_metrics, selector_statistics
 from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.trajectory.samples import FAILED_REASONS, Episode, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
@@ -144,20 +144,18 @@ def test_what_infrastructure_lost_is_played_anew_twice_at_most(lockstep: bool) -
 
     left = {1: 1, 4: 2, 6: 3}
     engine, meter = ScriptedEngine(lambda i, _: 1, STOP, lockstep=lockstep), LoadMeter(8)
-    limits = PlaySettings(max_turns=10, max_failed_share=0.2, transcripts=2)
+    limits = PlaySettings(max_turns=10, max_failed_share=0.2)
     pool = Losing(lambda i: 3)
     episodes = asyncio.run(play(engine, pool, CHAT, specs_of(8), limits, meter=meter))
     undisturbed = played(
         ScriptedEngine(lambda i, _: 1, STOP, lockstep=lockstep),
         ScriptedEnvironments(lambda i: 3),
         8,
-        transcripts=2,
     )
     for episode, plain in zip(episodes, undisturbed, strict=True):
         if episode.episode_id != 6:
             assert (episode.finish_reason, episode.samples) == ("done", plain.samples)
-    transcript: Any = episodes[1].info["transcript"]
-    assert [turn["observation"] for turn in transcript] == ["start", "next", "next"]
+    assert episodes[1].samples[0].texts[::2] == ["start", "next", "next", "over"]
     assert episodes[6].finish_reason == "environment_error"
     assert "its host burnt" in str(episodes[6].info["failure"])
     assert (meter.episodes_done, meter.episodes_failed) == (8, 1)
@@ -242,16 +240,16 @@ def test_transcripts_and_numbers() -> None:
     pool = ScriptedEnvironments(lambda i: 2, failing={3: "hang"})
     seen: list[int] = []
     meter = LoadMeter(4, lambda progress: seen.append(progress["episodes_done"]))
-    limits = PlaySettings(max_turns=9, transcripts=1, max_failed_share=0.5)
+    limits = PlaySettings(max_turns=9, max_failed_share=0.5)
     episodes = asyncio.run(
         play(engine, pool, CHAT, specs_of(4), limits, meter=meter)  # type: ignore[arg-type]
     )
-    transcript: Any = episodes[0].info["transcript"]
-    assert [turn["observation"] for turn in transcript] == ["start", "next"]
-    assert [turn["reward"] for turn in transcript] == [0.0, 1.0]
-    assert [turn["tokens"] for turn in transcript] == [2, 2]
-    assert episodes[0].info["closing"] == "over"
-    assert all("transcript" not in episode.info for episode in episodes[1:])
+    for episode in episodes[:3]:
+        read = example(episode)
+        assert [turn["observation"] for turn in read["turns"]] == ["start", "next"]
+        assert [turn["reward"] for turn in read["turns"]] == [0.0, 1.0]
+        assert all(turn["answer"] for turn in read["turns"])
+        assert (read["closing"], read["outcome"]) == ("over", "win")
     assert seen == [1]
     kept = [e for e in episodes if not e.failed]
     tally = RolloutStats.of(episodes, meter)

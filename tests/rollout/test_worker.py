@@ -28,6 +28,7 @@ from earl_core.rollout.rollout_stats import RolloutStats, merge
 from earl_core.rollout.rollout_worker import HELD_OUT_PROMPTS, RolloutWorker
 from earl_core.run.record import write_record
 from earl_core.system.errors import Cancelled
+from earl_core.system.seeds import derive_seed
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
@@ -116,7 +117,7 @@ def tally_of(result: dict[str, Any]) -> RolloutStats:
     return RolloutStats.model_validate(result["tally"])
 
 
-def test_rollout_publishes_samples_metrics_and_examples(setting: Setting) -> None:
+def test_rollout_publishes_samples_and_their_tally(setting: Setting) -> None:
     result = setting.run(lambda worker: worker.rollout(first_prompt=12, prompts=6))
     table = setting.table(result)
     table.validate(full=True)
@@ -133,8 +134,10 @@ def test_rollout_publishes_samples_metrics_and_examples(setting: Setting) -> Non
     statistics = selector_statistics(tally_of(result))
     assert statistics["context_max"] == numbers["context/max"] > 0
     assert statistics["peak_memory_bytes"] > 10**7
-    assert len(result["examples"]) == 2
-    assert result["examples"][0]["turns"][0]["observation"]
+    for texts, turns in zip(table["texts"].to_pylist(), table["turns"].to_pylist(), strict=True):
+        assert len(json.loads(texts)) == 2 * turns + 1
+        assert all(json.loads(texts)[::2]), "an observation"
+    assert set(table["outcome"].to_pylist()) <= {"win", "draw", "loss", "illegal", ""}
     assert setting.progress[-1]["episodes_done"] == setting.progress[-1]["episodes"] == 12
 
 
@@ -151,16 +154,15 @@ def test_shares_of_one_rollout_are_what_one_call_plays(setting: Setting) -> None
 
     async def play_shares(worker: RolloutWorker) -> list[Any]:
         return [
-            await worker.rollout(first, count, share=number, of_prompts=5, transcripts=traced)
-            for number, (first, count, traced) in enumerate([(10, 2, 2), (12, 3, 0)])
+            await worker.rollout(first, count, share=number, of_prompts=5)
+            for number, (first, count) in enumerate([(10, 2), (12, 3)])
         ]
 
     shares = setting.run(play_shares)
     together = pa.concat_tables([setting.table(share) for share in shares])
     alone = setting.table(whole)
-    for name in ("episode_id", "group_id", "tokens", "loss_mask", "turn_rewards"):
+    for name in ("episode_id", "group_id", "tokens", "loss_mask", "turn_rewards", "texts"):
         assert together[name].to_pylist() == alone[name].to_pylist()
-    assert [len(share["examples"]) for share in shares] == [2, 0]
     tally = merge([[tally_of(share)] for share in shares])
     numbers = rollout_metrics(tally)
     for name, value in rollout_metrics(tally_of(whole)).items():
@@ -205,13 +207,16 @@ def test_evaluation_is_held_out_and_repeatable(setting: Setting) -> None:
     results = [evaluation_results(tally_of(found)) for found in (first, second, later, hard)]
     assert results[0]["outcomes"] == results[1]["outcomes"] == results[2]["outcomes"]
     assert results[0]["metrics"]["return/mean"] == results[1]["metrics"]["return/mean"]
-    assert first["examples"][0]["prompt_id"] == HELD_OUT_PROMPTS
     assert [found["metrics"]["episodes"] for found in results] == [8] * 4
     assert results[3]["metrics"]["return/mean"] != results[0]["metrics"]["return/mean"]
     for outcome in results[0]["outcomes"].values():
         assert 0 <= outcome["low"] <= outcome["share"] <= outcome["high"] <= 1
         assert outcome["count"] == round(outcome["share"] * 8)
     assert not (setting.root / "shm").exists()
+    seed = derive_seed(setting.config["seed"], "evaluation", HELD_OUT_PROMPTS)
+    alone = setting.run(lambda worker: worker.play_one(HELD_OUT_PROMPTS, seed))
+    one = evaluation_results(tally_of(setting.run(lambda worker: worker.evaluate(1))))["metrics"]
+    assert (one["return/mean"], one["turns/mean"]) == (alone["return"], len(alone["turns"]))
 
 
 def test_an_answer_to_a_person(setting: Setting) -> None:

@@ -11,16 +11,20 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from earl_core.config import parse_config
+from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
+from earl_core.run.episodes import write_episodes
 from earl_core.selector import Hardware
+from earl_core.trajectory.samples import Episode
 from tasks.tracking.tracker import Tracker
+from tests.kept import game, seal_episodes
 
 HARDWARE = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
 
@@ -174,37 +178,34 @@ def runs(
     found.close()
 
 
-def example(episode: int = 0, outcome: str = "win") -> dict[str, Any]:
-    """As `earl_core.rollout.metrics.example` writes it."""
-    return {
-        "episode_id": episode,
-        "prompt_id": 0,
-        "turns": [
-            {"observation": "board 1", "answer": "[5]", "reward": 0.0, "tokens": 3, "seconds": 0.2},
-            {"observation": "board 2", "answer": "[9]", "reward": 1.0, "tokens": 4, "seconds": 0.3},
-        ],
-        "closing": "you won",
-        "outcome": outcome,
-        "return": 1.0,
-        "finish_reason": "done",
-    }
-
-
 def plan(reason: str = "the only candidate") -> dict[str, Any]:
     return {"stages": {"rollout": {"replicas": 1}}, "reasons": {"rollout": reason}}
 
 
-def finish(run: RunDirectory, tracker: Tracker, iteration: int, **metrics: float) -> None:
-    """What a finished iteration does: metrics.jsonl first, then the tracker."""
-    metrics = {"rollout/return/mean": iteration / 10, **metrics}
-    run.append_metrics(iteration, metrics)
-    tracker.iteration_finished(
-        iteration,
-        metrics,
-        plan=plan(),
-        examples=[example(iteration)],
-        checkpoint=run.checkpoint_path(iteration),
-    )
+def finish(
+    run: RunDirectory,
+    tracker: Tracker | None,
+    iteration: int,
+    chosen: dict[str, Any] | None = None,
+    episodes: Sequence[Episode] | None = None,
+    **metrics: float,
+) -> None:
+    """What an iteration does: its plan, its episodes, its metrics and STABLE; then the tracker is
+    told, if there is one."""
+    outputs = {"plan": plan() if chosen is None else chosen}
+    run.seal(
+        Manifest(
+            run=run.uid, iteration=iteration, stage="select", key="", policy_version=iteration,
+            outputs=outputs,
+        )
+    )  # fmt: skip
+    sealed = seal_episodes(run, iteration, [[game(iteration)] if episodes is None else episodes])
+    write_episodes(run.episodes_path(iteration), run.store, *sealed)
+    run.append_metrics(iteration, {"rollout/return/mean": iteration / 10, **metrics})
+    run.checkpoint_path(iteration).mkdir(exist_ok=True)
+    run.mark_stable(iteration)
+    if tracker is not None:
+        tracker.changed()
 
 
 def history(uri: str, run_id: str | None, key: str = "rollout/return/mean") -> dict[int, float]:

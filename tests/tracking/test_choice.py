@@ -90,7 +90,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     assert "selector/rollout/predicted_seconds" not in found
     assert "selector/rollout/shard" not in found
     # MLflow makes a section of what stands before a name's last slash, and takes all names.
-    assert Numbers("iteration", 4, found).finite().keys() == {*found, "iteration"}
+    assert Numbers(4, found, 0.0).finite().keys() == found.keys()
     assert {name.rpartition("/")[0] for name in found} == {
         "selector",
         "selector/rollout",
@@ -126,21 +126,24 @@ def test_the_picture_has_both_lines_of_every_stage_and_marks_switches(runs: Runs
         before = plan(LEAN if iteration > 2 else UPDATE)
         numbers = selector_metrics(chosen, before, MANIFESTS, SEEN, gpus=1)
         lines.append({"iteration": iteration, "time": 1.0, **numbers})
-    drawn = ElementTree.fromstring(selector_chart(lines))
-    panels = drawn.findall("{*}g")
-    titles = [panel.findtext("{*}text") for panel in panels]
-    assert titles == [
+    drawn = selector_chart(lines)
+    assert drawn is not None
+    assert [panel.get_title() for panel in drawn.axes] == [
         "rollout: seconds",
         "rollout: peak, GiB",
         "update: seconds",
         "update: peak, GiB",
     ]
-    assert [len(panel.findall("{*}polyline")) for panel in panels] == [1, 0, 2, 2]
+    shown = [{line.get_label(): line.get_xydata() for line in panel.lines} for panel in drawn.axes]
+    measured = [[list(point) for point in found.get("measured", [])] for found in shown]
+    assert measured == [[[k, value] for k in range(4) if value] for value in (6.0, None, 8.0, 2.0)]
+    assert ["predicted" in found for found in shown] == [False, False, True, True]
     upright = [
-        [e for e in panel.findall("{*}line") if e.get("x1") == e.get("x2")] for panel in panels
+        [line.get_xdata()[0] for line in panel.lines if len(set(line.get_xdata())) == 1]
+        for panel in drawn.axes
     ]
-    assert [len(found) for found in upright] == [0, 0, 1, 1]
-    assert selector_chart([]) == selector_chart([{"iteration": 0, "x": 1.0}]) == ""
+    assert upright == [[], [], [2], [2]]
+    assert selector_chart([]) is selector_chart([{"iteration": 0, "x": 1.0}]) is None
 
     run = runs.run()
     tracker = runs.tracker(run)
@@ -148,12 +151,14 @@ def test_the_picture_has_both_lines_of_every_stage_and_marks_switches(runs: Runs
         iteration = int(line["iteration"])
         numbers = {k: v for k, v in line.items() if k not in ("iteration", "time")}
         run.append_metrics(iteration, numbers)
-        tracker.iteration_finished(iteration, numbers, plan={}, examples=[], checkpoint=None)
+        tracker.changed()
     tracker.close()
     assert tracker.dropped == 0
     client = MlflowClient(tracking_uri=tracker.uri)
     charts = client.list_artifacts(tracker.run_id, "charts")
     assert [chart.path for chart in charts] == ["charts/predicted_and_measured.svg"]
+    svg = next((runs.path / "runs" / "mlartifacts").rglob("*.svg"))
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     assert history(tracker.uri, tracker.run_id, "selector/update/predicted_seconds") == {
         0: 12.0,
         1: 12.0,

@@ -19,9 +19,13 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from earl_core.dispatch import Manifest
+from earl_core.run import RunDirectory
+from earl_core.run.episodes import read_episodes
 from earl_core.run.keys import STAGES
-from tasks.tracking.outbox import Numbers, Outbox, Trace
-from tests.tracking.conftest import Runs, example, finish, history, plan, until, warnings_in
+from earl_core.trajectory.samples import Episode, Sample
+from tests.kept import game
+from tests.tracking.conftest import Runs, finish, history, plan, until, warnings_in
 
 
 def artifact(client: MlflowClient, run_id: str, path: str) -> str:
@@ -29,12 +33,22 @@ def artifact(client: MlflowClient, run_id: str, path: str) -> str:
     return (root / path).read_text()
 
 
+def evaluate(run: RunDirectory, iteration: int, **metrics: float) -> None:
+    run.seal(
+        Manifest(
+            run=run.uid, iteration=iteration, stage="evaluation", key="", policy_version=iteration,
+            metrics=metrics,
+        )
+    )  # fmt: skip
+
+
 def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     run = runs.run()
     tracker = runs.tracker(run)
     for iteration in range(3):
         finish(run, tracker, iteration, entropy=1.5, nothing=math.nan)
-    tracker.evaluation_finished(3, {"evaluation/outcome/win/share": 0.5})
+    evaluate(run, 3, **{"outcome/win/share": 0.5})
+    tracker.changed()
     tracker.close()
 
     uri = f"sqlite:///{(runs.path / 'runs' / 'mlflow.db').resolve()}"
@@ -58,6 +72,7 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert history(uri, tracker.run_id, "evaluation/outcome/win/share") == {3: 0.5}
     assert yaml.safe_load(artifact(client, tracker.run_id, "config.yaml"))["name"] == "first"
     assert json.loads(artifact(client, tracker.run_id, "plans/000000.json")) == plan()
+    assert client.list_artifacts(tracker.run_id, "plans")[1:] == []
     assert run.record["tracking"] == {
         "uri": uri,
         "run_id": tracker.run_id,
@@ -75,7 +90,7 @@ def test_a_plan_is_stored_when_its_layouts_change_and_its_reasons_always(runs: R
     tracker = runs.tracker(run)
     wider = {**plan("c"), "stages": {"rollout": {"replicas": 2}}}
     for iteration, chosen in enumerate([plan("a"), plan("b"), wider, {**wider, "iteration": 3}]):
-        tracker.iteration_finished(iteration, {"x": 1.0}, plan=chosen, examples=[], checkpoint=None)
+        finish(run, tracker, iteration, chosen)
     tracker.close()
     client = MlflowClient(tracking_uri=tracker.uri)
     stored = [file.path for file in client.list_artifacts(tracker.run_id, "plans")]
@@ -86,11 +101,8 @@ def test_a_plan_is_stored_when_its_layouts_change_and_its_reasons_always(runs: R
 def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:
     run = runs.run()
     tracker = runs.tracker(run)
-    examples = [example(4), example(5, "loss"), example(6)]
-    tracker.iteration_finished(7, {"x": 1.0}, plan=plan(), examples=examples, checkpoint=None)
-    tracker.iteration_finished(
-        8, {"x": 1.0}, plan=plan(), examples=[{"turns": [{"answer": "a"}]}, {}], checkpoint=None
-    )
+    finish(run, tracker, 7, episodes=[game(4), game(5, "loss", samples=2), game(6)])
+    finish(run, tracker, 8, episodes=[Episode(7, 0, 0, [Sample()], "done")])
     tracker.close()
     client = MlflowClient(tracking_uri=tracker.uri)
     found = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
@@ -98,7 +110,9 @@ def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:
     seven = {t.info.tags["earl.episode"]: t for t in found if t.info.tags["earl.iteration"] == "7"}
     assert sorted(seven) == ["4", "5"], "trace_episodes is 2"
     assert seven["5"].info.tags["earl.outcome"] == "loss"
-    assert seven["4"].info.execution_duration == 500
+    assert seven["4"].info.execution_duration == 7, "a millisecond a token"
+    assert len(seven["5"].data.spans) == 7
+    assert len(found) == 3
     spans = {span.span_id: span for span in seven["4"].data.spans}
 
     def path(span: Any) -> str:
@@ -127,6 +141,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(runs: Runs) -> None:
     tracker = runs.tracker(run)
     finish(run, tracker, 0)
     tracker.close("KILLED")
+    assert tracker.dropped == 0
     client = MlflowClient(tracking_uri=tracker.uri)
     assert client.get_run(tracker.run_id).info.status == "KILLED"
     client.set_tag(tracker.run_id, "mlflow.note.content", "my notes")
@@ -169,33 +184,68 @@ def test_what_was_lost_between_the_attempts(runs: Runs, loss: str) -> None:
     assert run.record["tracking"]["run_id"] == second.run_id
 
 
-def test_a_step_restored_from_the_file_is_not_sent_again(runs: Runs) -> None:
-    run = runs.run()
-    run.append_metrics(0, {"rollout/return/mean": 0.0})
+def test_nothing_arrives_twice(runs: Runs) -> None:
+    """Whoever asks, and however often: every kind of thing is sent once."""
+    run = runs.run(iterations=1)
+    finish(run, None, 0, **{"selector/update/switched": 1.0, "selector/update/measured_seconds": 2})
+    evaluate(run, 1, x=0.5)
+    client, known = None, None
+    for _ in range(3):
+        tracker = runs.tracker(run)
+        tracker.changed()
+        tracker.changed()
+        tracker.close()
+        assert (tracker.waiting, tracker.dropped) == (False, 0)
+        client = client or MlflowClient(tracking_uri=tracker.uri)
+        sent = json.loads(client.get_run(tracker.run_id).data.tags["earl.sent"])
+        assert sent == {
+            "chart": 0, "config.yaml": 1, "evaluation": 1, "metrics": 0, "past": 0, "plan": 0,
+            "trace": 0,
+        }  # fmt: skip
+        assert history(tracker.uri, tracker.run_id) == {0: 0.0}
+        assert history(tracker.uri, tracker.run_id, "evaluation/x") == {1: 0.5}
+        files = {path.name: path.stat().st_mtime_ns for path in stored_files(runs)}
+        assert {"config.yaml", "000000.json", "predicted_and_measured.svg"} <= set(files)
+        traces = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+        assert len(traces) == 1
+        # config.yaml is each attempt's, and this is one attempt.
+        known = known or files
+        assert files == known
+
+
+def stored_files(runs: Runs) -> list[Path]:
+    return [p for p in (runs.path / "runs" / "mlartifacts").rglob("*") if p.is_file()]
+
+
+def test_a_run_that_went_back_sends_its_other_past_again(runs: Runs) -> None:
+    run = runs.run(iterations=4)
     tracker = runs.tracker(run)
-    assert until(lambda: tracker.run_id and 0 in history(tracker.uri, tracker.run_id))
-    tracker.iteration_finished(
-        0, {"rollout/return/mean": 0.0}, plan=plan(), examples=[], checkpoint=None
-    )
+    for iteration in range(3):
+        finish(run, tracker, iteration)
     tracker.close()
-    assert history(tracker.uri, tracker.run_id) == {0: 0.0}
+    runs.close_run(run)
+    for iteration in range(1, 3):
+        (run.checkpoint_path(iteration) / "STABLE").unlink()
+    (run.path / "set_aside" / "1").mkdir(parents=True)
+
+    again = runs.run(iterations=4)
+    second = runs.tracker(again)
+    finish(again, second, 1, **{"only/now": 1.0})
+    second.close()
+    client = MlflowClient(tracking_uri=second.uri)
+    assert history(second.uri, second.run_id, "only/now") == {1: 1.0}
+    # What is the same arrives once, though all was sent again.
+    rows = client.get_metric_history(second.run_id, "rollout/return/mean")
+    assert sorted(row.step for row in rows) == [0, 1, 1, 2]
+    traces = client.search_traces(locations=[second.experiment_id], run_id=second.run_id)
+    assert len(traces) == 3
+    assert second.dropped == 0
 
 
 def test_evaluations_of_an_untracked_attempt_are_sent(runs: Runs) -> None:
-    from earl_core.dispatch import Manifest
-
     assert "evaluation" not in STAGES
     run = runs.run()
-    run.seal(
-        Manifest(
-            run=run.uid,
-            iteration=2,
-            stage="evaluation",
-            key="k",
-            policy_version=2,
-            metrics={"outcome/win/share": 0.25},
-        )
-    )
+    evaluate(run, 2, **{"outcome/win/share": 0.25})
     tracker = runs.tracker(run)
     tracker.close()
     assert history(tracker.uri, tracker.run_id, "evaluation/outcome/win/share") == {2: 0.25}
@@ -206,7 +256,6 @@ def test_switched_off_it_does_nothing(runs: Runs) -> None:
     before = threading.active_count()
     tracker = runs.tracker(run)
     finish(run, tracker, 0)
-    tracker.evaluation_finished(0, {"x": 1.0})
     tracker.close()
     assert threading.active_count() == before
     assert tracker.run_id is None
@@ -234,12 +283,19 @@ def test_what_an_environment_says_reaches_mlflow_without_secrets(
     run = runs.run()
     (runs.path / "runs" / "mlflow.db").unlink(missing_ok=True)
     tracker = runs.tracker(run)
-    turn = {"observation": f"the door wants {secret}", "answer": secret, "reward": 0.0}
+    sample = Sample()
+    sample.begin_turn([1], f"the door wants {secret}")
+    sample.answer([2], [-0.5], 0, secret)
     plan = {"stages": [], "reasons": {"update": f"because {secret}"}}
-    tracker.iteration_finished(
-        0, {"x": 1.0}, plan=plan, examples=[{"episode_id": 1, "turns": [turn]}], checkpoint=None
-    )
+    finish(run, tracker, 0, plan, [Episode(1, 0, 0, [sample], "done")])
     tracker.close()
+    (kept,) = read_episodes(run.episodes_path(0), 9)
+    assert (kept["turns"][0]["observation"], kept["turns"][0]["answer"]) == (
+        "the door wants (hidden)",
+        "(hidden)",
+    )
+    # Real plans are made of numbers: none is told a secret that its manifest could hold.
+    run.stage_path(0, "select").unlink()
     stored = b"".join(p.read_bytes() for p in (runs.path / "runs").rglob("*") if p.is_file())
     assert b"because (hidden)" in stored
     assert b"the door wants (hidden)" in stored
@@ -290,31 +346,32 @@ def test_a_locked_database_is_waited_for(runs: Runs, caplog: pytest.LogCaptureFi
     assert not warnings_in(caplog)
 
 
-def test_more_than_fits_drops_the_oldest(runs: Runs) -> None:
-    outbox = Outbox(numbers=3, others=2)
-    for step in range(5):
-        outbox.put(Numbers("iteration", step, {"x": 1.0}))
-        outbox.put(Trace(step, example(step)))
-    assert outbox.dropped == 5
-    assert outbox.lost_numbers
-    assert outbox.steps("iteration") == {2, 3, 4}
-    chosen = outbox.head(4)
-    assert [item.step for item in chosen if isinstance(item, Numbers)] == [2, 3]
-    outbox.remove(chosen)
-    assert len(outbox) == 3
-
-
-def test_numbers_that_fell_out_are_sent_from_the_file(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tasks.tracking.tracker.Outbox", lambda: Outbox(numbers=2, others=2))
-    run = runs.run()
-    tracker = runs.tracker(run)
+def test_all_that_was_never_sent_is_sent_from_the_directory(runs: Runs) -> None:
+    run = runs.run(iterations=30)
     for iteration in range(30):
-        finish(run, tracker, iteration)
+        finish(run, None, iteration)
+    tracker = runs.tracker(run)
     tracker.close()
-    assert tracker.dropped > 0
     assert sorted(history(tracker.uri, tracker.run_id)) == list(range(30))
+    client = MlflowClient(tracking_uri=tracker.uri)
+    traces = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+    assert len(traces) == 30
+    assert tracker.dropped == 0
+
+
+def test_damaged_episodes_are_not_traced(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    run = runs.run()
+    finish(run, None, 0)
+    finish(run, None, 1)
+    run.episodes_path(0).write_bytes(b"PAR1")
+    tracker = runs.tracker(run)
+    tracker.close()
+    (warning,) = warnings_in(caplog)
+    assert "iteration 0 is not traced" in warning.getMessage()
+    client = MlflowClient(tracking_uri=tracker.uri)
+    traces = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+    assert [trace.info.tags["earl.iteration"] for trace in traces] == ["1"]
+    assert history(tracker.uri, tracker.run_id) == {0: 0.0, 1: 0.1}
 
 
 SCRIPT = """

@@ -1,0 +1,78 @@
+"""Where a run goes on: the one place that says which updates are done, and where their state lies.
+
+An iteration is done once a STABLE checkpoint covers it, or this process has finished it. Its update
+is done once it is sealed and its checkpoint is there; without one only the live learner has it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from earl_core.dispatch import ManifestError
+from earl_core.run import RunDirectory
+from earl_core.run.keys import STAGES
+from earl_core.run.training_state import read_state, verify_training_state
+from earl_core.system.errors import EarlError
+from earl_core.tensors.errors import CheckpointError
+
+
+class StateLost(EarlError):
+    """The live training state is not the one this iteration starts from."""
+
+
+class ResumePoint(NamedTuple):
+    """iteration: the next one. stage: its first stage without a seal, `publish` where all have one;
+    `control.finished_stages` says which seals count. state: the checkpoint of the newest policy
+    version; None: the initial model."""
+
+    iteration: int
+    stage: str
+    state: Path | None
+
+
+def resume_point(run: RunDirectory, finished: int = -1) -> ResumePoint:
+    """Where the run goes on. finished: the last iteration that this process has finished, with or
+    without a checkpoint."""
+    stable = run.last_stable()
+    iteration = max(finished, stable) + 1
+    unsealed = (stage for stage in STAGES if not run.stage_path(iteration, stage).is_file())
+    covered = iteration if is_updated(run, iteration) else stable
+    state = run.checkpoint_path(covered).resolve() if covered >= 0 else None
+    return ResumePoint(iteration, next(unsealed, STAGES[-1]), state)
+
+
+def is_updated(run: RunDirectory, iteration: int, checksums: bool = False) -> bool:
+    """Whether the iteration's update is sealed, and its checkpoint there, whole, and that update's.
+
+    The key tells it from the checkpoint of another attempt at the iteration, whose settings or
+    data were others. checksums: read all of its bytes too; whoever loads them does in any case.
+    """
+    directory = run.checkpoint_path(iteration)
+    if not directory.is_dir():
+        return False
+    try:
+        update = run.manifest(iteration, "update")
+        state = verify_training_state(directory) if checksums else read_state(directory)["state"]
+    except ManifestError:
+        return False
+    except CheckpointError as error:
+        run.note(iteration, "checkpoint", f"not usable: {error}")
+        return False
+    return bool(state.get("key") == update.key)
+
+
+def saved_state(run: RunDirectory, version: int) -> Path | None:
+    """The checkpoint that holds this policy version, STABLE or not; None for the initial model's.
+
+    Raises `StateLost` when there is none: the missing iterations come first.
+    """
+    iteration = version - 1
+    if version == 0:
+        return None
+    if iteration not in run.stable_iterations() and not is_updated(run, iteration):
+        raise StateLost(
+            f"policy version {version} is needed, but neither the learner nor a checkpoint "
+            "holds it: resume the run, which repeats what is missing"
+        )
+    return run.checkpoint_path(iteration).resolve()

@@ -1,0 +1,152 @@
+"""The episodes that a run keeps: `iterations/000012/episodes.parquet`, written from its shards.
+
+One row per sample, ascending by `sample_id`: the columns of the rollout
+(`earl_core.trajectory.schema`), `texts` as a list, and `reward`, the episode's. Texts and outcomes
+pass the redactor. Failed episodes have no samples, and are not there. The file is whole or absent,
+and names the data that it was made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from earl_core.dispatch import Manifest, ShardEntry, ShardStore
+from earl_core.dispatch.shards.arrow_file import open_batch
+from earl_core.secrets import redact
+from earl_core.system.errors import EarlError
+from earl_core.system.files import open_file, writing_atomic
+from earl_core.trajectory.samples import transcript, utf8
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
+
+NAME = "episodes.parquet"
+
+_TEXTS = pa.field("texts", pa.large_list(pa.large_string()), nullable=False)
+_REWARD = pa.field("reward", pa.float32(), nullable=False)
+SCHEMA = ROLLOUT_SCHEMA.set(ROLLOUT_SCHEMA.get_field_index("texts"), _TEXTS).append(_REWARD)
+"""Of the files."""
+
+_SOURCE = b"earl.source"
+_SHOWN = ["episode_id", "prompt_id", "finish_reason", "outcome", "reward"]
+_PER_SAMPLE = ["texts", "turn_rewards", "turn_starts", "loss_mask"]
+
+
+class EpisodesDamaged(EarlError):
+    """A file of episodes that is not as it was written."""
+
+
+def write_episodes(
+    path: Path, store: ShardStore, rollout: Manifest, reward: Manifest, most: int | None = None
+) -> None:
+    """Write the episodes of an iteration, unless `path` holds them already; on disk at the end.
+
+    rollout, reward: sealed manifests, whose shards are leased while they are read. most: how many
+    episodes, the first ones; None: all. Raises `ManifestError` for shards that are gone or damaged,
+    and `OSError`.
+    """
+    source = f"{rollout.data_digest()} {reward.data_digest()} {most}".encode()
+    if _source_of(path) == source:
+        return
+    ids = np.unique([row >> SAMPLE_BITS for entry in rollout.shards for row in entry.row_ids])
+    rewards = pa.concat_tables(_table(store, entry) for entry in reward.shards)
+    samples = rewards["sample_id"].to_numpy()
+    order = np.argsort(samples)
+    with writing_atomic(path) as descriptor, open(descriptor, "wb", closefd=False) as stream:
+        schema = SCHEMA.with_metadata({_SOURCE: source})
+        with pq.ParquetWriter(
+            stream, schema, compression="zstd", write_page_checksum=True
+        ) as writer:
+            for entry in rollout.shards:
+                table = _table(store, entry)
+                if most is not None and len(ids) > most:
+                    kept = np.searchsorted(table["episode_id"].to_numpy(), ids[most])
+                    table = table.slice(0, kept)
+                rows = table["sample_id"].to_numpy()
+                found = order[np.searchsorted(samples, rows, sorter=order)]
+                table = table.append_column(_REWARD, rewards["reward"].take(found))
+                writer.write_table(_with_texts(table).cast(schema))
+
+
+def remove_oldest(run_directory: Path, most_bytes: int) -> None:
+    """Remove the oldest iterations' files until the rest have `most_bytes` together."""
+    held = 0
+    for path in sorted(run_directory.glob(f"iterations/[0-9]*/{NAME}"), reverse=True):
+        held += path.stat(follow_symlinks=False).st_size
+        if held > most_bytes:
+            path.unlink(missing_ok=True)
+
+
+def read_episodes(path: Path, most: int) -> list[dict[str, Any]]:
+    """The first `most` episodes to read, none where none were kept.
+
+    Each: episode_id, prompt_id, outcome, finish_reason, reward, `turns` (observation, answer,
+    reward, and the tokens of the answer) and `closing`. Raises `EpisodesDamaged`.
+    """
+    episodes: dict[int, dict[str, Any]] = {}
+    try:
+        with open_file(path) as stream:
+            file = pq.ParquetFile(stream, page_checksum_verification=True)
+            for batch in file.iter_batches(64, columns=[*_SHOWN, *_PER_SAMPLE]):
+                for row in batch.to_pylist():
+                    if len(episodes) == most and row["episode_id"] not in episodes:
+                        return _readable(episodes)
+                    samples = episodes.setdefault(row["episode_id"], {**row, "samples": []})
+                    samples["samples"].append(row)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise EpisodesDamaged(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    return _readable(episodes)
+
+
+def _readable(episodes: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for episode in episodes.values():
+        samples = episode["samples"]
+        texts = [text for sample in samples for text in sample["texts"]]
+        rewards = [reward for sample in samples for reward in sample["turn_rewards"]]
+        read = transcript(texts, rewards)
+        answered = [
+            sum(sample["loss_mask"][start:stop])
+            for sample in samples
+            for start, stop in itertools.pairwise([*sample["turn_starts"], None])
+        ]
+        for turn, tokens in zip(read["turns"], answered, strict=True):
+            turn["tokens"] = tokens
+        found.append({**{name: episode[name] for name in _SHOWN}, **read})
+    return found
+
+
+def _source_of(path: Path) -> bytes | None:
+    """What an existing file was made of; None where there is none to use."""
+    try:
+        with open_file(path) as stream:
+            return (pq.read_schema(stream).metadata or {}).get(_SOURCE)
+    except (OSError, pa.ArrowException):
+        return None
+
+
+def _table(store: ShardStore, entry: ShardEntry) -> pa.Table:
+    """A shard without copies; its lease goes with the last view."""
+    memory = store.open(entry).memory
+    batch = open_batch(pa.BufferReader(pa.py_buffer(memory)), f"the shard {entry.file}")
+    return pa.Table.from_batches([batch])
+
+
+def _with_texts(table: pa.Table) -> pa.Table:
+    """Texts as lists; what people read has no secrets in it."""
+    lists = [json.loads(row) for row in table["texts"].to_pylist()]
+    texts = [[redact(utf8(text)) for text in each] for each in lists]
+    outcomes = [redact(outcome) for outcome in table["outcome"].to_pylist()]
+    for name, values in (("texts", texts), ("outcome", outcomes)):
+        field = SCHEMA.field(name)
+        table = table.set_column(
+            table.schema.get_field_index(name), field, pa.array(values, field.type)
+        )
+    return table
