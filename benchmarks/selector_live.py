@@ -179,8 +179,8 @@ def _switches(table: LiveTable) -> list[str]:
         for s in table.switches
     )
     notes = [f"Switches, each measured once: {built}."]
-    if table.relayouts:
-        ordered = sorted(table.relayouts)
+    if table.reshards:
+        ordered = sorted(table.reshards)
         middle = shown(ordered[len(ordered) // 2])
         notes.append(
             f"A live update takes another budget or checkpointing in {middle} s ({len(ordered)} "

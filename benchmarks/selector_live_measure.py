@@ -313,8 +313,8 @@ class Learner:
         wanted = layout._asdict()
         if self._group.deployment != wanted:
             began = time.perf_counter()
-            self._group.relayout(wanted, stage="update", iteration=0, deadline_seconds=_DEADLINE)
-            self._table.relayouts.append(time.perf_counter() - began)
+            self._group.reshard(wanted, stage="update", iteration=0, deadline_seconds=_DEADLINE)
+            self._table.reshards.append(time.perf_counter() - began)
         found = call(self._group, "update", "measure", context=context, samples=samples)
         return found["tokens_per_second"], found["peak_bytes"]
 

@@ -60,7 +60,7 @@ class Switching:
 
     start: dict[StageDeployment, float]
     stop: dict[StageDeployment, float]
-    relayout: float
+    reshard: float
     learner: float = 0.0
 
     @classmethod
@@ -70,7 +70,7 @@ class Switching:
         return cls(
             {switch.candidate: switch.start for switch in found},
             {switch.candidate: switch.stop for switch in found},
-            sorted(table.relayouts)[len(table.relayouts) // 2] if table.relayouts else 0.0,
+            sorted(table.reshards)[len(table.reshards) // 2] if table.reshards else 0.0,
             table.learner_start,
         )
 
@@ -83,7 +83,7 @@ class Switching:
         if old is None or old == new:
             return 0.0
         if new.stage == "update":
-            return self.relayout
+            return self.reshard
         old, new = old._replace(max_running_requests=0), new._replace(max_running_requests=0)
         return self.stop.get(old, 0.0) + self.start.get(new, 0.0)
 

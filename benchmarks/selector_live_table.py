@@ -55,7 +55,7 @@ class LiveTable:
     """Everything that was measured.
 
     context_limit: of the engines. learner_start: seconds to start the update's worker group.
-    relayouts: seconds of each change of its layout while it lived.
+    reshards: seconds of each change of its layout while it lived.
     """
 
     model: ModelShape
@@ -64,7 +64,7 @@ class LiveTable:
     cells: list[Cell] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     learner_start: float = 0.0
-    relayouts: list[float] = field(default_factory=list)
+    reshards: list[float] = field(default_factory=list)
 
     def engines(self) -> list[str]:
         """The engines that were measured, in their order."""
@@ -89,7 +89,7 @@ class LiveTable:
             "cells": [cell._asdict() for cell in self.cells],
             "switches": [switch._asdict() for switch in self.switches],
             "learner_start": self.learner_start,
-            "relayouts": self.relayouts,
+            "reshards": self.reshards,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -105,7 +105,7 @@ class LiveTable:
             [_cell(row) for row in content["cells"]],
             [_switch(row) for row in content["switches"]],
             content["learner_start"],
-            content["relayouts"],
+            content["reshards"],
         )
 
 

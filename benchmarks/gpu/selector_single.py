@@ -35,7 +35,7 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.learner.relayout import relayout
+from earl_core.learner.reshard import reshard
 from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.selector import Hardware, ModelShape
@@ -175,7 +175,7 @@ class Update:
             "activation_checkpointing": layout.activation_checkpointing,
         }
         settings = self._settings.model_copy(update=wanted)
-        relayout(self._learner, layout, settings)
+        reshard(self._learner, layout, settings)
         draw = np.random.default_rng(context)
         samples = [random_sample(draw, context, self._vocabulary, number=n) for n in range(count)]
         try:

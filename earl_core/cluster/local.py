@@ -281,18 +281,18 @@ class LocalWorkerGroup:
             wake=self._wake,
         )
 
-    def relayout(
+    def reshard(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
     ) -> list[Any]:
         """Have the ranks change to another stage deployment of as many ranks, state kept.
 
-        Calls the targets' `relayout(deployment=...)`; its results in rank order. When any rank
+        Calls the targets' `reshard(deployment=...)`; its results in rank order. When any rank
         fails, the group is ended: the ranks' states need not fit together any more.
         """
         monitor = self._monitor
         try:
             results = self.call(
-                "relayout",
+                "reshard",
                 stage=stage,
                 iteration=iteration,
                 deadline_seconds=deadline_seconds,

@@ -65,10 +65,10 @@ class WorkerGroup(Protocol):
     ) -> list[Any]:
         """`call` for asyncio. Once a cancelled `acall` has raised, the group is idle or ended."""
 
-    def relayout(
+    def reshard(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
     ) -> list[Any]:
-        """Call `relayout(deployment=...)` in every rank; `deployment` is then the group's.
+        """Call `reshard(deployment=...)` in every rank; `deployment` is then the group's.
 
         The ranks stay and keep their state, so `world_size` cannot change this way. The results in
         rank order. After `WorkerCallFailed` the group has ended.

@@ -100,7 +100,7 @@ def _redeploy(
     current = StageDeployment(**group.deployment)
     try:
         if current.world_size == deployment.world_size:
-            moved = controller.groups.relayout("update", deployment, iteration)
+            moved = controller.groups.reshard("update", deployment, iteration)
             controller.run.note(iteration, "update", f"resharded in {moved['seconds']:.2f} s")
             return None
         with suppress(StateLost):

@@ -136,7 +136,7 @@ class ProfileWorkers:
                 self._call("ensure_directory", stage, deadline, path=path, policy_version=0)
             self.start_seconds[stage] = time.monotonic() - started
         elif stage != "rollout" and wanted != self._deployment:
-            self._made.relayout(role, wanted, 0)
+            self._made.reshard(role, wanted, 0)
         self.running, self._deployment = candidate, wanted
 
     def _deployment_of(self, candidate: StageDeployment) -> StageDeployment:

@@ -194,17 +194,17 @@ class WorkerGroups:
             deadline_seconds=self._config.deadlines.stage,
         )
 
-    def relayout(self, role: str, deployment: StageDeployment, iteration: int) -> dict[str, Any]:
+    def reshard(self, role: str, deployment: StageDeployment, iteration: int) -> dict[str, Any]:
         """Reshard the role's live ranks, their number and their state unchanged.
 
         What rank 0 says of it: seconds and bytes. Raises what
-        `WorkerGroup.relayout` raises; the group has then ended.
+        `WorkerGroup.reshard` raises; the group has then ended.
         """
         with self._starting_of((role, 0)):
             self._make_room(role, deployment)
             group = self._groups[(role, 0)]
             self._listener(role, iteration, {"resharding": role})
-            results = group.relayout(
+            results = group.reshard(
                 deployment._asdict(),
                 stage=role,
                 iteration=iteration,

@@ -32,7 +32,7 @@ from earl_core.learner.data.samples import (
 from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
 from earl_core.learner.model_worker import ModelWorker, update_settings
-from earl_core.learner.relayout import relayout
+from earl_core.learner.reshard import reshard
 from earl_core.selector import StageDeployment
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class LearnerWorker(ModelWorker):
-    """Call `restore` first; then `update`, `publish`, `save`, `relayout` and `restore` in any
+    """Call `restore` first; then `update`, `publish`, `save`, `reshard` and `restore` in any
     order.
     """
 
@@ -137,7 +137,7 @@ class LearnerWorker(ModelWorker):
         return {"policy_version": self._version}
 
     @guarded("update")
-    def relayout(self, deployment: dict[str, Any]) -> dict[str, Any]:
+    def reshard(self, deployment: dict[str, Any]) -> dict[str, Any]:
         """Change the mesh of the live state, bit for bit, and the other settings of the deployment.
 
         Raises `EarlError` for a dirty state, `ConfigError` for a mesh that the model does not
@@ -146,7 +146,7 @@ class LearnerWorker(ModelWorker):
         self._require_clean("be resharded")
         wanted = StageDeployment(**deployment)
         self._parking.take()
-        moved = relayout(self._learner, wanted, update_settings(self._config, wanted))
+        moved = reshard(self._learner, wanted, update_settings(self._config, wanted))
         self._deployment, self._mesh = wanted, self._learner.mesh
         return {"policy_version": self._version, **moved}
 

@@ -41,7 +41,7 @@ def made(noise: float = 1.0, fits: int = 10**9) -> LiveTable:
     """One engine wins at short contexts, two at long ones; the large budget wins, but has memory
     for contexts below `fits` only. noise: set B over set A."""
     hardware = Hardware(cpu_cores=2, memory_bytes=16 * 2**30)
-    table = LiveTable(MODEL, hardware, 4160, relayouts=[0.1, 0.1, 0.2])
+    table = LiveTable(MODEL, hardware, 4160, reshards=[0.1, 0.1, 0.2])
     for context, count in itertools.product(CONTEXTS, COUNTS):
         for layout, rate in ((ONE, 200.0), (TWO, 200.0 * math.sqrt(context / 362) / 2)):
             rate *= count / 16 / (1 + context / 2048)

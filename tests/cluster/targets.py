@@ -73,7 +73,7 @@ class Target:
             "torch": "torch" in sys.modules,
         }
 
-    def relayout(self, deployment: dict[str, Any]) -> dict[str, Any]:
+    def reshard(self, deployment: dict[str, Any]) -> dict[str, Any]:
         if self.context.rank == deployment.get("fails_on"):
             raise ValueError(f"rank {self.context.rank} cannot be laid out so")
         self.calls += 1

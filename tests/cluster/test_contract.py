@@ -223,13 +223,13 @@ def test_stop_closes_targets_plain_and_async(make_group: MakeGroup, tmp_path: Pa
     assert gone_within(pids, 0)
 
 
-def test_a_relayout_keeps_the_ranks_and_is_the_deployment_from_then_on(
+def test_a_reshard_keeps_the_ranks_and_is_the_deployment_from_then_on(
     make_group: MakeGroup, site: Site
 ) -> None:
     group = make_group()
     group.start({"tensor_parallel": 2}, {}, world_size=2)
     pids = group.pids
-    assert group.relayout({"shard": 2}, **site) == [{"rank": 0}, {"rank": 1}]
+    assert group.reshard({"shard": 2}, **site) == [{"rank": 0}, {"rank": 1}]
     assert group.pids == pids
     assert group.deployment == {"shard": 2}
     for told in group.call("describe", **site):
@@ -237,15 +237,15 @@ def test_a_relayout_keeps_the_ranks_and_is_the_deployment_from_then_on(
         assert told["calls"] == 2
 
 
-def test_a_relayout_that_fails_on_a_rank_costs_the_group(make_group: MakeGroup, site: Site) -> None:
+def test_a_reshard_that_fails_on_a_rank_costs_the_group(make_group: MakeGroup, site: Site) -> None:
     group = make_group()
     with pytest.raises(WorkerLost, match=r"call start\(\) first"):
-        group.relayout({"shard": 2}, **site)
+        group.reshard({"shard": 2}, **site)
     group.start({"tensor_parallel": 2}, {}, world_size=2)
     pids = group.pids
     with pytest.raises(WorkerCallFailed, match="rank 1 cannot be laid out so") as caught:
-        group.relayout({"shard": 2, "fails_on": 1}, **site)
-    for part in ("rank 1", "'relayout'", "'rollout'", "iteration 7"):
+        group.reshard({"shard": 2, "fails_on": 1}, **site)
+    for part in ("rank 1", "'reshard'", "'rollout'", "iteration 7"):
         assert part in str(caught.value)
     assert not group.alive
     assert group.deployment is None

@@ -111,11 +111,11 @@ class GroupHere:
     async def acall(self, method: str, **given: Any) -> list[Any]:
         return await asyncio.to_thread(self.call, method, **given)
 
-    def relayout(
+    def reshard(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
     ) -> list[Any]:
         where = {"stage": stage, "iteration": iteration, "deadline_seconds": deadline_seconds}
-        results = self.call("relayout", deployment=deployment, **where)
+        results = self.call("reshard", deployment=deployment, **where)
         self._deployment = deployment
         return results
 

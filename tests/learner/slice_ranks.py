@@ -37,7 +37,7 @@ from transformers import (
 from earl_core.dispatch.segments.names import MARK
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh, leave_world
 from earl_core.learner.parallel_model import build_shell, parallelize
-from earl_core.learner.relayout import relayout
+from earl_core.learner.reshard import reshard
 from earl_core.learner.state.checkpoint import (
     CheckpointError,
     read_training_state,
@@ -215,7 +215,7 @@ def check_training(scratch: Path, ranks: int) -> list[float]:
     for number, shape in enumerate(walk):
         samples = random_samples(9, seed=number)
         if number:
-            relayout(learner, shape, learner.config)
+            reshard(learner, shape, learner.config)
         mesh = learner.mesh
         assert mesh.deployment == shape
         replicas = mesh.deployment.data_parallel

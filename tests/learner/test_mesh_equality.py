@@ -9,7 +9,7 @@ import torch
 
 from earl_core.dispatch.reads.plan import Layout
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
-from earl_core.learner.parallel.tensor_parallel import check_degree, working_degrees
+from earl_core.learner.parallel.tensor_parallel import check_degree
 from earl_core.selector import StageDeployment
 from earl_core.system.errors import ConfigError
 from tests.learner import mesh_ranks
@@ -68,8 +68,8 @@ def test_a_mesh_of_other_than_the_launched_ranks_is_refused() -> None:
 
 def test_degrees_that_do_not_divide_the_model_are_refused() -> None:
     llama = build_model("llama")
-    assert working_degrees(llama) == [1, 2]
-    with pytest.raises(ConfigError, match=r"over 4 tensor-parallel ranks: .* allow 1 or 2\."):
+    check_degree(llama, 2)
+    with pytest.raises(ConfigError, match=r"ranks: 4 does not .* tensor_parallel to 1 or 2,"):
         check_degree(llama, 4)
     with pytest.raises(ConfigError, match="transformers has no plan for it"):
         check_degree(build_model("gpt2"), 2)

@@ -78,7 +78,7 @@ def test_two_ranks_train_as_one_through_changes_of_their_mesh(
     before = weights_of(alone.publish(policy_version=0, **mine))
     for k, mesh in enumerate(MESHES):
         if k:
-            group.relayout(deployment(**mesh), **site(k))
+            group.reshard(deployment(**mesh), **site(k))
         given = {"manifests": recorded.manifests(k), "checkpoint": None, "record": {}}
         context.iteration = k
         wanted = alone.update(**given)

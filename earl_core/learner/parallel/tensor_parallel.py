@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from earl_core.deployment.feasibility import tensor_degrees
+from earl_core.deployment.feasibility import tensor_degrees, tensor_problem
 from earl_core.learner.head import decoder_of, head_of
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.pretrained.huggingface import PreTrainedModel
@@ -72,26 +72,18 @@ def split_over_ranks(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularySha
 
 def check_degree(model: PreTrainedModel, degree: int) -> None:
     """Raise ConfigError unless the model can be split over so many ranks."""
-    problem = _unsplittable(model)
-    if degree > 1 and problem:
+    if degree == 1:
+        return
+    problem, working = _unsplittable(model), [1]
+    if not problem:
+        shape = ModelShape.from_config(model.config.to_dict())
+        problem, working = tensor_problem(shape, degree, False), tensor_degrees(shape, False)
+    if problem:
         raise ConfigError(
-            f"{type(model).__name__} cannot be split over tensor-parallel ranks: {problem}. Use "
-            "shard or context_parallel instead."
+            f"{type(model).__name__} cannot be split over {degree} tensor-parallel ranks: "
+            f"{problem}: set tensor_parallel to {' or '.join(map(str, working))}, or use shard or "
+            "context_parallel instead"
         )
-    working = working_degrees(model)
-    if degree not in working:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be split over {degree} tensor-parallel ranks: its "
-            f"heads, key-value heads and feed-forward width allow {_listed(working)}. Set "
-            "tensor_parallel to one of these, or use shard or context_parallel instead."
-        )
-
-
-def working_degrees(model: PreTrainedModel) -> list[int]:
-    """Tensor-parallel degrees that divide what is split; 1 alone without a plan that is known."""
-    if _unsplittable(model):
-        return [1]
-    return tensor_degrees(ModelShape.from_config(model.config.to_dict()), engine=False)
 
 
 def _unsplittable(model: PreTrainedModel) -> str:
@@ -108,11 +100,6 @@ def _unsplittable(model: PreTrainedModel) -> str:
         if embedding is nn.Embedding
         else f"its embeddings are of a special kind ({embedding.__name__})"
     )
-
-
-def _listed(degrees: list[int]) -> str:
-    *most, last = map(str, degrees)
-    return f"{', '.join(most)} or {last}" if most else f"{last} only"
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:

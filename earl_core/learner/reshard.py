@@ -1,4 +1,4 @@
-"""Another layout for a live learner: its mesh, and what a deployment says besides."""
+"""Another stage deployment for a live learner: its mesh, and what is said besides."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from earl_core.learner.state.reshard import move_state
 from earl_core.selector import StageDeployment
 
 
-def relayout(
+def reshard(
     learner: PolicyLearner, deployment: StageDeployment, settings: UpdateConfig
 ) -> dict[str, float]:
-    """Lay the learner out as the deployment says; weights and optimizer state stay, bit for bit.
+    """Reshard the learner as the deployment says; weights and optimizer state stay, bit for bit.
 
     settings: the update's, as the deployment has them. Collective; the number of ranks stays.
     Returns the seconds it took, the bytes that this rank received, and the most memory it used
