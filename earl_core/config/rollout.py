@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from earl_core.config.settings import Options, Settings
 
@@ -91,23 +91,16 @@ class RolloutConfig(Settings):
     top_k: int = 0
     vllm: VllmConfig = VllmConfig()
 
-    @field_validator("top_p")
+    @field_validator("top_p", "top_k")
     @classmethod
-    def _no_top_p(cls, value: float) -> float:
-        if value != 1.0:
+    def _unbiased(cls, value: float, info: ValidationInfo) -> float:
+        name = str(info.field_name)
+        whole = cls.model_fields[name].default
+        if value != whole:
             raise ValueError(
-                "rollout.top_p must stay 1.0: with top-p the recorded log-probs are not those of "
-                "the policy being trained, and importance ratios become biased"
-            )
-        return value
-
-    @field_validator("top_k")
-    @classmethod
-    def _no_top_k(cls, value: int) -> int:
-        if value != 0:
-            raise ValueError(
-                "rollout.top_k must stay 0: with top-k the recorded log-probs are not those of "
-                "the policy being trained, and importance ratios become biased"
+                f"rollout.{name} must stay {whole}: with {name.replace('_', '-')} the recorded "
+                "log-probs are not those of the policy being trained, and importance ratios become "
+                "biased"
             )
         return value
 
