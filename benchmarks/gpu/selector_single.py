@@ -39,7 +39,7 @@ from earl_core.learner.reshard import reshard
 from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.selector import Hardware, ModelShape
-from earl_core.selector.model.candidates import rungs
+from earl_core.selector.model.candidates import fallbacks
 from earl_core.selector.model.catalogue import memory_model
 from earl_core.selector.model.memory_model import TrainingNeeds
 from earl_core.selector.model.sizes import logits_chunk
@@ -139,14 +139,15 @@ class Update:
         )
 
     def cells(self, context: int) -> list[Cell]:
-        """Every budget on every rung; budgets that cut the samples alike are measured once."""
+        """Every budget at every step of the memory fallback; those that cut the samples alike are
+        measured once."""
         count = max(1, self._given.step_tokens // context)
-        chunk = logits_chunk(self._vocabulary)
+        chunk, mesh = logits_chunk(self._vocabulary), StageDeployment("update")
         layouts = [
-            rung
+            step
             for budget in self._given.budgets
-            for rung in rungs(StageDeployment("update", max_tokens_per_microbatch=budget), chunk)
-            if not rung.offload_optimizer
+            for step in fallbacks(mesh._replace(max_tokens_per_microbatch=budget), chunk)
+            if not step.offload_optimizer
         ]
         first: dict[StageDeployment, StageDeployment] = {}
         for layout in layouts:

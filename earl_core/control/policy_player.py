@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -116,7 +115,6 @@ class PolicyPlayer:
         self.config = config.model_copy(update={"model": model})
         self.checkpoint = checkpoint
         self._on_progress = on_progress
-        self._stopped = threading.Event()
         with ExitStack() as held:
             if checkpoint.marker is not None:
                 held.enter_context(holding_checkpoint(checkpoint.marker))
@@ -174,7 +172,6 @@ class PolicyPlayer:
 
     def interrupt(self) -> None:
         """End the worker now, from any thread; a call under way raises."""
-        self._stopped.set()
         self._group.stop(grace_seconds=2.0)
 
     def _start(self) -> None:

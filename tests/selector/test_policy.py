@@ -173,7 +173,7 @@ def test_short_contexts_have_no_context_parallelism(model: str, episodes: int) -
     assert select(item)["update"].context_parallel == 1
 
 
-def test_ladder_ends_in_an_error_that_names_the_bytes() -> None:
+def test_memory_fallback_ends_in_an_error_that_names_the_bytes() -> None:
     with pytest.raises(NoFeasiblePlan, match=r"of the update fits .* needs [\d.]+ GiB, but only"):
         select(given(8192.0, model="qwen2.5-72b"))
     assert gib(3 * 2**30) == "3.0 GiB"

@@ -68,7 +68,7 @@ def test_a_smaller_microbatch_holds_the_longest_sample(asked: int, longest: floa
     assert coarse(longest) <= longest <= coarse_above(longest) <= 2 * longest
 
 
-def ladder(context: float) -> tuple[list[StageDeployment], NoFeasiblePlan]:
+def fallback(context: float) -> tuple[list[StageDeployment], NoFeasiblePlan]:
     """What is chosen for the update with ever less memory, and the error in the end."""
     seen: list[StageDeployment] = []
     item = host(24.0, context, selector={"stages": ("update",)})
@@ -86,8 +86,8 @@ def ladder(context: float) -> tuple[list[StageDeployment], NoFeasiblePlan]:
     return seen, error.value
 
 
-def test_the_ladder_on_a_cpu_begins_with_smaller_microbatches() -> None:
-    seen, error = ladder(500.0)
+def test_the_memory_fallback_on_a_cpu_begins_with_smaller_microbatches() -> None:
+    seen, error = fallback(500.0)
     assert [item.max_tokens_per_microbatch for item in seen] == [4096, 2048, 1024, 1024]
     # The longest sample has 1,000 tokens, and the policy wrote half of them: logits are few.
     assert [item.activation_checkpointing for item in seen] == [False, False, False, True]
@@ -99,8 +99,8 @@ def test_the_ladder_on_a_cpu_begins_with_smaller_microbatches() -> None:
     assert f"only {gib(nearest.budget)} are available" in str(error)
 
 
-def test_the_ladder_of_long_samples_has_logits_in_chunks_before_checkpointing() -> None:
-    seen, _ = ladder(2000.0)
+def test_the_memory_fallback_of_long_samples_has_logits_in_chunks_before_checkpointing() -> None:
+    seen, _ = fallback(2000.0)
     chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary)
     # No smaller microbatch holds the longest sample.
     assert min(item.max_tokens_per_microbatch for item in seen) == 4096

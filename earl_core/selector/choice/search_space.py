@@ -1,8 +1,8 @@
 """Which candidates of a stage are put up for choice, once memory and settings have had their say.
 
-`candidates` lists what hardware and model allow. Here the ladder against memory running out is
-climbed: smaller microbatches (or fewer sequences at a time), logits in chunks, checkpointing,
-offload. Without measurements a rung above the first that fits can only be slower, and is left out.
+`candidates` lists what hardware and model allow. Here the memory fallback takes its steps: smaller
+microbatches (or fewer sequences at a time), logits in chunks, checkpointing, offload. Without
+measurements a step beyond the first that fits can only be slower, and is left out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector.model.candidates import (
     Offers,
     RuledOut,
+    fallbacks,
     rollout_candidates,
-    rungs,
     training_candidates,
 )
 from earl_core.selector.model.sizes import coarse, logits_chunk, smaller_microbatches
@@ -95,10 +95,10 @@ def _training(predictor: Predictor, stage: str) -> Offers:
         sized = partial(_with_microbatch, first)
         if predictor.measured(stage):
             for size in (*larger, asked, *tried):
-                made += _ladder(predictor, sized(size))
+                made += _fallbacks(predictor, sized(size))
         else:
             for size in (*larger, asked):
-                made += _first_that_fits(predictor, _ladder(predictor, sized(size)))
+                made += _first_that_fits(predictor, _fallbacks(predictor, sized(size)))
         if not predictor.fits(first):
             made += _less_at_a_time(predictor, [sized(size) for size in smaller])
     return made, out
@@ -126,10 +126,10 @@ def _less_at_a_time(
     for candidate in smaller:
         if predictor.fits(candidate):
             return [candidate]
-    return _first_that_fits(predictor, _ladder(predictor, smaller[-1])) if smaller else []
+    return _first_that_fits(predictor, _fallbacks(predictor, smaller[-1])) if smaller else []
 
 
-def _ladder(predictor: Predictor, candidate: StageDeployment) -> Iterator[StageDeployment]:
+def _fallbacks(predictor: Predictor, candidate: StageDeployment) -> Iterator[StageDeployment]:
     free = "update.activation_checkpointing" not in predictor.given.selector.fixed_fields
     chunk = logits_chunk(predictor.shape.vocabulary)
     saved = predictor.stage_peak(candidate) - predictor.stage_peak(
@@ -139,18 +139,18 @@ def _ladder(predictor: Predictor, candidate: StageDeployment) -> Iterator[StageD
         # The learner never computes all logits at once: smaller chunks than its own slow the head
         # down, and on a CPU they may take more than they save.
         chunk = 0
-    for rung in rungs(candidate, chunk, free and candidate.stage == "update"):
+    for step in fallbacks(candidate, chunk, free and candidate.stage == "update"):
         # On a CPU the optimizer lies in the host's memory as it is.
-        if not (rung.offload_optimizer and predictor.memory.shared) and _as_fixed(rung, predictor):
-            yield rung
+        if not (step.offload_optimizer and predictor.memory.shared) and _as_fixed(step, predictor):
+            yield step
 
 
 def _first_that_fits(
-    predictor: Predictor, ladder: Iterable[StageDeployment]
+    predictor: Predictor, steps: Iterable[StageDeployment]
 ) -> list[StageDeployment]:
-    """One rung; the last when none fits, and none of an empty ladder."""
+    """One step; the last when none fits, and none where there are none."""
     last = None
-    for last in ladder:
+    for last in steps:
         if predictor.fits(last):
             break
     return [] if last is None else [last]

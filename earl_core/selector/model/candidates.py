@@ -100,7 +100,7 @@ def training_candidates(
 ) -> Offers:
     """Meshes of replicas x shard x context x tensor parallel ranks that fill the hardware.
 
-    Checkpointing, chunked logits and offload are rungs that a memory check climbs (`rungs`).
+    Checkpointing, chunked logits and offload are steps of the memory fallback (`fallbacks`).
     """
     if not hardware.gpus:
         return [cpu.mesh(stage, hardware)._replace(max_tokens_per_microbatch=microbatch)], []
@@ -119,7 +119,8 @@ def training_candidates(
                 )
             elif parallel > episodes:
                 reason = (
-                    f"{parallel} data-parallel ranks for {episodes} episodes: some would stand idle"
+                    f"{parallel} data-parallel replicas for {episodes} episodes: some would stand "
+                    "idle"
                 )
             if reason:
                 out.append(RuledOut(stage, f"TP {tensor}, CP {context}", reason))
@@ -130,7 +131,7 @@ def training_candidates(
     return made, out
 
 
-def rungs(
+def fallbacks(
     candidate: StageDeployment, chunk: int, vary_checkpointing: bool = True
 ) -> Iterator[StageDeployment]:
     """The candidate, then itself with ever more means against memory running out, fastest first:
