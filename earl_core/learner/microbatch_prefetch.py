@@ -8,9 +8,11 @@ packing is a pure function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,14 +57,6 @@ class FedMicrobatch:
     context: TrainedGather | None = None
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    packed: PackedMicrobatch
-    share: PackShare | None
-    boundaries: SampleBoundaries
-    sent: SentBuffer | None
-
-
 class Feed:
     """Gives the microbatches of a plan in order, on `device`. One iteration at a time.
 
@@ -89,44 +83,44 @@ class Feed:
         if not plan:
             return
         with ThreadPoolExecutor(1, thread_name_prefix="feed") as thread:
-            coming: Future[_Prepared] = thread.submit(self._prepare, samples, plan[0], 0)
+            coming = thread.submit(self._prepare, samples, plan[0], 0)
             for number, rows in enumerate(plan[1:], start=1):
-                ready = coming.result()
+                deliver = coming.result()
                 coming = thread.submit(self._prepare, samples, rows, number)
-                yield self._deliver(ready)
-                del ready
-            yield self._deliver(coming.result())
+                yield deliver()
+                del deliver
+            yield coming.result()()
 
     def _prepare(
         self, samples: Sequence[TrainingSample], rows: Sequence[int], number: int
-    ) -> _Prepared:
-        if not self._stagings:
-            packed = pack(samples, rows)
-            share = self._share(packed, np.empty)
-            return _Prepared(packed, share, self._boundaries(packed, share), None)
-        staging = self._stagings[number % 2]
-        tokens = sum(len(samples[row].tokens) for row in rows)
-        per_token = _BYTES_PER_TOKEN if self._context is None else _BYTES_PER_TOKEN_SHARED_OUT
-        staging.begin(tokens * per_token + _SLACK_BYTES)
-        packed = pack(samples, rows, staging.allocate)
-        share = self._share(packed, staging.allocate)
+    ) -> Callable[[], FedMicrobatch]:
+        """Pack a microbatch and send it; the rest is done by whoever computes."""
+        staging = self._stagings[number % 2] if self._stagings else None
+        allocate: Allocate = np.empty
+        if staging is not None:
+            tokens = sum(len(samples[row].tokens) for row in rows)
+            per_token = _BYTES_PER_TOKEN if self._context is None else _BYTES_PER_TOKEN_SHARED_OUT
+            staging.begin(tokens * per_token + _SLACK_BYTES)
+            allocate = staging.allocate
+        packed = pack(samples, rows, allocate)
+        share = None if self._context is None else share_of(packed, self._context, allocate)
+        exchange = None if share is None else share.exchange
         # Copies from ordinary memory wait for their stream: on the computing one, for the current
         # microbatch.
-        with staging.copying():
-            boundaries = self._boundaries(packed, share)
-        return _Prepared(packed, share, boundaries, staging.send())
+        with nullcontext() if staging is None else staging.copying():
+            boundaries = SampleBoundaries.from_tree(packed.tree, self._device, exchange)
+        sent = None if staging is None else staging.send()
+        return partial(self._deliver, packed, share, boundaries, sent)
 
-    def _share(self, packed: PackedMicrobatch, allocate: Allocate) -> PackShare | None:
-        return None if self._context is None else share_of(packed, self._context, allocate)
-
-    def _boundaries(self, packed: PackedMicrobatch, share: PackShare | None) -> SampleBoundaries:
-        exchange = None if share is None else share.exchange
-        return SampleBoundaries.from_tree(packed.tree, self._device, exchange)
-
-    def _deliver(self, ready: _Prepared) -> FedMicrobatch:
-        packed, share, sent = ready.packed, ready.share, ready.sent
+    def _deliver(
+        self,
+        packed: PackedMicrobatch,
+        share: PackShare | None,
+        boundaries: SampleBoundaries,
+        sent: SentBuffer | None,
+    ) -> FedMicrobatch:
         if sent is not None:
-            sent.receive(ready.boundaries.tensors())
+            sent.receive(boundaries.tensors())
 
         def place(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array) if sent is None else sent.tensor(array)
@@ -135,7 +129,7 @@ class Feed:
         tensors = PackedTensors(
             tokens=place(mine.tokens),
             position_ids=place(mine.position_ids),
-            boundaries=ready.boundaries,
+            boundaries=boundaries,
             predictors=place(mine.predictors),
             targets=place(mine.targets),
         )

@@ -18,7 +18,12 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
-from earl_core.learner.data.minibatches import Minibatch, SampleTable, split_table
+from earl_core.learner.data.minibatches import (
+    Minibatch,
+    episodes_on_several,
+    sample_table,
+    split_table,
+)
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.head import EntropyMode
 from earl_core.learner.microbatch_loss import Algorithm
@@ -189,11 +194,11 @@ class PolicyLearner:
         rate = learning_rate(config, iteration, self.iterations)
         self.optimizer.learning_rate = rate
         metrics = UpdateMetrics(rate)
-        table = self._table(samples)
+        table, own = self._table(samples)
         steps = 0
         for epoch in range(config.epochs):
             minibatches = split_table(
-                table, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch
+                table, own, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch
             )
             plans = [self._plan(samples, minibatch.rows) for minibatch in minibatches]
             counts = self._levelled(plans)
@@ -233,18 +238,16 @@ class PolicyLearner:
         """Whether ranks with other samples count on this one even where it has none."""
         return self.mesh.deployment.data_parallel > 1
 
-    def _table(self, samples: Sequence[TrainingSample]) -> SampleTable:
-        """What decides the minibatches, of all ranks' samples."""
-        parts = self._ranks.gather_rows(SampleTable.of(samples).columns)
-        table = SampleTable.joined(parts, self._ranks.rank)
-        if self._algorithm.whole_episodes and len(parts) > 1:
-            torn = table.episodes_on_several(parts)
-            if torn:
-                raise ValueError(
-                    f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
-                    "samples of an episode together: deal whole episodes or groups to the ranks."
-                )
-        return table
+    def _table(self, samples: Sequence[TrainingSample]) -> tuple[np.ndarray, range]:
+        """What decides the minibatches, of all ranks' samples, and which rows are this rank's."""
+        parts = self._ranks.gather_rows(sample_table(samples))
+        if self._algorithm.whole_episodes and (torn := episodes_on_several(parts)):
+            raise ValueError(
+                f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
+                "samples of an episode together: deal whole episodes or groups to the ranks."
+            )
+        first = sum(map(len, parts[: self._ranks.rank]))
+        return np.concatenate(parts), range(first, first + len(samples))
 
     def _plan(self, samples: Sequence[TrainingSample], rows: Sequence[int]) -> list[list[int]]:
         """Which rows make a microbatch."""

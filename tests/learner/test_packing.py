@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.learner.data.minibatches import Minibatch, SampleTable, split_table
+from earl_core.learner.data.minibatches import Minibatch, sample_table, split_table
 from earl_core.learner.data.packing import TrainingSample, pack, plan_microbatches
 from tests.learner.helpers import random_samples
 
@@ -97,7 +97,7 @@ def test_bad_samples_are_refused_with_a_sentence() -> None:
 
 def split_minibatches(samples: list[TrainingSample], count: int, **seeds: int) -> list[Minibatch]:
     """Of samples that are all there are."""
-    return split_table(SampleTable.of(samples), count, **seeds)
+    return split_table(sample_table(samples), range(len(samples)), count, **seeds)
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 3))

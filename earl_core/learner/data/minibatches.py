@@ -26,60 +26,35 @@ class Minibatch:
     token_counts: dict[int, int]
 
 
-@dataclass(frozen=True)
-class SampleTable:
-    """What a split needs to know of all ranks' samples, and which of them are this rank's.
+def sample_table(samples: Sequence[TrainingSample]) -> np.ndarray:
+    """What a split must know of samples, int64 [rows, 4]: sample, group, episode, trained tokens."""
+    rows = [
+        (each.sample_id, each.group_id, each.episode_id, np.count_nonzero(each.loss_mask))
+        for each in samples
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
-    columns: int64 [rows, 4]: sample, group and episode, trained tokens. first, stop: the rows of
-    this rank.
-    """
 
-    columns: np.ndarray
-    first: int
-    stop: int
-
-    @classmethod
-    def of(cls, samples: Sequence[TrainingSample]) -> SampleTable:
-        """The table of these samples alone."""
-        columns = np.array(
-            [
-                (
-                    sample.sample_id,
-                    sample.group_id,
-                    sample.episode_id,
-                    np.count_nonzero(sample.loss_mask),
-                )
-                for sample in samples
-            ],
-            dtype=np.int64,
-        ).reshape(-1, 4)
-        return cls(columns, 0, len(samples))
-
-    @classmethod
-    def joined(cls, parts: Sequence[np.ndarray], own: int) -> SampleTable:
-        """The ranks' columns as one table; `own`: which part is this rank's."""
-        first = sum(len(part) for part in parts[:own])
-        return cls(np.concatenate(parts), first, first + len(parts[own]))
-
-    def episodes_on_several(self, parts: Sequence[np.ndarray]) -> list[int]:
-        """Episodes with samples in more than one of the parts."""
-        owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        pairs = np.unique(np.stack([self.columns[:, 2], owners]), axis=1)[0]
-        episodes, ranks = np.unique(pairs, return_counts=True)
-        return [int(episode) for episode in episodes[ranks > 1]]
+def episodes_on_several(tables: Sequence[np.ndarray]) -> list[int]:
+    """Episodes with samples in more than one of the ranks' tables."""
+    found, ranks = np.unique(
+        np.concatenate([np.unique(table[:, 2]) for table in tables]), return_counts=True
+    )
+    return [int(episode) for episode in found[ranks > 1]]
 
 
 def split_table(
-    table: SampleTable, count: int, *, seed: int, iteration: int, epoch: int
+    table: np.ndarray, own: range, count: int, *, seed: int, iteration: int, epoch: int
 ) -> list[Minibatch]:
     """Cut the samples into at most `count` minibatches of whole groups.
 
+    table: `sample_table` of all ranks' samples; own: which of its rows are this rank's.
     Groups are put in an order hashed from (seed, iteration, epoch, group), so the split depends
     on nothing else, least of all on which rank has which sample, and are dealt out in equal numbers
     as far as possible. With fewer groups than `count` there are fewer minibatches. Rows keep their
     order inside a minibatch; one without a trained token is left out.
     """
-    _, group_ids, episode_ids, trained = table.columns.T
+    _, group_ids, episode_ids, trained = table.T
     groups, group_of_row = np.unique(group_ids, return_inverse=True)
 
     def draw(index: int) -> tuple[int, int]:
@@ -94,7 +69,7 @@ def split_table(
         sums = np.bincount(episode_of_row, weights=trained[rows], minlength=len(episodes))
         counts = dict(zip(episodes.tolist(), sums.astype(np.int64).tolist(), strict=True))
         if any(counts.values()):
-            own = rows[(rows >= table.first) & (rows < table.stop)] - table.first
+            mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
             totals = Totals.from_token_counts(counts.values())
-            minibatches.append(Minibatch(tuple(own.tolist()), totals, counts))
+            minibatches.append(Minibatch(tuple(mine.tolist()), totals, counts))
     return minibatches

@@ -16,7 +16,7 @@ import numpy as np
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
 from earl_core.dispatch.reads.sources import Sources, join
-from earl_core.learner.data.minibatches import SampleTable, split_table
+from earl_core.learner.data.minibatches import split_table
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.selector import ModelShape, StageDeployment
@@ -143,9 +143,10 @@ def by_minibatch(count: int, *, seed: int, iteration: int) -> Split:
 
     def split(rows: np.ndarray, groups: np.ndarray) -> np.ndarray:
         columns = [rows, groups, rows >> SAMPLE_BITS, np.ones_like(rows)]
-        table = SampleTable(np.stack(columns, axis=1), 0, len(rows))
+        table = np.stack(columns, axis=1)
         parts = np.zeros(len(rows), dtype=np.int64)
-        minibatches = split_table(table, count, seed=seed, iteration=iteration, epoch=0)
+        everything = range(len(rows))
+        minibatches = split_table(table, everything, count, seed=seed, iteration=iteration, epoch=0)
         for number, minibatch in enumerate(minibatches):
             parts[list(minibatch.rows)] = number
         return parts
