@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,8 +122,8 @@ def test_the_next_microbatch_is_packed_while_the_current_one_is_used(
     packed = [threading.Event() for _ in plan]
     order = iter(packed)
 
-    def signalling(samples: Sequence[TrainingSample], rows: Sequence[int]) -> PackedMicrobatch:
-        made = pack(samples, rows)
+    def signalling(*arguments: Any) -> PackedMicrobatch:
+        made = pack(*arguments)
         next(order).set()
         return made
 

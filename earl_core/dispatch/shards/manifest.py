@@ -165,7 +165,22 @@ _Format = Literal["earl.manifest/3"]
 
 
 class Manifest(_Record):
-    """What one stage or step of one iteration produced."""
+    """What one stage or step of one iteration produced.
+
+    A worked example: one entry of a rollout, of two samples with 5 and 3 tokens (only two of its
+    columns are shown; numbers are bytes from the start of the file, as start and length):
+
+        host, file   oak, 000012-rollout-0-1795389154657751423.arrow   (the last is the generation)
+        rows         2
+        row_ids      131072, 196608         the first samples of episodes 2 and 3
+        axes         tokens: 5, 3
+        columns      sample_id: int64, values (896, 16)
+                     tokens: int32, values (1024, 32), offsets (960, 24), axis tokens
+        body         (896, 192)             ends where the last column ends, rounded up to 64
+        checksums    (12184, 16)            of the layout, and of the body's only block
+
+    The tokens of the second row are the 3 * 4 bytes from 1024 + 5 * 4 on: no reader needs more.
+    """
 
     format: _Format = FORMAT
     run: str

@@ -27,7 +27,7 @@ class Minibatch:
 
 
 def sample_table(samples: Sequence[TrainingSample]) -> np.ndarray:
-    """What a split must know of samples, int64 [rows, 4]: sample, group, episode, trained tokens."""
+    """What a split knows of samples, int64 [rows, 4]: sample, group, episode, trained tokens."""
     rows = [
         (each.sample_id, each.group_id, each.episode_id, np.count_nonzero(each.loss_mask))
         for each in samples

@@ -75,6 +75,18 @@ class PackedMicrobatch:
     token's place in its sample. predictors: int64 [T'], row after row, where the hidden state that
     predicts the trained token stands (one before it). targets: int64 [T'], the trained tokens.
     episode_ids: int64 [E], ascending; episode_index: int64 [T'], into it. columns: float32 [T'].
+
+    A worked example: two samples, of the episodes 3 and 2, whose last two tokens are trained:
+
+        tokens         5 40 41  7  9     5 40  8  6
+        position_ids   0  1  2  3  4     0  1  2  3
+        predictors     2  3              6  7
+        targets        7  9              8  6
+        episode_ids    2 3
+        episode_index  1  1              0  0
+        lengths = 5, 4; trained_counts = 2, 2
+
+    Had both begun with the same 32 tokens or more, the pack would hold those once.
     """
 
     rows: tuple[int, ...]
