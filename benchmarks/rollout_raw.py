@@ -28,7 +28,7 @@ class _Raw:
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's `EngineArgs`; sets the environment that its processes read."""
-        vllm_environment.prepare(self._scratch, 1, self._rollout.threads, ())
+        vllm_environment.prepare(self._scratch, 1, self._rollout.threads)
         vllm_environment.load()
         from vllm.platforms import current_platform
 

@@ -64,15 +64,12 @@ class PackedTensors:
         )
 
 
-def load_policy(
-    config: ModelConfig, *, directory: Path | None = None, activation_checkpointing: bool = False
-) -> PreTrainedModel:
+def load_policy(config: ModelConfig, *, activation_checkpointing: bool = False) -> PreTrainedModel:
     """Load a causal language model for packed training, in float32, dropout off.
 
-    directory: read the weights from here instead of `config.path` (a checkpoint's `policy/`).
     Raises ConfigError when it is missing or when its architecture cannot be trained packed.
     """
-    path = Path(config.path) if directory is None else directory
+    path = Path(config.path)
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"There is no model at {path}: set model.path to a directory with config.json, "
@@ -113,12 +110,12 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def load_tokenizer(config: ModelConfig, directory: Path | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with `config.chat_template` in place of its own when given."""
     tokenizer = cast(
         PreTrainedTokenizerBase,
         AutoTokenizer.from_pretrained(
-            Path(config.path) if directory is None else directory,
+            Path(config.path),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
         ),

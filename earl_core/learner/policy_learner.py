@@ -47,8 +47,8 @@ BeforeStep = Callable[[Mapping[str, float]], None]
 class PolicyLearner:
     """Trains one causal language model, alone or as one rank of a mesh.
 
-    model: what to load; directory: read weights and tokenizer from here instead of `model.path`.
-    temperature: that of the rollout; logits are divided by it. iterations, seed: of the run.
+    model: what to load. temperature: that of the rollout; logits are divided by it. iterations,
+    seed: of the run.
     mesh: the ranks that train together; all of them call each method alike, those of one replica
     with the same samples, and what they compute is what one process would compute from all
     samples. logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
@@ -67,7 +67,6 @@ class PolicyLearner:
         temperature: float = 1.0,
         iterations: int = 1,
         seed: int = 0,
-        directory: Path | None = None,
         mesh: UpdateMesh | None = None,
         logits_chunk_tokens: int | None = None,
         offload_optimizer: bool = False,
@@ -81,10 +80,8 @@ class PolicyLearner:
         self.seed = seed
         self._algorithm = Algorithm(algorithm)
         self._accelerator = _accelerator(update.precision)
-        loaded = load_policy(
-            model, directory=directory, activation_checkpointing=update.activation_checkpointing
-        )
-        self.tokenizer = load_tokenizer(model, directory)
+        loaded = load_policy(model, activation_checkpointing=update.activation_checkpointing)
+        self.tokenizer = load_tokenizer(model)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
         parallel = parallelize(
             loaded, mesh, chunk_tokens=logits_chunk_tokens, float32_head=model.float32_head

@@ -64,14 +64,14 @@ def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
     return VllmEngine(directory, tensor_parallel=ranks, settings=rollout.vllm, **common)
 
 
-def model_positions(config: RunConfig) -> int:
-    """Tokens of the longest sequence that the model can have, by its `config.json`.
+def model_shape(config: RunConfig) -> ModelShape:
+    """The model's sizes, by its `config.json`.
 
     Raises `ConfigError` when the model is missing or its configuration lacks the usual numbers.
     """
     path = model_directory(config) / "config.json"
     try:
-        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8"))).max_positions
+        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ConfigError(f"{path} cannot be used: {error}") from error
 

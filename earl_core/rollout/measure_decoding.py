@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import threading
@@ -13,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from earl_core.config import RunConfig
-from earl_core.deployment.shapes import ModelShape
-from earl_core.rollout.engine_factory import model_directory
+from earl_core.rollout.engine_factory import model_shape
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.system.errors import Cancelled
 from earl_core.system.out_of_memory import guarded
@@ -64,7 +62,7 @@ async def measure_decoding(
     give_back_free_memory()
     reset_peaks(pids)
     started = time.perf_counter()
-    prompts = load.prompts(_vocabulary(config), engine.max_model_len)
+    prompts = load.prompts(model_shape(config).vocabulary, engine.max_model_len)
     try:
         with guarded("rollout", f"decoding {load.requests} sequences of {load.context} tokens"):
             rates = await _rates(engine, prompts, load.seconds, cancelled)
@@ -100,11 +98,6 @@ async def _rates(
         count = sum(len(answer.tokens) for answer in answers)
         rates.append(count / (time.perf_counter() - began))
     return rates
-
-
-def _vocabulary(config: RunConfig) -> int:
-    raw = json.loads((model_directory(config) / "config.json").read_text(encoding="utf-8"))
-    return ModelShape.from_config(raw).vocabulary
 
 
 def _peak(engine: Engine, pids: Sequence[int]) -> float:

@@ -27,7 +27,7 @@ from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import (
     build_engine,
     load_chat_tokenizer,
-    model_positions,
+    model_shape,
 )
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
@@ -90,7 +90,7 @@ class RolloutWorker:
         if self._engine is not None:
             return
         self._chat = load_chat_tokenizer(self._config)
-        self._positions = model_positions(self._config)
+        self._positions = model_shape(self._config).max_positions
         engine = build_engine(self._config, self._deployment)
         try:
             await engine.start()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from earl_core.dispatch import ShardEntry, ShardStore
+from earl_core.dispatch import ManifestError, ShardEntry, ShardStore
 from earl_core.dispatch.remote import (
     Proof,
     RemoteRead,
@@ -205,7 +205,7 @@ def test_damaged_memory_of_the_producer_is_found(
 
 
 def test_a_pending_checksum_is_refused(entry: ShardEntry) -> None:
-    with pytest.raises(TransportError, match="seal the manifest"):
+    with pytest.raises(ManifestError, match="seal the manifest"):
         Proof.of(entry.model_copy(update={"checksum": ""}))
 
 

@@ -9,11 +9,12 @@ producers are listed changes nothing. Every rank can make it for itself.
           sources_of(rank)       where each row of a rank lies
 
 A worked example: four rows of 5, 3, 4 and 4 tokens, the first two in a shard on host oak, the
-others in one on elm, and two consumers, rank 0 on oak and rank 1 on elm. At a cost of 1 a token both
-hosts hold 8, so every row stays where it is: `owner` is 0 0 1 1 and `imbalance` 0. `sources_of(1)`
-has the rows 2 and 3 and, for `tokens` (int32, from byte 1024 of its file on), `shard` 1 1, `start`
-1024 1040 and `length` 16 16. Were the first row of 13 tokens, both rows of oak would be too much for
-rank 0: the second would go to rank 1, which would receive its 12 bytes from oak.
+others in one on elm, and two consumers, rank 0 on oak and rank 1 on elm. At a cost of 1 a token
+both hosts hold 8, so every row stays where it is: `owner` is 0 0 1 1 and `imbalance` 0.
+`sources_of(1)` has the rows 2 and 3 and, for `tokens` (int32, from byte 1024 of its file on),
+`shard` 1 1, `start` 1024 1040 and `length` 16 16. Were the first row of 13 tokens, both rows of
+oak would be too much for rank 0: the second would go to rank 1, which would receive its 12 bytes
+from oak.
 """
 
 from __future__ import annotations

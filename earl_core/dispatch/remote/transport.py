@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from earl_core.dispatch.shards.manifest import ShardEntry
+from earl_core.dispatch.shards.checksums import Proof
 from earl_core.system.errors import EarlError
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}-(\d{1,20})\.arrow")
@@ -30,43 +30,6 @@ class Range(NamedTuple):
     generation: int
     start: int
     length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What a manifest says about a shard's file that lets its bytes be checked.
-
-    body and checksums: start and length in bytes. checksum: xxh3_64 of the block table, in hex.
-    layout: what the table says of rows, lengths and columns.
-    """
-
-    file: str
-    generation: int
-    bytes: int
-    body: tuple[int, int]
-    checksums: tuple[int, int]
-    block_bytes: int
-    checksum: str
-    layout: int
-
-    @classmethod
-    def of(cls, entry: ShardEntry) -> Proof:
-        """From a manifest's entry. Raises `TransportError` while the checksum is pending."""
-        if not entry.checksum:
-            raise TransportError(
-                f"the shard {entry.file} has no checksum yet, so its bytes cannot be proved to "
-                "another host: seal the manifest before other hosts read it"
-            )
-        return cls(
-            entry.file,
-            entry.generation,
-            entry.bytes,
-            entry.body,
-            entry.checksums,
-            entry.block_bytes,
-            entry.checksum,
-            entry.layout,
-        )
 
 
 @dataclass(frozen=True)

@@ -14,33 +14,55 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.shards.manifest import ManifestError, Span
+from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry, Span
 
 BLOCK_BYTES = 256 * 1024
 
 
-class Checksummed(Protocol):
-    """What must be known of a shard to verify it; a `ShardEntry` is one."""
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a manifest says about a shard's file that lets its bytes be checked.
 
-    @property
-    def file(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def body(self) -> Span: ...
-    @property
-    def checksums(self) -> Span: ...
-    @property
-    def block_bytes(self) -> int: ...
-    @property
-    def layout(self) -> int: ...
-    @property
-    def checksum(self) -> str: ...
+    body and checksums: start and length in bytes. checksum: xxh3_64 of the block table, in hex.
+    layout: what the table says of rows, lengths and columns.
+    """
+
+    file: str
+    generation: int
+    bytes: int
+    body: tuple[int, int]
+    checksums: tuple[int, int]
+    block_bytes: int
+    checksum: str
+    layout: int
+
+    @classmethod
+    def of(cls, entry: ShardEntry) -> Proof:
+        """From a manifest's entry. Raises `ManifestError` while the checksum is pending."""
+        if not entry.checksum:
+            raise ManifestError(
+                f"the shard {entry.file} has no checksum yet, so its bytes cannot be proved to "
+                "another host: seal the manifest before other hosts read it"
+            )
+        return cls(
+            entry.file,
+            entry.generation,
+            entry.bytes,
+            entry.body,
+            entry.checksums,
+            entry.block_bytes,
+            entry.checksum,
+            entry.layout,
+        )
+
+
+Checksummed = ShardEntry | Proof
+"""What says enough of a shard to verify it."""
 
 
 def table_bytes(body_length: int) -> int:

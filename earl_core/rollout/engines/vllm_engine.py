@@ -66,21 +66,20 @@ class VllmEngine:
         max_running_requests: int = 256,
         max_model_len: int | None = None,
         threads: int = 0,
-        cores: Sequence[int] = (),
         tensor_parallel: int = 1,
         settings: VllmConfig | None = None,
         scratch: Path | None = None,
         float32_head: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        """`cores` are the CPU cores to use (all allowed ones when empty), `threads` how many of
-        them (0: all). Socket files go to a new directory in `scratch`, which `stop` removes."""
+        """`threads`: how many of the allowed CPU cores to use (0: all). Socket files go to a new
+        directory in `scratch`, which `stop` removes."""
         self.policy_version = policy_version
         self.max_model_len = max_model_len or 0
         self._directory = Path(model_directory)
         self._dtype = dtype
         self._max_running_requests = max_running_requests
-        self._placement = (tensor_parallel, threads, tuple(cores))
+        self._placement = (tensor_parallel, threads)
         self._settings = settings or VllmConfig()
         self._scratch = scratch
         self._sockets: Path | None = None
@@ -113,8 +112,8 @@ class VllmEngine:
             config_digest(self._directory, self._trust_remote_code),
         )
         self._sockets = vllm_environment.socket_directory(self._scratch)
-        ranks, threads, cores = self._placement
-        vllm_environment.prepare(self._sockets, ranks, threads, cores)
+        ranks, threads = self._placement
+        vllm_environment.prepare(self._sockets, ranks, threads)
         vllm_environment.load()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,16 +37,13 @@ def socket_directory(base: Path | None) -> Path:
     return Path(tempfile.mkdtemp(prefix="v", dir=base))
 
 
-def prepare(scratch: Path, ranks: int, threads: int, cores: Sequence[int]) -> None:
+def prepare(scratch: Path, ranks: int, threads: int) -> None:
     """Set what vLLM and its spawned processes read from the environment. Call before `load`.
 
-    `scratch` is an existing directory for vLLM's socket files. `cores` are the CPU cores of the
-    engine, all that are allowed when empty; the first `threads` of them compute (0: all), divided
-    among the ranks.
+    `scratch` is an existing directory for vLLM's socket files. The first `threads` of the allowed
+    cores compute (0: all), divided among the ranks.
     """
-    chosen = list(cores) or sorted(os.sched_getaffinity(0))
-    if threads:
-        chosen = chosen[:threads]
+    chosen = sorted(os.sched_getaffinity(0))[: threads or None]
     share = max(1, len(chosen) // ranks)
     binding = [
         ",".join(map(str, chosen[rank * share : (rank + 1) * share])) for rank in range(ranks)
