@@ -29,7 +29,7 @@ from earl_core.dispatch.remote import Proof, Range, RemoteRead
 from earl_core.dispatch.remote.fetch import fetch
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
-from earl_core.dispatch.segments.pool import Segment
+from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.shards.shard import ShardWriter
 
 COLUMNS = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -30,24 +30,20 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 class AdvantageEstimator(Registered, ABC):
     """Interface of every advantage estimator."""
 
-    @property
-    def needs_groups(self) -> bool:
-        """Whether an episode is compared with its group, which then needs two episodes."""
-        return False
+    needs_groups: ClassVar[bool] = False
+    """Whether an episode is compared with its group, which then needs two episodes."""
+
+    token_level: ClassVar[bool] = False
+    """Whether each trained token has a return of its own.
+
+    False: one return per episode (penalties of its tokens summed), batch moments over episodes.
+    True: a token's return is the episode's reward less the penalties from this token on, batch
+    moments over trained tokens.
+    """
 
     @property
     def needs_batch(self) -> bool:
         """Whether the estimator needs the moments of the whole batch."""
-        return False
-
-    @property
-    def token_level(self) -> bool:
-        """Whether each trained token has a return of its own.
-
-        False: one return per episode (penalties of its tokens summed), batch moments over episodes.
-        True: a token's return is the episode's reward less the penalties from this token on, batch
-        moments over trained tokens.
-        """
         return False
 
     @abstractmethod
@@ -121,9 +117,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     def needs_batch(self) -> bool:
         return True
 
-    @property
-    def token_level(self) -> bool:
-        return True
+    token_level = True
 
     def advantages(
         self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
@@ -139,9 +133,7 @@ class LeaveOneOut(AdvantageEstimator):
     An episode alone in its group has no others and gets 0.
     """
 
-    @property
-    def needs_groups(self) -> bool:
-        return True
+    needs_groups = True
 
     def advantages(
         self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
@@ -165,9 +157,7 @@ class GroupRelative(AdvantageEstimator):
 
     epsilon: PositiveFloat = 1e-6
 
-    @property
-    def needs_groups(self) -> bool:
-        return True
+    needs_groups = True
 
     def advantages(
         self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
@@ -183,9 +173,7 @@ class DoctorGroupRelative(AdvantageEstimator):
     The paper pairs it with the ``constant`` aggregation, which is configured separately.
     """
 
-    @property
-    def needs_groups(self) -> bool:
-        return True
+    needs_groups = True
 
     def advantages(
         self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None

@@ -17,8 +17,6 @@ _ADVICE = (
     "stage more ranks"
 )
 
-__all__ = ["OutOfMemory", "Parking", "guarded", "microbatch", "peak_bytes", "reset_peak"]
-
 
 @contextmanager
 def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int) -> Iterator[None]:

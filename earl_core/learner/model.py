@@ -13,11 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from earl_core.config.model import ModelConfig
-from earl_core.learner.attention.varlen import (
-    ATTENTION_NAME,
-    SampleBoundaries,
-    register_attention,
-)
+from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention
 from earl_core.learner.data.packing import PackedMicrobatch
 from earl_core.learner.head import EntropyMode, Float32Head, decoder_of, head_of
 from earl_core.learner.packing_check import check_packing, without_interface

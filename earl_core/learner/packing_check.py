@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from earl_core.learner.attention.varlen import SampleBoundaries, windows_seen
+from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.varlen import windows_seen
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
 

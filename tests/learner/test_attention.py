@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from earl_core.learner.attention.varlen import SampleBoundaries
+from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.head import decoder_of
 from earl_core.learner.model import prepare_for_packing
 from earl_core.system.errors import ConfigError

@@ -14,8 +14,9 @@ import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.learner.state.checkpoint import CheckpointError, verify_training_state
+from earl_core.run.training_state import verify_training_state
 from earl_core.system.files import canonical_json
+from earl_core.tensors.errors import CheckpointError
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.slice_ranks import RANKS, references, results, value_of
 from tests.learner.test_policy_learner import largest_difference, make_learner

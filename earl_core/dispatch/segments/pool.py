@@ -42,8 +42,6 @@ from earl_core.dispatch.segments.size_classes import size_class
 from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
 from earl_core.system.errors import EarlError
 
-__all__ = ["PoolFull", "Segment", "SegmentPool"]
-
 logger = logging.getLogger(__name__)
 
 _PAUSES = (0.002, 0.05)  # seconds between looks at a full pool, growing from the first

@@ -21,14 +21,6 @@ from earl_core.learner.attention.context_parallel import attend_to_all_ranks
 from earl_core.pretrained.huggingface import AttentionInterface
 from earl_core.system.errors import ConfigError
 
-__all__ = [
-    "ATTENTION_NAME",
-    "SampleBoundaries",
-    "register_attention",
-    "varlen_attention",
-    "windows_seen",
-]
-
 ATTENTION_NAME = "earl_varlen"
 
 # What some models ask of their attention and is not supported here: its name there, and in words.

@@ -15,11 +15,12 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.pretrained.huggingface import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,7 +30,6 @@ from earl_core.run.training_state import (
     describe_state,
     read_state,
     verify_files,
-    verify_training_state,
 )
 from earl_core.system.files import remove, sync
 from earl_core.tensors.collectives import Ranks
@@ -48,31 +48,13 @@ from earl_core.weights.load import model_files
 if TYPE_CHECKING:
     from earl_core.learner.parallel.mesh import UpdateMesh
 
-__all__ = [
-    "CheckpointError",
-    "OptimizerState",
-    "read_training_state",
-    "verify_training_state",
-    "write_training_state",
-]
-
-
-class OptimizerState(Protocol):
-    """An optimizer's state by parameter name: tensors with the shape of the local part, scalars."""
-
-    state: dict[str, dict[str, torch.Tensor]]
-
-    def load_state(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set a parameter's state."""
-        ...
-
 
 def write_training_state(
     directory: Path,
     *,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    optimizer: OptimizerState,
+    optimizer: PolicyOptimizer,
     state: dict[str, Any],
     mesh: UpdateMesh | None = None,
 ) -> None:
@@ -106,7 +88,7 @@ def read_training_state(
     directory: Path,
     *,
     model: PreTrainedModel,
-    optimizer: OptimizerState,
+    optimizer: PolicyOptimizer,
     mesh: UpdateMesh | None = None,
 ) -> dict[str, Any]:
     """Load weights and optimizer state in place, bit for bit; returns the caller's `state`.
@@ -220,7 +202,7 @@ def _allocate(path: Path, layout: FileLayout) -> None:
 
 
 def _optimizer_slices(
-    parameters: Mapping[str, torch.Tensor], optimizer: OptimizerState
+    parameters: Mapping[str, torch.Tensor], optimizer: PolicyOptimizer
 ) -> list[Slice]:
     state = optimizer.state
     parts = [
@@ -298,7 +280,7 @@ def _strange(directory: Path, name: str) -> CheckpointError:
 def _load(
     parameters: Mapping[str, torch.Tensor],
     weights: Mapping[str, torch.Tensor],
-    optimizer: OptimizerState,
+    optimizer: PolicyOptimizer,
     index: Mapping[str, Mapping[str, str]],
     moments: Mapping[str, torch.Tensor],
 ) -> None:
