@@ -11,7 +11,7 @@ import pytest
 
 from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool import SegmentPool
-from earl_core.dispatch.segments.size_classes import size_class
+from earl_core.dispatch.segments.pool_directory import size_class
 from tests.dispatch.segments import (
     MIB,
     Child,

@@ -16,8 +16,8 @@ import numpy as np
 
 from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool import SegmentPool
+from earl_core.dispatch.segments.pool_directory import size_class
 from earl_core.dispatch.segments.segment import Segment
-from earl_core.dispatch.segments.size_classes import size_class
 from tests.dispatch.segments import (
     MIB,
     Child,

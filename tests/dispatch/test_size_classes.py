@@ -7,7 +7,7 @@ import mmap
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.dispatch.segments.size_classes import SMALLEST, is_size_class, size_class
+from earl_core.dispatch.segments.pool_directory import SMALLEST, is_size_class, size_class
 from tests.dispatch.segments import MIB
 
 

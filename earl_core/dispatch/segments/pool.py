@@ -36,9 +36,9 @@ from earl_core.dispatch.segments.pool_directory import (
     SEGMENT_MODE,
     PoolDirectory,
     is_whole_segment,
+    size_class,
 )
 from earl_core.dispatch.segments.segment import POISON, Segment
-from earl_core.dispatch.segments.size_classes import size_class
 from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
 from earl_core.system.errors import EarlError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import threading
@@ -21,12 +22,14 @@ from earl_core.dispatch.segments.names import (
     own_status,
     writer_of,
 )
-from earl_core.dispatch.segments.size_classes import is_size_class
 from earl_core.system.process_identity import ProcessId
 
 FREE = ".free."
 WRITING = ".writing."
 SEGMENT_MODE = 0o1600
+SMALLEST = max(16 * 1024, 4 * mmap.PAGESIZE)
+"""Bytes of the least segment. Sizes come in four classes per octave, so that a recycled segment
+fits the next shard."""
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 _LOCK_SECONDS = 30.0  # the lock is held for microseconds; only a stopped process keeps it
 
@@ -168,6 +171,26 @@ class PoolDirectory:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
+
+
+def size_class(size: int) -> int:
+    """The least class of at least `size` bytes: 16 KiB, 20, 24, 28, 32, 40, ... always whole pages.
+
+    From 16 KiB on a class is at most a quarter larger than what was asked for. Raises `ValueError`
+    for a negative size.
+    """
+    if size < 0:
+        raise ValueError(f"a segment cannot have {size} bytes")
+    if size <= SMALLEST:
+        return SMALLEST
+    octave = 1 << (size.bit_length() - 1)
+    quarter = octave // 4
+    return -(-size // quarter) * quarter
+
+
+def is_size_class(size: int) -> bool:
+    """Whether a segment can have exactly this size."""
+    return size >= SMALLEST and size_class(size) == size
 
 
 def is_whole_segment(status: os.stat_result) -> bool:

@@ -34,11 +34,6 @@ class TokenRun:
     depth: int
     parent: int
 
-    @property
-    def pairs(self) -> int:
-        """(query, key) pairs that causal attention computes for the run's tokens."""
-        return self.length * self.depth + self.length * (self.length + 1) // 2
-
 
 @dataclass(frozen=True)
 class PrefixTree:
