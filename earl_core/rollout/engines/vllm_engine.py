@@ -31,7 +31,6 @@ from earl_core.rollout.errors import (
     EngineLost,
     WeightSyncError,
 )
-from earl_core.system.out_of_memory import OutOfMemory
 from earl_core.system.process_memory import resident_peak_bytes
 from earl_core.system.process_tree import descendants
 from earl_core.tensors.errors import WeightsError
@@ -141,9 +140,7 @@ class VllmEngine:
         try:
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as error:
-            starved = self._starved(error, "starting vLLM")
-            if starved is not None:
-                raise starved from error
+            self._check_memory(error, "starting vLLM")
             # The exit code of a process that a signal ended is negative.
             killed = _ENDED_BY_SIGNAL.search(str(error)) is not None
             raise (EngineLost if killed else EngineError)(
@@ -180,9 +177,7 @@ class VllmEngine:
             raise
         except Exception as error:
             self._lost = self._lost or f"vLLM failed ({type(error).__name__}: {error})"
-            starved = self._starved(error, "vLLM")
-            if starved is not None:
-                raise starved from error
+            self._check_memory(error, "vLLM")
             raise EngineLost(f"{self._lost}; stop the engine and start a fresh one") from error
         finally:
             self._leave(requests)
@@ -218,9 +213,7 @@ class VllmEngine:
                 )
                 if not isinstance(error, Exception):
                     raise
-                starved = self._starved(error, "loading weights into vLLM")
-                if starved is not None:
-                    raise starved from error
+                self._check_memory(error, "loading weights into vLLM")
                 if self._engine is None or self._engine.errored:
                     raise EngineLost(self._lost) from error
                 raise WeightSyncError(self._lost, engine_lost=True) from error
@@ -294,17 +287,18 @@ class VllmEngine:
     def _check_usable(self) -> None:
         if self._lost is None and self._engine is not None and self._engine.errored:
             self._lost = "vLLM's engine process died"
-            starved = self._starved(RuntimeError(self._lost), "vLLM")
-            if starved is not None:
-                raise starved
+            self._check_memory(RuntimeError(self._lost), "vLLM")
         if self._lost is not None:
             raise EngineLost(f"{self._lost}; stop the engine and start a fresh one")
         if self._engine is None:
             raise EngineError("the engine is not running: call start() first")
 
-    def _starved(self, error: Exception, doing: str) -> OutOfMemory | None:
-        """The error as one of memory, if it is; called once for each cause, as it reads the log."""
-        return None if self._memory is None else self._memory.problem(error, doing)
+    def _check_memory(self, error: Exception, doing: str) -> None:
+        """Raise `OutOfMemory` if that is what the error comes from; called once for each cause, as
+        it reads the log."""
+        starved = None if self._memory is None else self._memory.problem(error, doing)
+        if starved is not None:
+            raise starved from error
 
     def _enter(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
