@@ -12,8 +12,9 @@ from earl_core.dispatch.reads.sources import Sources
 from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.remote.parts import Part, PartLease, PartStore, cut_parts
 from earl_core.dispatch.remote.tcp import TcpTransport
-from earl_core.dispatch.remote.transport import Proof, Range, RemoteRead
+from earl_core.dispatch.remote.transport import Range, RemoteRead
 from earl_core.dispatch.segments.segment import Segment
+from earl_core.dispatch.shards.checksums import Proof
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.system.process_identity import host_name
 

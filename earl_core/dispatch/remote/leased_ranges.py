@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from earl_core.dispatch.remote.transport import FILE_NAME, Proof, Range, TransportError, proof_for
+from earl_core.dispatch.remote.transport import FILE_NAME, Range, TransportError, proof_for
 from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
-from earl_core.dispatch.shards.checksums import verify_blocks
+from earl_core.dispatch.shards.checksums import Proof, verify_blocks
 from earl_core.dispatch.shards.manifest import ManifestError
 from earl_core.system.process_identity import host_name
 

@@ -14,12 +14,12 @@ import xxhash
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.sockets import remaining
 from earl_core.dispatch.remote.transport import (
-    Proof,
     Range,
     RemoteRead,
     TransportError,
     proof_for,
 )
+from earl_core.dispatch.shards.checksums import Proof
 from earl_core.system.frames import WireError
 
 _VECTOR = 64

@@ -23,7 +23,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from earl_core.dispatch.remote.transport import Proof, Range, TransportError
+from earl_core.dispatch.remote.transport import Range, TransportError
+from earl_core.dispatch.shards.checksums import Proof
 from earl_core.system.frames import WireError
 
 MAGIC = b"EARLRNG3"

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.peer import Peer, cut
 from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
-from earl_core.dispatch.remote.transport import Proof, RemoteRead, TransportError
+from earl_core.dispatch.remote.transport import RemoteRead, TransportError
+from earl_core.dispatch.shards.checksums import Proof
 from earl_core.system.frames import WireError
 from earl_core.system.process_identity import host_name
 
