@@ -53,18 +53,26 @@ class SupervisorHandle:
         self._server = server
         self._started = start_time(pid)
 
+    def _running(self) -> bool:
+        return self._started is not None and start_time(self.pid) == self._started
+
     def send_signal(self, number: int) -> None:
         """Harmless when it is gone."""
-        if self._started is not None and start_time(self.pid) == self._started:
+        if self._running():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def wait(self, seconds: float) -> int | None:
-        """Its exit code, negative for a signal; None if it lives on or nobody knows."""
+    def wait(self, seconds: float) -> bool:
+        """Whether it ends within this time; one that is still to be reaped has ended."""
         deadline = time.monotonic() + seconds
-        while (code := self._server.exit_code(self.pid)) is None and time.monotonic() < deadline:
+        while (running := self._running()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return code
+        return not running
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal; None while it runs, or when nobody knows."""
+        return self._server.exit_code(self.pid)
 
 
 class ForkServer:

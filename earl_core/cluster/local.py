@@ -233,6 +233,7 @@ class LocalWorkerGroup:
             self._condition.notify_all()
         for rank in monitor.ranks:
             rank.close()
+            rank.supervisor.wait(1.0)
         _running.discard(self)
 
     # -- calls ------------------------------------------------------------------------------------

@@ -154,7 +154,8 @@ class Monitor(threading.Thread):
 
 
 def _supervisor_gone(rank: RankHandle) -> str:
-    code = rank.supervisor.wait(1.0)
+    rank.supervisor.wait(1.0)
+    code = rank.supervisor.exit_code
     if code is None:
         return "its supervisor process closed the connection"
     how = describe_exit(code, out_of_memory=False)
