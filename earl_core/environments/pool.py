@@ -7,7 +7,6 @@ costs its own episode only.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,22 +48,10 @@ class EnvironmentPool:
         start_timeout_seconds: float = 120.0,
         log_path: Path | None = None,
     ) -> None:
-        if min(hosts, concurrency) < 1 or not min(step_timeout_seconds, start_timeout_seconds) > 0:
-            raise ConfigError(
-                "a pool needs at least one host, one episode at a time and timeouts above 0 s, not "
-                f"{hosts} hosts, {concurrency} episodes, {step_timeout_seconds} s for a step and "
-                f"{start_timeout_seconds} s for the start"
-            )
-        try:
-            plain = json.loads(json.dumps(dict(options or {}), allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the options of environment {name!r} must be numbers, texts, lists and maps: "
-                f"{error}"
-            ) from error
         threads = min(math.ceil(concurrency / hosts), _MAX_THREADS)
+        given = dict(options or {})
         settings = HostSettings(
-            name, plain, step_timeout_seconds, start_timeout_seconds, threads, log_path
+            name, given, step_timeout_seconds, start_timeout_seconds, threads, log_path
         )
         self._keepers = [HostKeeper(settings) for _ in range(hosts)]
         self._place: dict[int, HostKeeper] = {}
@@ -116,11 +103,6 @@ class EnvironmentPool:
         keeper = self._place.pop(episode_id, None)
         if keeper is not None:
             keeper.close(episode_id)
-
-    @property
-    def open_episodes(self) -> int:
-        """How many episodes are open."""
-        return len(self._place)
 
     @property
     def host_pids(self) -> list[int]:

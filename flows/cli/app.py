@@ -153,11 +153,12 @@ def play(
 ) -> None:
     """Watch a checkpoint play game after game, or play against it."""
     with reported(debug):
-        from flows.cli.playing import PlayRequest
         from flows.cli.playing import play as run_play
+        from flows.cli.runs import find_run, stored_config
 
-        request = PlayRequest(checkpoint, games, temperature, seed, tuple(overrides or ()))
-        run_play((run, runs_directory), request, me)
+        path = find_run(run, runs_directory)
+        config = stored_config(path, overrides or [])
+        run_play(path, config, checkpoint, me=me, games=games, temperature=temperature, seed=seed)
 
 
 @app.command()

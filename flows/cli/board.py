@@ -33,18 +33,18 @@ def find_board(text: str) -> list[list[str]] | None:
     return best if _is_board(best) else None
 
 
-def board_panel(rows: list[list[str]], title: str = "") -> Panel:
+def _panel(rows: list[list[str]]) -> Panel:
     """The board with colored stones; free squares and column numbers are dim."""
     grid = Table.grid(padding=(0, 1))
     for row in rows:
         grid.add_row(*[Text(cell, style=_STYLES.get(cell, "dim")) for cell in row])
-    return Panel(grid, title=title, expand=False, padding=(0, 1))
+    return Panel(grid, expand=False, padding=(0, 1))
 
 
 def show(console: Console, text: str) -> None:
     """Print an observation: its board if it has one, else its text."""
     rows = find_board(text)
-    console.print(board_panel(rows) if rows else Text(text.strip(), style="dim"))
+    console.print(_panel(rows) if rows else Text(text.strip(), style="dim"))
 
 
 def _is_board(rows: list[list[str]]) -> bool:

@@ -23,7 +23,6 @@ def draw(
     *,
     y_text: Callable[[float], str] = "{:.2f}".format,
     y_range: tuple[float, float] | None = None,
-    x_name: str = "iteration",
     width: int = WIDTH,
     height: int = HEIGHT,
 ) -> str:
@@ -55,7 +54,7 @@ def draw(
         for row, cells in enumerate(grid)
     ]
     lines.append(f"{'':>{margin}} └{'─' * width}")
-    left, right = f"{x_name} {first:g}", f"{last:g}"
+    left, right = f"iteration {first:g}", f"{last:g}"
     lines.append(f"{'':>{margin}}  {left}{right:>{max(1, width - len(left))}}")
     lines.append(f"{'':>{margin}}  {'   '.join(f'{one.mark} {one.name}' for one in shown)}")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
@@ -19,7 +19,6 @@ from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.system.seeds import derive_seed
 from flows.cli.board import show
 from flows.cli.opponent import Person
-from flows.cli.runs import find_run, stored_config
 from flows.cli.tables import make_console
 
 _FIRST_PROMPT = 2**41
@@ -34,33 +33,32 @@ _FOR_PERSON = {
 _STYLES = {"win": "bold green", "draw": "yellow", "loss": "bold red", "illegal": "magenta"}
 
 
-@dataclass(frozen=True)
-class PlayRequest:
-    """What to play. games: None until Ctrl-C; seed: None for a random one."""
+def play(
+    path: Path,
+    config: RunConfig,
+    which: str,
+    *,
+    me: bool,
+    games: int | None,
+    temperature: float | None,
+    seed: int | None,
+) -> None:
+    """Play game after game and print them, with the count of outcomes at the end.
 
-    checkpoint: str = "last"
-    games: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    overrides: tuple[str, ...] = ()
-
-
-def play(run: tuple[str, str], request: PlayRequest, me: bool) -> None:
-    """Play game after game and print them, with the count of outcomes at the end."""
-    path = find_run(*run)
-    config = stored_config(path, list(request.overrides))
-    checkpoint = find_checkpoint(path, config, request.checkpoint)
+    which: the checkpoint. me: against the person at the terminal. games: None until Ctrl-C. seed:
+    None for a random one.
+    """
+    checkpoint = find_checkpoint(path, config, which)
     console = make_console()
     for text in checkpoint.damaged:
         console.print(text, style="yellow", highlight=False)
-    games = request.games
     if games is None and not (console.is_terminal and sys.stdin.isatty()):
         games = 1
     # A game that a person cannot join is refused before the model is loaded.
     person = Person(console, config) if me else None
     signal.signal(signal.SIGTERM, _leave)
     outcomes: Counter[str] = Counter()
-    seed = secrets.randbits(32) if request.seed is None else request.seed
+    seed = secrets.randbits(32) if seed is None else seed
     console.print(f"Loading {checkpoint.label} of {path.name} …", style="dim")
     try:
         with PolicyPlayer(config, checkpoint) as player:
@@ -69,9 +67,9 @@ def play(run: tuple[str, str], request: PlayRequest, me: bool) -> None:
                 place = (_FIRST_PROMPT + number, derive_seed(seed, "play", number))
                 console.rule(f"game {number + 1}")
                 if person is not None:
-                    outcome = _against_person(player, config, person, place, request.temperature)
+                    outcome = _against_person(player, config, person, place, temperature)
                 else:
-                    outcome = _watch(player, console, place, request.temperature)
+                    outcome = _watch(player, console, place, temperature)
                 outcomes[outcome] += 1
     except (KeyboardInterrupt, EOFError):
         console.print()
