@@ -59,7 +59,7 @@ def registered(name: str) -> type[BaseException]:
 
 
 class ConfigError(EarlError, ValueError):
-    """What was configured cannot work: a setting, a model, an environment, a secret."""
+    """What was asked for cannot work: a setting, an argument, a model, an environment, a secret."""
 
     exit_code = 2
 

@@ -25,12 +25,6 @@ _FRAMES = re.compile(
 _DEBUG_HINT = "Run the command again with --debug for the traceback."
 
 
-class UsageProblem(EarlError):
-    """The arguments of a command cannot be used; the message says what to change."""
-
-    exit_code = 2
-
-
 @contextmanager
 def reported(debug: bool) -> Iterator[None]:
     """Turn an exception into a block on stderr and an exit code: 2 for wrong input, else 1."""

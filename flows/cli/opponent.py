@@ -10,8 +10,8 @@ from rich.console import Console
 from earl_core.config import RunConfig
 from earl_core.environments.games.board_game import MARKS, BoardGame
 from earl_core.environments.registry import create
+from earl_core.system.errors import ConfigError
 from flows.cli.board import show
-from flows.cli.errors import UsageProblem
 
 _GAMES = ("tic_tac_toe", "connect_four")
 
@@ -19,14 +19,14 @@ _GAMES = ("tic_tac_toe", "connect_four")
 class Person:
     """Chooses moves by asking on the terminal, in the place of a game's opponent.
 
-    Raises `UsageProblem` for environments that are not one of the built-in board games.
+    Raises `ConfigError` for environments that are not one of the built-in board games.
     """
 
     def __init__(self, console: Console, config: RunConfig) -> None:
         name = config.environment.name
         game = create(name, config.environment.options) if name in _GAMES else None
         if not isinstance(game, BoardGame):
-            raise UsageProblem(
+            raise ConfigError(
                 f"--me works for {' and '.join(_GAMES)}, not for {name!r}",
                 remedy="leave it out to watch the agent play",
             )

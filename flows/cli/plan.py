@@ -36,7 +36,7 @@ from earl_core.selector.choice.explain import (
 )
 from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster, device_of
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
-from flows.cli.errors import UsageProblem
+from earl_core.system.errors import ConfigError
 from flows.cli.runs import find_run
 from flows.cli.tables import make_console, rows_table
 
@@ -49,7 +49,7 @@ def explain_run(run: str, runs_directory: str, explain: bool) -> None:
     """
     name, at, number = run.partition("@")
     if not (at and number.isdigit()):
-        raise UsageProblem(f"{run!r} is not of the form RUN@ITERATION, such as demo@12")
+        raise ConfigError(f"{run!r} is not of the form RUN@ITERATION, such as demo@12")
     path, iteration = find_run(name, runs_directory), int(number)
     folder = path / "iterations" / f"{iteration:06d}"
     inputs = _sealed_inputs(path, folder, iteration)
@@ -87,11 +87,11 @@ def _sealed_inputs(path: Path, folder: Path, iteration: int) -> list[SelectionIn
     if not files:
         known = sorted(int(p.parent.name) for p in path.glob("iterations/*/selection.input"))
         span = f"it has {known[0]} to {known[-1]}" if known else "it has none"
-        raise UsageProblem(f"iteration {iteration} of {path} made no choice: {span}")
+        raise ConfigError(f"iteration {iteration} of {path} made no choice: {span}")
     try:
         return [SelectionInput.model_validate_json(file.read_bytes()) for file in files]
     except ValidationError as error:
-        raise UsageProblem(
+        raise ConfigError(
             f"the choice in {folder} was sealed by another version of earl: {error}"
         ) from error
 
@@ -108,7 +108,7 @@ def _sealed_plan(folder: Path) -> DeploymentPlan | None:
     try:
         return DeploymentPlan.model_validate(read_manifest(sealed).outputs["plan"])
     except (ValidationError, KeyError) as error:
-        raise UsageProblem(
+        raise ConfigError(
             f"the plan {sealed} was sealed by another version of earl: {error}"
         ) from error
 
@@ -161,7 +161,7 @@ def explain_question(model: str, place: str, context: str, explain: bool, **load
     loads = [PlannedLoad(tokens, **load) for tokens in parse_contexts(context)]
     longest = max(asked.context for asked in loads)
     if longest > shape.max_positions:
-        raise UsageProblem(
+        raise ConfigError(
             f"--context {longest} is longer than the model's position range of "
             f"{shape.max_positions:,}: ask for less"
         )
@@ -187,7 +187,7 @@ def explain_question(model: str, place: str, context: str, explain: bool, **load
                     _print_plan(plan, console)
                 _print_considered(given, plan, console)
     except NoFeasiblePlan as error:
-        raise UsageProblem(str(error)) from error
+        raise ConfigError(str(error)) from error
     if explain:
         _print_figures(hardware, console)
 
@@ -249,7 +249,7 @@ def find_model(name: str) -> ModelShape:
     file = Path(name)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
-        raise UsageProblem(
+        raise ConfigError(
             f"--model {name!r} is neither a directory with a config.json nor one of "
             f"{', '.join(MODELS)}"
         )
@@ -258,7 +258,7 @@ def find_model(name: str) -> ModelShape:
         shape.require_dense()
         return shape
     except ValueError as error:
-        raise UsageProblem(f"{file} cannot be used: {error}") from error
+        raise ConfigError(f"{file} cannot be used: {error}") from error
 
 
 def find_hardware(name: str) -> Hardware:
@@ -273,7 +273,7 @@ def find_hardware(name: str) -> Hardware:
         device = next((key for key in DEVICES if found[3] in (key, key.split("-")[0])), None)
     counts = [int(count) for count in found.groups()[:2] if count] if found else []
     if found is None or device is None or 0 in counts:
-        raise UsageProblem(
+        raise ConfigError(
             f"--hardware {name!r} is not known: say `here`, one of {', '.join(DEVICES)}, or hosts "
             "x devices x name, such as 16x8xh100-80gb"
         )
@@ -286,7 +286,7 @@ def parse_contexts(text: str) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d+)\s*([kK]?)\s*", part)
         if not found or int(found[1]) == 0:
-            raise UsageProblem(
+            raise ConfigError(
                 f"--context {text!r} is not a number of tokens, such as 32768, 32K or 1K,8K,128K"
             )
         values.append(int(found[1]) * (1024 if found[2] else 1))

@@ -8,18 +8,18 @@ from earl_core.config import RunConfig
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.run.journal import read_lines
 from earl_core.run.record import RunDamaged, config_of_run, read_record
-from flows.cli.errors import UsageProblem
+from earl_core.system.errors import ConfigError
 from flows.cli.progress import EvaluationRow, IterationRow
 
 
 def find_run(run: str, runs_directory: str) -> Path:
-    """The directory of a run given by name or by path; raises `UsageProblem`."""
+    """The directory of a run given by name or by path; raises `ConfigError`."""
     for path in (Path(run), Path(runs_directory) / run):
         if (path / "config.yaml").is_file():
             return path
     known = sorted(path.parent.name for path in Path(runs_directory).glob("*/config.yaml"))
     listed = f"it holds {', '.join(known)}" if known else "it holds no runs"
-    raise UsageProblem(
+    raise ConfigError(
         f"there is no run {run!r}: give a run directory, or the name of one in "
         f"{runs_directory}/ ({listed})"
     )

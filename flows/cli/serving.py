@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from earl_core.system.errors import ConfigError
 from flows import server
-from flows.cli.errors import UsageProblem
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
 from flows.reaper import keep_reconciled
 from flows.server_access import STANDING, is_mine, read_access
@@ -17,13 +17,13 @@ def serve(runs_directory: str, port: int) -> None:
     home = server.configure(runs_directory)
     known = read_access(home / STANDING)
     if known is not None and is_mine(known.url):
-        raise UsageProblem(
+        raise ConfigError(
             f"a server for {home} runs already: its address and password are in {home / STANDING}"
         )
     try:
         started = server.start_own(home, port, pages=True)
     except OSError as error:
-        raise UsageProblem(
+        raise ConfigError(
             f"port {port} cannot be listened on ({error.strerror}): choose another with --port"
         ) from None
     ended = threading.Event()

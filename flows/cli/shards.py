@@ -16,7 +16,7 @@ from earl_core.dispatch.shards.arrow_file import open_batch
 from earl_core.dispatch.shards.manifest import ManifestError
 from earl_core.run.record import config_of_run
 from earl_core.run.shards import StoreState, list_stores, run_store, sweep
-from flows.cli.errors import UsageProblem
+from earl_core.system.errors import ConfigError
 from flows.cli.runs import find_run
 from flows.cli.tables import duration, make_console, rows_table
 
@@ -98,7 +98,7 @@ def _of_manifest(shard: str, runs_directory: str) -> tuple[Manifest, list[Path]]
     run, at, rest = shard.partition("@")
     iteration, slash, stage = rest.partition("/")
     if not (at and slash and iteration.isdigit()):
-        raise UsageProblem(
+        raise ConfigError(
             f"{shard!r} is neither a file nor of the form RUN@ITERATION/STAGE, such as "
             "demo@3/rollout"
         )
@@ -107,7 +107,7 @@ def _of_manifest(shard: str, runs_directory: str) -> tuple[Manifest, list[Path]]
     sealed = folder / f"{stage}.json"
     if not sealed.is_file():
         known = sorted(file.stem for file in folder.glob("*.json"))
-        raise UsageProblem(
+        raise ConfigError(
             f"iteration {iteration} of {path} has no sealed stage {stage!r}: it has "
             f"{', '.join(known) or 'none'}"
         )
@@ -133,7 +133,7 @@ def _show_file(path: Path, row: int, console: Console) -> None:
             _print_batch(path, batch, row, console)
             del batch
     except ManifestError as error:
-        raise UsageProblem(str(error)) from error
+        raise ConfigError(str(error)) from error
 
 
 def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) -> None:
@@ -147,7 +147,7 @@ def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) 
         text = f"{key.decode(errors='replace')}: {value.decode(errors='replace')}"
         console.print(text, style="dim", highlight=False)
     if row >= batch.num_rows:
-        raise UsageProblem(f"row {row} does not exist: {path} has {batch.num_rows} rows")
+        raise ConfigError(f"row {row} does not exist: {path} has {batch.num_rows} rows")
     console.print(f"\nRow {row} of {batch.num_rows}:", style="bold", highlight=False)
     _print_row({name: batch.column(name)[row] for name in batch.schema.names}, console)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from earl_core.run.record import config_of_run
 from earl_core.run.shards import run_store
+from earl_core.system.errors import ConfigError
 from earl_core.system.files import write_atomic
-from flows.cli.errors import UsageProblem
 from flows.cli.runs import find_run
 from flows.cli.tables import make_console
 
@@ -33,9 +33,9 @@ def serve_shards(run: str, runs_directory: str, host: str, port: int) -> None:
     try:
         server = ShardFlightServer(store.directory, token, host, port)
     except ValueError as error:
-        raise UsageProblem(f"{error}, in {TOKEN}, or unset it to have one made") from error
+        raise ConfigError(f"{error}, in {TOKEN}, or unset it to have one made") from error
     except (OSError, pa.ArrowException) as error:
-        raise UsageProblem(
+        raise ConfigError(
             f"port {port} of {host} cannot be listened on; another program may use it, or the "
             "address is not of this machine: choose another --port (0: any free one) or --host"
         ) from error

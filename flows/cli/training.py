@@ -19,7 +19,7 @@ from flows import server
 from flows.cli.checks import configuration
 from flows.cli.display import Display, make_display
 from flows.cli.ending import print_ending, shell_name
-from flows.cli.errors import UsageProblem, exit_code
+from flows.cli.errors import exit_code
 from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
 from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
 from flows.cli.tables import make_console, resolved_table
@@ -42,7 +42,7 @@ def resume(
     settings = stored_config(path, overrides)
     if start is not None:
         if start != "initial" and not start.isdigit():
-            raise UsageProblem(
+            raise ConfigError(
                 f"--from takes the number of an iteration, or `initial`, not {start!r}"
             )
         preflight(settings, path)

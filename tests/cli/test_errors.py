@@ -11,13 +11,13 @@ from earl_core.cluster.errors import Raised, Where, WorkerCallFailed, WorkerLost
 from earl_core.config import ConfigError
 from earl_core.dispatch import ManifestError, PoolFull
 from earl_core.rollout.errors import RolloutFailed
-from flows.cli.errors import UsageProblem, describe, exit_code, reported
+from flows.cli.errors import describe, exit_code, reported
 
 WHERE = Where("rollout", 0, "rollout", "rollout", 3, "/logs/rollout-0.log", "line\nTraceback: x")
 
 
 def test_wrong_input_is_told_from_failure() -> None:
-    assert exit_code(ConfigError("x")) == exit_code(UsageProblem("x")) == 2
+    assert exit_code(ConfigError("x")) == 2
     assert exit_code(ManifestError("x")) == exit_code(ValueError("x")) == 1
 
 

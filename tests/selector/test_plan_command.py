@@ -15,8 +15,8 @@ from earl_core.dispatch.shards.manifest import write_manifest
 from earl_core.run.journal import Journal
 from earl_core.selector import DeploymentPlan, Forbidden, NoFeasiblePlan, SelectionInput, select
 from earl_core.selector.profile.observations import Observation
+from earl_core.system.errors import ConfigError
 from flows.cli.app import app
-from flows.cli.errors import UsageProblem
 from flows.cli.plan import find_hardware, find_model, parse_contexts
 from tests.selector.examples import given
 
@@ -64,17 +64,17 @@ def test_a_directory_with_a_config_is_a_model(tmp_path: Path) -> None:
     code, text = run("--model", str(tmp_path), "--context", "1K")
     assert code == 2
     file.write_text(json.dumps(shape))
-    with pytest.raises(UsageProblem, match="vocab_size"):
+    with pytest.raises(ConfigError, match="vocab_size"):
         find_model(str(tmp_path))
 
 
 def test_wrong_questions_say_what_to_change() -> None:
-    with pytest.raises(UsageProblem, match=r"qwen2\.5-7b"):
+    with pytest.raises(ConfigError, match=r"qwen2\.5-7b"):
         find_model("gpt-9")
     for none in ("2x0xh100", "2x00xh100", "00x8xh100"):
-        with pytest.raises(UsageProblem, match="16x8xh100-80gb"):
+        with pytest.raises(ConfigError, match="16x8xh100-80gb"):
             find_hardware(none)
-    with pytest.raises(UsageProblem, match="1K,8K,128K"):
+    with pytest.raises(ConfigError, match="1K,8K,128K"):
         parse_contexts("many")
     assert parse_contexts("1K, 2048,128k") == [1024, 2048, 131072]
     assert find_hardware("2x4xh200").gpus == 8
@@ -99,7 +99,7 @@ def test_numbers_that_no_model_has_are_refused(
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 9}
     text = json.dumps([] if change is None else {**shape, **change})
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UsageProblem, match=message):
+    with pytest.raises(ConfigError, match=message):
         find_model(str(tmp_path))
 
 
