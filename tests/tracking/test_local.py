@@ -191,7 +191,7 @@ def test_nothing_arrives_twice(runs: Runs) -> None:
     evaluate(run, 1, x=0.5)
     client, known = None, None
     for _ in range(3):
-        tracker = runs.tracker(run)
+        tracker = runs.tracker(run, flush_seconds=120)
         tracker.changed()
         tracker.changed()
         tracker.close()
