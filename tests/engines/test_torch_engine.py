@@ -21,6 +21,7 @@ from earl_core.rollout.errors import (
     EngineError,
     EngineLost,
 )
+from earl_core.system.errors import ConfigError
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of, reference_logprobs
 
@@ -139,13 +140,13 @@ def test_what_it_would_answer_wrongly_is_refused(tmp_path: Path) -> None:
         max_position_embeddings=64,
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(tmp_path / "window")
-    with pytest.raises(EngineError, match="the last 16 tokens only"):
+    with pytest.raises(ConfigError, match="the last 16 tokens only"):
         _start(tmp_path / "window")
     driver = _start(tmp_path / "window", max_model_len=16)
     assert len(driver.answer([1, 2, 3], max_tokens=4).tokens) == 4
     driver.close()
     make("llama_tied", tmp_path / "plain")
-    with pytest.raises(EngineError, match="max_model_len"):
+    with pytest.raises(ConfigError, match="max_model_len"):
         _start(tmp_path / "plain", max_model_len=POSITIONS + 1)
 
 
