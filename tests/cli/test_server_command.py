@@ -7,18 +7,13 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import psutil
-import pytest
 
-import flows.running
-from earl_core.system.errors import EarlError
-from flows import server
-from flows.cli.errors import exit_code
-from flows.cli.training import train
 from flows.server_access import Access, read_access
 from tests.cli.conftest import CONFIG, Earl
 
@@ -81,14 +76,20 @@ def test_earl_server_serves_pages_behind_a_password_until_ctrl_c(fresh_earl: Ear
         process.kill()
 
 
-def test_a_run_is_over_when_its_directory_says_so(
-    tmp_path: Path, prefect_server: server.Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", prefect_server.access.url)
-    monkeypatch.setenv("PREFECT_API_AUTH_STRING", prefect_server.access.auth or "")
+def test_a_run_is_over_when_its_directory_says_so(earl: Earl) -> None:
     # As with a server that takes every state for a finished one.
-    monkeypatch.setattr(flows.running, "run_flow", lambda *_, **__: {})
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(EarlError, match=r"its directory .* says that it is not") as caught:
-        train(str(CONFIG), ["model.path=model"], plain=True)
-    assert exit_code(caught.value) == 1
+    program = (
+        "import flows.running; flows.running.run_flow = lambda *_, **__: {}; "
+        "from flows.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", str(CONFIG), "--name", "unfinished", "--plain"],
+        cwd=earl.directory,
+        env=earl.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "unfinished says that it is not: continue with earl resume" in done.stderr
+    assert "Traceback" not in done.stderr
