@@ -29,6 +29,8 @@ def play_held_out(
     check_references(config)
     found = find_checkpoint(path, config, checkpoint)
     settings = config.evaluation
+    say = f"starting the rollout worker with {found.label}"
+    heard("evaluation", found.version, {"say": say})
     with PolicyPlayer(
         config, found, lambda progress: heard("evaluation", found.version, progress)
     ) as player:

@@ -19,22 +19,15 @@ class ServerLost(EarlError):
 
 
 class ServerWatch:
-    """Asks a server for its health in a thread of its own, from `start` on."""
+    """Asks a server for its health in a thread of its own."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._answered = time.monotonic()
-        self._thread = threading.Thread(target=self._ask, name="server-watch", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._answered = time.monotonic()
-        self._thread.start()
+        threading.Thread(target=self._ask, name="server-watch", daemon=True).start()
 
     def check(self) -> None:
         """Raise `ServerLost` once the server is lost; returns at once."""
-        if not self._thread.is_alive():
-            return
         silent = time.monotonic() - self._answered
         if self._server.ended or silent > SILENT_SECONDS:
             how = "has ended" if self._server.ended else f"has not answered for {silent:.0f} s"

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
-from flows.cli.progress import EvaluationRow, IterationRow, Progress, preparation, switch_line
-from flows.cli.tables import activity_numbers, interval, number, screen, signed
+from flows.cli.events import Event, counted, numbers_text, preparation, switch_line
+from flows.cli.results import (
+    Line,
+    evaluation_table,
+    evaluation_text,
+    iteration_table,
+    iteration_text,
+)
+from flows.cli.tables import duration
 
 _PER_SECOND = 4.0
+_ITERATIONS_SHOWN = 8
+_EVALUATIONS_SHOWN = 4
 _OWN_LOGGERS = ("earl", "earl_core", "flows", "tasks")
 
 
 class Display(logging.Handler):
     """Shows a run between `with` and its end, with our own warnings; the flow's libraries keep
-    theirs to themselves. `listen` takes the flow's events from any thread."""
+    theirs to themselves."""
 
-    def __init__(self, iterations: int) -> None:
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.progress = Progress(iterations)
         self._propagated: dict[str, bool] = {}
 
     def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
-        """Take one event."""
-        self.progress.handle(stage, iteration, event)
+        """Show one event of the flow, as `earl_core.control.worker_groups.Progress`; called from
+        any thread."""
+        raise NotImplementedError
 
     def say(self, text: str) -> None:
         """Show what is going on outside the stages."""
-        self.progress.say(text)
+        raise NotImplementedError
 
     def warn(self, text: str) -> None:
         """Show a line that stays."""
@@ -59,34 +71,118 @@ class Display(logging.Handler):
             logger.removeHandler(self)
 
 
-def make_display(iterations: int, plain: bool, console: Console) -> Display:
-    """The live display on a terminal, unless plain lines are wanted."""
+def make_display(
+    console: Console,
+    plain: bool,
+    iterations: int = 1,
+    done: Sequence[Line] = (),
+    evaluations: Sequence[Line] = (),
+) -> Display:
+    """The live display on a terminal, unless plain lines are wanted.
+
+    iterations: of the run, in all. done, evaluations: what earlier attempts of it have done.
+    """
     if plain or not console.is_terminal or console.is_dumb_terminal:
-        return PlainDisplay(iterations)
-    return LiveDisplay(iterations, console)
+        return PlainDisplay()
+    return LiveDisplay(console, iterations, done, evaluations)
 
 
 class LiveDisplay(Display):
     """A screen that is redrawn a few times a second."""
 
-    def __init__(self, iterations: int, console: Console) -> None:
-        super().__init__(iterations)
+    def __init__(
+        self,
+        console: Console,
+        iterations: int,
+        done: Sequence[Line] = (),
+        evaluations: Sequence[Line] = (),
+    ) -> None:
+        super().__init__()
         self._console = console
-        spinner = Spinner("dots")
+        self._changing = threading.Lock()
+        self._began = time.monotonic()
+        self._ends: deque[float] = deque(maxlen=_ITERATIONS_SHOWN)
+        self._iterations = iterations
+        self._rows = list(done[-_ITERATIONS_SHOWN:])
+        self._evaluations = list(evaluations)
+        self._stage, self._preparing = "starting", ""
+        self._numbers: Event = {}
+        self._spinner = Spinner("dots")
         self._live = Live(
-            console=console,
-            refresh_per_second=_PER_SECOND,
-            get_renderable=lambda: screen(self.progress.snapshot(), spinner),
-            transient=False,
+            console=console, refresh_per_second=_PER_SECOND, get_renderable=self.screen
         )
 
     def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
-        super().listen(stage, iteration, event)
         if told := switch_line(iteration, event):
             self._console.print(Text(told, style="cyan"))
+            return
+        with self._changing:
+            if "finished" in event:
+                self._add(stage, {"iteration": iteration, **event["metrics"]})
+            elif "downloading" in event or "building" in event:
+                self._show(preparation(event))
+            elif preparing := preparation(event):
+                self._preparing = preparing
+            elif "stage_started" in event:
+                self._show(stage)
+            elif "say" in event:
+                self._show(event["say"])
+            elif "metrics" not in event:
+                self._show(stage, event)
+
+    def _add(self, stage: str, line: Line) -> None:
+        if stage == "evaluation":
+            self._evaluations.append(line)
+        else:
+            self._ends.append(time.monotonic())
+            # One that is repeated takes the place of its earlier attempt.
+            before = [row for row in self._rows if row["iteration"] < line["iteration"]]
+            self._rows = [*before, line][-_ITERATIONS_SHOWN:]
+
+    def _show(self, stage: str, numbers: Event | None = None) -> None:
+        self._stage, self._preparing, self._numbers = stage, "", numbers or {}
+
+    def say(self, text: str) -> None:
+        with self._changing:
+            self._show(text)
 
     def warn(self, text: str) -> None:
         self._console.print(Text(text, style="yellow"))
+
+    def screen(self) -> RenderableType:
+        """All that is shown now."""
+        with self._changing:
+            parts: list[RenderableType] = [self._head(), self._activity()]
+            if self._rows:
+                parts.append(iteration_table(self._rows))
+            if self._evaluations:
+                parts.append(evaluation_table(self._evaluations[-_EVALUATIONS_SHOWN:]))
+            return Group(*parts)
+
+    def _head(self) -> Table:
+        finished = self._rows[-1]["iteration"] + 1 if self._rows else 0
+        times = f"{duration(time.monotonic() - self._began)} so far"
+        left = self._iterations - finished
+        if left > 0 and len(self._ends) > 1:
+            pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            times += f", about {duration(left * pace)} left"
+        head = Table.grid(padding=(0, 1))
+        head.add_row(
+            Text(f"{finished} of {self._iterations} iterations", style="bold"),
+            ProgressBar(total=self._iterations, completed=finished, width=30),
+            Text(times, style="dim"),
+        )
+        return head
+
+    def _activity(self) -> Table:
+        text = ": ".join(part for part in (self._stage, self._preparing) if part)
+        cells: list[RenderableType] = [self._spinner, Text(text, style="bold cyan")]
+        done, total, _ = counted(self._numbers)
+        if total:
+            cells.append(ProgressBar(total=total, completed=done, width=20))
+        line = Table.grid(padding=(0, 1))
+        line.add_row(*cells, Text(numbers_text(self._numbers), style="dim"))
+        return line
 
     def __enter__(self) -> Display:
         super().__enter__()
@@ -101,61 +197,34 @@ class LiveDisplay(Display):
 class PlainDisplay(Display):
     """One line per event, for logs and pipes."""
 
-    def __init__(self, iterations: int) -> None:
-        super().__init__(iterations)
-        self._writing = threading.Lock()
+    def __init__(self) -> None:
+        super().__init__()
         self._told: set[tuple[str, int]] = set()
 
     def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
-        super().listen(stage, iteration, event)
         if line := self._line(stage, iteration, event):
             self.warn(line)
 
     def say(self, text: str) -> None:
-        super().say(text)
         self.warn(text)
 
     def warn(self, text: str) -> None:
-        with self._writing:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+        # In one piece: several threads write.
+        print(f"{text}\n", end="", flush=True)
 
-    def _line(self, stage: str, iteration: int, event: Mapping[str, Any]) -> str:
-        metrics = event.get("metrics", {})
-        if event.get("finished") and stage == "iteration":
-            return f"iteration {iteration}: {iteration_text(IterationRow.of(iteration, metrics))}"
-        if event.get("finished") and stage == "evaluation":
-            return evaluation_text(EvaluationRow.of(iteration, metrics))
-        if told := switch_line(iteration, event) or preparation(event):
-            return told
-        if event.get("stage_started"):
+    def _line(self, stage: str, iteration: int, event: Event) -> str:
+        if "finished" in event:
+            line = {"iteration": iteration, **event["metrics"]}
+            if stage == "evaluation":
+                return evaluation_text(line)
+            return f"iteration {iteration}: {iteration_text(line)}"
+        if told := event.get("say") or switch_line(iteration, event) or preparation(event):
+            return str(told)
+        if "stage_started" in event:
             return f"iteration {iteration}: {stage} started"
         # Progress comes several times a second; half of the way is enough of it.
-        activity = self.progress.snapshot().activity
-        half = activity.total and activity.done * 2 >= activity.total
-        if half and (stage, iteration) not in self._told:
+        done, total, _ = counted(event)
+        if total and 2 * done >= total and (stage, iteration) not in self._told:
             self._told.add((stage, iteration))
-            return f"iteration {iteration}: {stage} {activity_numbers(activity)}"
+            return f"iteration {iteration}: {stage} {numbers_text(event)}"
         return ""
-
-
-def iteration_text(row: IterationRow) -> str:
-    """An iteration's numbers in one line."""
-    parts = [f"return {signed(row.mean_return, 3)}" if row.mean_return is not None else ""]
-    parts += [f"{name} {100 * share:.0f} %" for name, share in row.outcomes.items()]
-    if row.context_mean is not None:
-        most = number(row.context_max, ", max {:.0f}")
-        parts.append(f"context {row.context_mean:.0f}{most}")
-    if row.rollout_tokens_per_second is not None:
-        parts.append(f"rollout {row.rollout_tokens_per_second:,.0f} tokens/s")
-    if row.update_tokens_per_second is not None:
-        parts.append(f"update {row.update_tokens_per_second:,.0f} tokens/s")
-    parts.append(f"{row.seconds:.1f} s")
-    return ", ".join(part for part in parts if part)
-
-
-def evaluation_text(row: EvaluationRow) -> str:
-    """An evaluation in one line."""
-    parts = [f"return {signed(row.mean_return, 3)}"] if row.mean_return is not None else []
-    parts += [f"{name} {interval(value)} %" for name, value in row.outcomes.items()]
-    return f"evaluation after {row.version} iterations: {', '.join(parts)}"

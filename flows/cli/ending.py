@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from earl_core.config import RunConfig
 from flows.cli.curve import Series, draw
-from flows.cli.progress import IterationRow, outcome_names
+from flows.cli.results import (
+    Line,
+    evaluation_table,
+    iteration_table,
+    mean_return,
+    outcome_names,
+    outcome_shares,
+)
 from flows.cli.runs import evaluations_of, iterations_of, tracking_uri
 from flows.cli.shards import shards_command
-from flows.cli.tables import evaluation_table, iteration_table, signed
+from flows.cli.tables import signed
 from flows.server import Server
 
 _EDGE_ROWS = 2
@@ -41,31 +49,35 @@ def print_ending(run: Path, settings: RunConfig, used: Server, console: Console)
 
 def learning_curve(run: Path) -> str:
     """Held-out shares when the run was evaluated at least twice, and the training's returns."""
-    rows, evaluations = iterations_of(run), evaluations_of(run)
+    lines, evaluations = iterations_of(run), evaluations_of(run)
     charts = []
     if len(evaluations) > 1:
-        names = outcome_names([row.outcomes for row in evaluations])
+        names = outcome_names(evaluations)
         best = [name for name in names if name in ("win", "illegal")] or names[:2]
-        series = [
-            Series(
-                f"{name} (held-out)",
-                mark,
-                tuple((e.version, e.outcomes[name][0]) for e in evaluations if name in e.outcomes),
-            )
+        series = [Series("win (training)", "·", _curve(lines, _share("win"), 1))]
+        series += [
+            Series(f"{name} (held-out)", mark, _curve(evaluations, _share(name)))
             for name, mark in zip(best, "●x", strict=False)
         ]
-        wins = tuple((r.iteration + 1.0, r.outcomes["win"]) for r in rows if "win" in r.outcomes)
-        series.insert(0, Series("win (training)", "·", wins))
         charts.append(draw(series, y_text="{:.0%}".format, y_range=(0.0, 0.0)))
-    returns = tuple((r.iteration + 1.0, r.mean_return) for r in rows if r.mean_return is not None)
+    returns = _curve(lines, mean_return, 1)
     if len(returns) > 1:
-        held_out = tuple(
-            (float(e.version), e.mean_return) for e in evaluations if e.mean_return is not None
-        )
         series = [Series("return (training)", "·", returns)]
-        series.append(Series("return (held-out)", "●", held_out))
+        series.append(Series("return (held-out)", "●", _curve(evaluations, mean_return)))
         charts.append(draw(series, y_text=lambda value: signed(value, 2)))
     return "\n\n".join(chart for chart in charts if chart)
+
+
+def _share(outcome: str) -> Callable[[Line], float | None]:
+    return lambda line: outcome_shares(line).get(outcome)
+
+
+def _curve(
+    lines: Sequence[Line], number: Callable[[Line], float | None], later: int = 0
+) -> tuple[tuple[float, float], ...]:
+    """The number of each line that has it, over how many iterations were done by then."""
+    found = ((float(line["iteration"] + later), number(line)) for line in lines)
+    return tuple((done, value) for done, value in found if value is not None)
 
 
 def places(run: Path, used: Server) -> list[tuple[str, str]]:
@@ -106,5 +118,5 @@ def shell_name(run: Path) -> str:
     return shlex.quote(run.name if run.parent == Path("runs") else str(run))
 
 
-def _edges(rows: list[IterationRow]) -> list[IterationRow]:
+def _edges(rows: list[Line]) -> list[Line]:
     return rows if len(rows) <= 2 * _EDGE_ROWS else rows[:_EDGE_ROWS] + rows[-_EDGE_ROWS:]

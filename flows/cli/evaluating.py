@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from rich.console import Console
 
 from earl_core.control.policy_player import find_checkpoint
-from flows import server
 from flows.cli.display import make_display
-from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
+from flows.cli.flow_command import FlowCommand
 from flows.cli.runs import find_run, stored_config
 from flows.cli.tables import duration, make_console, rows_table
 
@@ -30,35 +28,16 @@ def evaluate(
     console = make_console()
     for text in found.damaged:
         console.print(text, style="yellow", highlight=False)
-    home = server.configure(config.runs_directory)
-    display = make_display(1, plain, console)
-
-    def work() -> dict[str, Any]:
-        display.say("starting Prefect")
-        prefect_server = server.start(home)
-        from flows.evaluate import evaluate as evaluate_flow
-        from flows.running import run_flow, set_listener
-
-        prefect_server.ready()
-        display.say(f"starting the rollout worker with {found.label}")
-        set_listener(display.listen)
-        return run_flow(
-            evaluate_flow,
-            path.parent,
-            run=str(path),
-            checkpoint=checkpoint,
-            episodes=episodes,
-            temperature=temperature,
-            overrides=overrides,
-        )
-
-    try:
-        with display:
-            result = run_interruptible(work, stop_flows, lambda: display.warn("Stopping."))
-            display.say("finished")
-    except Interrupted as interrupted:
-        print("Stopped; nothing of the evaluation is kept.", file=sys.stderr)
-        leave(interrupted.exit_code)
+    result = FlowCommand(config.runs_directory).run(
+        "evaluate",
+        make_display(console, plain),
+        lambda: "Stopped; nothing of the evaluation is kept.",
+        run=str(path),
+        checkpoint=checkpoint,
+        episodes=episodes,
+        temperature=temperature,
+        overrides=overrides,
+    )
     print_result(result, console)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -116,15 +116,7 @@ def _stop(thread: threading.Thread, stop: Callable[[], None], grace_seconds: flo
         thread.join(_POLL_SECONDS)
 
 
-def stop_flows(outcome: str = "CANCELLED") -> None:
-    """Have every flow of this process end, and its workers with it; see `running.stop_flows`."""
-    # Before the first flow is imported there is nothing to stop, and no need for the import.
-    stop = getattr(sys.modules.get("flows.running"), "stop_flows", None)
-    if stop is not None:
-        stop(outcome)
-
-
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End the process now; what it started notices by itself."""
     sys.stdout.flush()
     sys.stderr.flush()

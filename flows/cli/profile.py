@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from rich.console import Console
 
 from earl_core.config import load_config
-from flows import server
 from flows.cli.display import make_display
-from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
+from flows.cli.flow_command import FlowCommand
 from flows.cli.plan import parse_contexts
 from flows.cli.tables import duration, make_console, rows_table
 
@@ -22,29 +20,15 @@ def profile(
     settings = load_config(config, overrides)
     longest = max(parse_contexts(context)) if context else None
     console = make_console()
-    home = server.configure(settings.runs_directory)
-    display = make_display(1, plain, console)
-
-    def work() -> dict[str, Any]:
-        display.say("starting Prefect")
-        prefect_server = server.start(home)
-        from flows.profile import profile as profile_flow
-        from flows.running import run_flow, set_listener
-
-        prefect_server.ready()
-        set_listener(lambda stage, iteration, event: display.say(event["say"]))
-        given = {"config": config, "minutes": minutes, "context": longest, "overrides": overrides}
-        return run_flow(profile_flow, settings.runs_directory, **given)
-
-    def on_signal() -> None:
-        display.warn("Stopping the workers; a second Ctrl-C ends everything at once.")
-
-    try:
-        with display:
-            result = run_interruptible(work, stop_flows, on_signal)
-    except Interrupted as interrupted:
-        print("Stopped. What was measured is kept: rerun to continue.", file=sys.stderr)
-        leave(interrupted.exit_code)
+    result = FlowCommand(settings.runs_directory).run(
+        "profile",
+        make_display(console, plain),
+        lambda: "Stopped. What was measured is kept: rerun to continue.",
+        config=config,
+        minutes=minutes,
+        context=longest,
+        overrides=overrides,
+    )
     print_result(result, minutes, console)
 
 

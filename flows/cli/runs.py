@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import RunConfig
@@ -9,7 +10,7 @@ from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.run.journal import read_lines
 from earl_core.run.record import RunDamaged, config_of_run, read_record
 from earl_core.system.errors import ConfigError
-from flows.cli.progress import EvaluationRow, IterationRow
+from flows.cli.results import Line
 
 
 def find_run(run: str, runs_directory: str) -> Path:
@@ -33,22 +34,20 @@ def stored_config(path: Path, overrides: list[str]) -> RunConfig:
     )
 
 
-def iterations_of(path: Path) -> list[IterationRow]:
+def iterations_of(path: Path) -> list[Line]:
     """Every finished iteration of a run, ascending."""
     latest = {line["iteration"]: line for line in read_lines(path / "metrics.jsonl")}
-    return [IterationRow.of(number, latest[number]) for number in sorted(latest)]
+    return [latest[number] for number in sorted(latest)]
 
 
-def evaluations_of(path: Path) -> list[EvaluationRow]:
-    """Every evaluation that the run made, ascending by policy version."""
-    rows = []
+def evaluations_of(path: Path) -> list[Line]:
+    """Every evaluation of a run, ascending by policy version; damaged ones are left out."""
+    lines: list[Line] = []
     for sealed in sorted((path / "iterations").glob("*/evaluation.json")):
-        try:
+        with suppress(ManifestError):
             manifest = read_manifest(sealed)
-        except ManifestError:
-            continue
-        rows.append(EvaluationRow.of(manifest.iteration, manifest.metrics))
-    return rows
+            lines.append({"iteration": manifest.iteration, **manifest.metrics})
+    return lines
 
 
 def tracking_uri(path: Path) -> str | None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import threading
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.worker_groups import preload_ranks
@@ -15,15 +11,13 @@ from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished
 from earl_core.run.recovery import INITIAL, go_back
 from earl_core.system.errors import EarlError, InUse
-from flows import server
 from flows.cli.checks import configuration
-from flows.cli.display import Display, make_display
+from flows.cli.display import make_display
 from flows.cli.ending import print_ending, shell_name
 from flows.cli.errors import exit_code
-from flows.cli.interrupt import Interrupted, leave, run_interruptible, stop_flows
+from flows.cli.flow_command import FlowCommand
 from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
 from flows.cli.tables import make_console, resolved_table
-from flows.server_watch import ServerLost, ServerWatch
 
 
 def train(config: str, overrides: list[str], plain: bool) -> None:
@@ -55,73 +49,22 @@ def resume(
 def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) -> None:
     run = Path(settings.runs_directory) / settings.name
     preflight(settings, run)
-    home = server.configure(settings.runs_directory)
+    command = FlowCommand(settings.runs_directory)
     console = make_console()
-    display = _open_display(settings, run, plain, console)
-    prefect_server: list[server.Server] = []
-    watch: list[ServerWatch] = []
-    started = threading.Event()
-    outcome = ["CANCELLED"]
-
-    def work() -> dict[str, Any]:
-        # These imports take about as long as the server's start.
-        preload_ranks()
-        display.say("starting Prefect")
-        prefect_server.append(server.start(home))
-        from flows.running import run_flow, set_listener
-        from flows.train import train as train_flow
-
-        prefect_server[0].ready()
-        watch.append(ServerWatch(prefect_server[0]))
-        watch[0].start()
-        started.set()
-        set_listener(display.listen)
-        return run_flow(train_flow, settings.runs_directory, config=config, overrides=overrides)
-
-    def stop() -> None:
-        if prefect_server and not started.is_set():
-            prefect_server[0].stop()
-        stop_flows(outcome[0])
-
-    def check() -> None:
-        try:
-            for item in watch:
-                item.check()
-        except ServerLost:
-            outcome[0] = "CRASHED"
-            raise
-
-    def on_signal() -> None:
-        display.warn("Stopping the workers; a second Ctrl-C ends everything at once.")
-
+    console.print(resolved_table(settings))
+    console.print()
+    display = make_display(
+        console, plain, settings.iterations, iterations_of(run), evaluations_of(run)
+    )
+    preload_ranks()
     try:
-        with display:
-            run_interruptible(work, stop, on_signal, check=check)
-            display.say("finished")
-    except ServerLost as lost:
-        # The flow may wait for the server for ever; the workers are stopped.
-        print(f"error: {lost}.", file=sys.stderr)
-        _say_how_to_continue(run)
-        leave(1)
-    except Interrupted as interrupted:
-        _say_how_to_continue(run)
-        if interrupted.clean and prefect_server:
-            prefect_server[0].stop()
-        leave(interrupted.exit_code)
+        stopped = partial(_how_to_go_on, run)
+        command.run("train", display, stopped, config=config, overrides=overrides)
     except Exception as error:
         _say_what_next(error, run)
         raise
     _require_finished(run)
-    print_ending(run, settings, prefect_server[0], console)
-
-
-def _open_display(settings: RunConfig, run: Path, plain: bool, console: Console) -> Display:
-    """Below the resolved settings, with what the run has done so far."""
-    console.print(resolved_table(settings))
-    console.print()
-    display = make_display(settings.iterations, plain, console)
-    display.progress.recall(iterations_of(run), evaluations_of(run))
-    return display
+    print_ending(run, settings, command.server, console)
 
 
 def _say_what_next(error: Exception, run: Path) -> None:
@@ -159,7 +102,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
         )
 
 
-def _say_how_to_continue(run: Path) -> None:
-    stored = (run / "config.yaml").is_file()
-    text = f"Stopped. Continue with: earl resume {shell_name(run)}"
-    print(text if stored else "Stopped before the run began.", file=sys.stderr)
+def _how_to_go_on(run: Path) -> str:
+    if not (run / "config.yaml").is_file():
+        return "Stopped before the run began."
+    return f"Stopped. Continue with: earl resume {shell_name(run)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.spinner import Spinner
 
 from earl_core.config import RunConfig, load_config
 from flows.cli.board import find_board
 from flows.cli.curve import Series, draw
-from flows.cli.display import PlainDisplay, make_display
+from flows.cli.display import LiveDisplay, PlainDisplay, make_display
 from flows.cli.ending import next_commands
-from flows.cli.progress import IterationRow, Progress
-from flows.cli.tables import duration, screen
+from flows.cli.tables import duration
 from tests.cli.conftest import CONFIG
 
 Event = tuple[str, int, dict[str, Any]]
@@ -58,44 +57,48 @@ FINISHED: Event = ("iteration", 0, {"finished": True, "metrics": METRICS})
 EVALUATED: Event = ("evaluation", 1, {"finished": True, "metrics": EVALUATION})
 
 
-def rendered(progress: Progress) -> str:
+def live(iterations: int, done: list[dict[str, Any]] | None = None) -> LiveDisplay:
+    return LiveDisplay(Console(file=io.StringIO()), iterations, done or [])
+
+
+def rendered(display: LiveDisplay) -> str:
     console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(screen(progress.snapshot(), Spinner("dots")))
+    console.print(display.screen())
     return console.export_text()
 
 
 def test_the_live_screen_shows_stage_numbers_and_tables() -> None:
-    progress = Progress(iterations=3)
+    display = live(iterations=3)
     for event in ITERATION:
-        progress.handle(*event)
-    text = rendered(progress)
+        display.listen(*event)
+    text = rendered(display)
     assert "0 of 3 iterations" in text
     assert "rollout" in text
     assert "12/64 episodes, 840 tokens/s, return +0.30" in text
-    progress.handle(*FINISHED)
-    progress.handle(*EVALUATED)
-    text = rendered(progress)
+    display.listen(*FINISHED)
+    display.listen(*EVALUATED)
+    text = rendered(display)
     assert "1 of 3 iterations" in text
     for cell in ("-0.25", "25", "50", "51", "76", "2,047", "9,152", "6.5", "50 (40-60)"):
         assert cell in text
 
 
 def test_a_started_worker_is_shown_until_the_stage_reports() -> None:
-    progress = Progress(iterations=1)
+    display = live(iterations=1)
     for event in ITERATION[:5]:
-        progress.handle(*event)
-    assert "rollout: starting the rollout worker" in rendered(progress)
-    progress.handle(*ITERATION[5])
-    assert "starting" not in rendered(progress)
+        display.listen(*event)
+    assert "rollout: starting the rollout worker" in rendered(display)
+    display.listen(*ITERATION[5])
+    assert "starting" not in rendered(display)
 
 
 def test_workers_that_take_another_layout_are_shown() -> None:
-    progress = Progress(iterations=1)
-    progress.handle("update", 4, {"stage_started": True})
-    progress.handle("update", 4, {"resharding": "update"})
-    assert "update: resharding the update" in rendered(progress)
-    progress.handle("update", 4, {"samples_done": 1, "samples": 8})
-    assert "resharding" not in rendered(progress)
+    display = live(iterations=1)
+    display.listen("update", 4, {"stage_started": True})
+    display.listen("update", 4, {"resharding": "update"})
+    assert "update: resharding the update" in rendered(display)
+    display.listen("update", 4, {"samples_done": 1, "samples": 8})
+    assert "resharding" not in rendered(display)
 
 
 NEWS: list[tuple[Event, str]] = [
@@ -117,34 +120,34 @@ NEWS: list[tuple[Event, str]] = [
 def test_layouts_that_switch_and_stages_that_are_repeated_are_lines_that_stay(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with PlainDisplay(5) as plain:
+    with PlainDisplay() as plain:
         for event, _ in NEWS:
             plain.listen(*event)
     assert capsys.readouterr().out.splitlines() == [line for _, line in NEWS]
 
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120)
-    with make_display(5, False, console) as live:
-        live.listen("update", 3, {"stage_started": True})
+    with LiveDisplay(console, 5) as display:
+        display.listen("update", 3, {"stage_started": True})
         for event, _ in NEWS:
-            live.listen(*event)
+            display.listen(*event)
         # The stage goes on being shown.
-        assert live.progress.snapshot().activity.stage == "update"
+        assert "update" in rendered(display).splitlines()[1]
     for _, line in NEWS:
         assert line in output.getvalue()
 
 
 def test_only_the_last_iterations_are_shown_and_a_repeated_one_once() -> None:
-    progress = Progress(iterations=50)
-    progress.recall([IterationRow.of(k, METRICS) for k in range(20)], [])
-    progress.handle("iteration", 19, {"finished": True, "metrics": METRICS})
-    snapshot = progress.snapshot()
-    assert [row.iteration for row in snapshot.rows] == list(range(12, 20))
-    assert snapshot.finished == 20
+    display = live(50, [{"iteration": k, **METRICS} for k in range(20)])
+    display.listen("iteration", 19, {"finished": True, "metrics": METRICS})
+    text = rendered(display)
+    shown = [int(line.split()[0]) for line in text.splitlines() if re.match(r" *\d+ +-0.25", line)]
+    assert shown == list(range(12, 20))
+    assert "20 of 50 iterations" in text
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with PlainDisplay(3) as display:
+    with PlainDisplay() as display:
         for event in [*ITERATION, FINISHED, EVALUATED]:
             display.listen(*event)
         # Half of the way is told, once.
@@ -167,14 +170,14 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_huge_returns_are_short(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = {**METRICS, "rollout/return/mean": -1.23456e300}
-    progress = Progress(iterations=1)
-    progress.handle("rollout", 0, {"episodes_done": 1, "episodes": 2, "return": 2e6})
-    assert "return +2e+06" in rendered(progress)
-    progress.handle("iteration", 0, {"finished": True, "metrics": metrics})
-    progress.handle("evaluation", 1, {"finished": True, "metrics": {"return/mean": 123456.0}})
-    assert "-1.235e+300" in rendered(progress)
-    assert "+123456.00" in rendered(progress)
-    with PlainDisplay(1) as plain:
+    display = live(iterations=1)
+    display.listen("rollout", 0, {"episodes_done": 1, "episodes": 2, "return": 2e6})
+    assert "return +2e+06" in rendered(display)
+    display.listen("iteration", 0, {"finished": True, "metrics": metrics})
+    display.listen("evaluation", 1, {"finished": True, "metrics": {"return/mean": 123456.0}})
+    assert "-1.235e+300" in rendered(display)
+    assert "+123456.00" in rendered(display)
+    with PlainDisplay() as plain:
         plain.listen("iteration", 0, {"finished": True, "metrics": metrics})
     assert "return -1.235e+300," in capsys.readouterr().out
 
@@ -190,10 +193,10 @@ def commands(config: RunConfig) -> list[str]:
 
 
 def test_a_pipe_gets_plain_lines() -> None:
-    assert isinstance(make_display(1, False, Console(file=io.StringIO())), PlainDisplay)
+    assert isinstance(make_display(Console(file=io.StringIO()), False), PlainDisplay)
     terminal = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(make_display(1, True, terminal), PlainDisplay)
-    assert not isinstance(make_display(1, False, terminal), PlainDisplay)
+    assert isinstance(make_display(terminal, True), PlainDisplay)
+    assert isinstance(make_display(terminal, False), LiveDisplay)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(-1e6, 1e6)), min_size=1, max_size=80))
