@@ -35,8 +35,8 @@ from tasks.reference import reference
 from tasks.report import finish_iteration, publish_artifacts
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.select import plan_of, select, select_inputs, share_profile
-from tasks.stage import StageRef, caching, resolve
+from tasks.select import select, select_inputs, share_profile
+from tasks.stage import StageRef, caching, plan_of, resolve
 from tasks.trust import forget_results
 from tasks.update import update
 

@@ -4,54 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import task
-
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.results import merge_results
 from earl_core.config import RunConfig
-from earl_core.control.run_controller import controller_of
 from earl_core.dispatch import Manifest
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.statistics import merge_statistics
 from earl_core.trajectory.schema import SAMPLE_BITS
-from tasks.select import plan_of
-from tasks.stage import StageRef, resolve, run_stage
+from tasks.stage import StageInputs, stage_task
 
 
-@task(name="advantage")
-def advantage(
-    run: str,
-    iteration: int,
-    plan: StageRef,
-    rollout: StageRef,
-    reward: StageRef,
-    reference: StageRef | None = None,
-) -> StageRef:
+@stage_task
+def advantage(given: StageInputs) -> dict[str, Any]:
     """Compare episodes; with KL in the reward, charge each token for leaving the reference."""
-    controller = controller_of(run)
-    deployment = plan_of(controller, plan)["experience"]
-    given = [rollout, reward, *([reference] if reference else [])]
-    inputs = [resolve(controller, stage) for stage in given]
+    controller = given.controller
 
     def in_every_rank(method: str, **arguments: Any) -> list[dict[str, Any]]:
-        manifests = [manifest.model_dump(mode="json") for manifest in inputs]
         return controller.groups.call_all(
-            deployment,
+            given.plan["experience"],
             "experience",
             method,
-            iteration,
+            given.iteration,
             stage="advantage",
-            manifests=manifests,
+            manifests=given.sent("rollout", "reward", "reference"),
             **arguments,
         )
 
-    def body() -> dict[str, Any]:
-        statistics = merge_statistics(in_every_rank("advantage_statistics"))
-        result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
-        metrics = with_failures(result["metrics"], inputs[0], controller.config)
-        return {**result, "metrics": metrics}
-
-    return run_stage(controller, iteration, "advantage", body)
+    statistics = merge_statistics(in_every_rank("advantage_statistics"))
+    result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
+    rollout = given.manifests["rollout"]
+    return {**result, "metrics": with_failures(result["metrics"], rollout, controller.config)}
 
 
 def with_failures(

@@ -15,8 +15,7 @@ from earl_core.control.run_controller import RunController, controller_of
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
-from tasks.select import plan_of
-from tasks.stage import StageRef, resolve, run_stage
+from tasks.stage import StageRef, plan_of, resolve, run_stage
 
 
 @task(name="publish")

@@ -34,7 +34,7 @@ from earl_core.selector.profile.observations import (
 from earl_core.selector.profile.profile_table import ProfileError, read_table
 from earl_core.system.files import canonical_json, read_file, write_atomic
 from tasks.measure import fingerprint_of
-from tasks.stage import StageRef, resolve, run_stage
+from tasks.stage import StageRef, run_stage
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +99,6 @@ def select_inputs(controller: RunController, iteration: int) -> list[str]:
     """What the key of the step covers beside its settings: how often it was made before."""
     attempt = attempts_of(controller.observed.through(iteration), iteration)
     return [f"attempt {attempt}"] if attempt else []
-
-
-def plan_of(controller: RunController, reference: StageRef) -> DeploymentPlan:
-    """The plan behind the select step's reference."""
-    return DeploymentPlan.model_validate(resolve(controller, reference).outputs["plan"])
 
 
 def share_profile(controller: RunController) -> None:
@@ -171,19 +166,11 @@ def _statistics(
         context_mean=series("rollout/context/mean"),
         context_max=series("rollout/context/max"),
         turns_mean=series("rollout/turns/mean"),
-        generated_share=tuple(share for line in recent if (share := _generated_share(line))),
+        generated_share=series("rollout/generated_share"),
         tool_wait_seconds=series("rollout/load/tool_wait_seconds"),
         switch_seconds=seconds_of(observed, "switched"),
         reshard_seconds=seconds_of(observed, "resharded"),
     )
-
-
-def _generated_share(line: dict[str, Any]) -> float:
-    """Part of an episode's tokens that the model wrote; 0 where the line does not say."""
-    context = float(line.get("rollout/context/mean", 0.0))
-    per_turn = float(line.get("rollout/tokens_per_turn", 0.0))
-    written = per_turn * float(line.get("rollout/turns/mean", 0.0))
-    return min(1.0, written / context) if context > 0 else 0.0
 
 
 def _reserved(controller: RunController, observed: Sequence[Observation]) -> dict[str, float]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from prefect import Task, task
 from prefect.cache_policies import CacheKeyFnPolicy
 
 from earl_core.control.rank_losses import surviving
-from earl_core.control.run_controller import RunController, Verdict
+from earl_core.control.run_controller import RunController, Verdict, controller_of
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
+from earl_core.selector import DeploymentPlan
 from earl_core.system import fault_points
 from tasks.trust import SERIALIZER, result_directory
 
@@ -20,6 +22,41 @@ StageRef = dict[str, Any]
 
 Body = Callable[[], dict[str, Any]]
 """Runs a stage; returns {"shards", "outputs", "metrics"}, each optional."""
+
+
+class StageInputs(NamedTuple):
+    """What a stage is given: the iteration's plan, and the sealed manifests it reads by their
+    stages."""
+
+    controller: RunController
+    iteration: int
+    plan: DeploymentPlan
+    manifests: dict[str, Manifest]
+
+    def sent(self, *stages: str) -> list[dict[str, Any]]:
+        """The manifests of these stages, as far as there are any, as workers take them."""
+        there = (self.manifests[stage] for stage in stages if stage in self.manifests)
+        return [manifest.model_dump(mode="json") for manifest in there]
+
+
+def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., StageRef]:
+    """The Prefect task of the stage that has the function's name; `work` is the stage's `Body`."""
+    name = work.__name__
+
+    def perform(run: str, iteration: int, plan: StageRef, *inputs: StageRef | None) -> StageRef:
+        controller = controller_of(run)
+        sealed = [resolve(controller, reference) for reference in inputs if reference]
+        manifests = {manifest.stage: manifest for manifest in sealed}
+        given = StageInputs(controller, iteration, plan_of(controller, plan), manifests)
+        return run_stage(controller, iteration, name, lambda: work(given))
+
+    perform.__qualname__ = name  # Prefect makes the task's key of it
+    return task(perform, name=name, description=work.__doc__)
+
+
+def plan_of(controller: RunController, reference: StageRef) -> DeploymentPlan:
+    """The plan behind the select step's reference."""
+    return DeploymentPlan.model_validate(resolve(controller, reference).outputs["plan"])
 
 
 def reference_to(controller: RunController, manifest: Manifest) -> StageRef:
