@@ -16,9 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, together
-from earl_core.cluster import LocalWorkerGroup
 from earl_core.cluster.placement import PLACEMENTS, HostResources
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.worker_groups import TARGETS
@@ -114,10 +114,10 @@ class Bench:
 
     def start(
         self, name: str, role: str, deployment: dict[str, Any], engine: str, cores: Sequence[int]
-    ) -> LocalWorkerGroup:
+    ) -> WorkerGroup:
         """A worker group of one rank, with the environment that a controller gives it."""
         threads = str(deployment["threads"])
-        group = LocalWorkerGroup(
+        group = WorkerGroup(
             name,
             "earl_core.cluster.placement:build",
             log_directory=self.directory / "logs",
@@ -181,7 +181,7 @@ class Engines:
 
     def __init__(self, bench: Bench, engine: str, layout: StageDeployment) -> None:
         self._bench, self._engine, self.layout = bench, engine, layout
-        self._groups: list[LocalWorkerGroup] = []
+        self._groups: list[WorkerGroup] = []
         self._threads = ThreadPoolExecutor(layout.replicas)
 
     def start(self) -> float:
@@ -190,7 +190,7 @@ class Engines:
         self._groups = list(self._threads.map(self._start, range(self.layout.replicas)))
         return time.perf_counter() - began
 
-    def _start(self, member: int) -> LocalWorkerGroup:
+    def _start(self, member: int) -> WorkerGroup:
         layout, bench = self.layout, self._bench
         site = HostResources(tuple(sorted(os.sched_getaffinity(0))))
         place = PLACEMENTS["colocated"].place(layout, member, site)
@@ -232,7 +232,7 @@ class Engines:
         return time.perf_counter() - began
 
 
-def call(group: LocalWorkerGroup, stage: str, method: str, **arguments: Any) -> dict[str, Any]:
+def call(group: WorkerGroup, stage: str, method: str, **arguments: Any) -> dict[str, Any]:
     """A method of the group's only rank."""
     return dict(
         group.call(method, stage=stage, iteration=0, deadline_seconds=_DEADLINE, **arguments)[0]
@@ -305,7 +305,7 @@ def measure_update(bench: Bench, table: LiveTable) -> None:
 class Learner:
     """The live learner, laid out anew before an update where that is needed."""
 
-    def __init__(self, group: LocalWorkerGroup, table: LiveTable) -> None:
+    def __init__(self, group: WorkerGroup, table: LiveTable) -> None:
         self._group, self._table = group, table
 
     def step(self, layout: StageDeployment, context: int, samples: int) -> tuple[float, float]:

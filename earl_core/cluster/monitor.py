@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from earl_core.cluster.errors import LossKind, describe_exit
-from earl_core.cluster.rank_handle import RankHandle
-from earl_core.cluster.worker_group import MemoryUse
+from earl_core.cluster.rank_handle import MemoryUse, RankHandle
 from earl_core.system.frames import WireError
 from earl_core.system.process_tree import ENDING_GRACE_SECONDS, end_processes
 

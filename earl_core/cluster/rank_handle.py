@@ -10,15 +10,30 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.logs import LogFile
-from earl_core.cluster.worker_group import MemoryUse
 from earl_core.system.files import private
 from earl_core.system.frames import FrameBuffer
 from earl_core.system.import_path import child_path
 from earl_core.system.process_tree import Process, inspect, marked
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one rank and its children, in bytes, as of its last heartbeat or result.
+
+    `rss_bytes` is the rank's own resident memory, mapped shards included. `tree_bytes` adds up the
+    private memory (neither file nor shared memory) of the rank and all its children, and
+    `tree_peak_bytes` is the most seen of that since the current or last call began, sampled four
+    times a second.
+    """
+
+    rss_bytes: int = 0
+    tree_bytes: int = 0
+    tree_peak_bytes: int = 0
 
 
 class RankHandle:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from earl_core.cluster import errors
 from earl_core.cluster.monitor import Loss, Monitor
 from earl_core.cluster.rank_handle import RankHandle
-from earl_core.cluster.worker_group import Progress
 from earl_core.secrets import redact_tree
+
+Json = dict[str, Any]
+Progress = Callable[[Json], None]
 
 STRAGGLER_SECONDS = 5.0
 """How long the other ranks may still answer after one has failed; they may wait for it for ever."""

@@ -1,45 +1,250 @@
-"""The interface of a worker group; backends implement it and share one contract test."""
+"""Worker groups: the ranks of a stage, started, called and stopped together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+import asyncio
+import atexit
+import itertools
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-Json = dict[str, Any]
-Progress = Callable[[Json], None]
+from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, WorkerLost
+from earl_core.cluster.logs import LogFile
+from earl_core.cluster.monitor import Monitor
+from earl_core.cluster.rank_handle import MemoryUse, RankHandle
+from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
+from earl_core.cluster.rpc import Aborted, Exchange, GroupCall, Json, Progress, loss_error
+from earl_core.cluster.threads import in_thread
+from earl_core.system.frames import encode
+from earl_core.system.process_tree import ENDING_GRACE_SECONDS
+
+_running: set[WorkerGroup] = set()
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """Memory of one rank and its children, in bytes, as of its last heartbeat or result.
+class WorkerGroup:
+    """Ranks, each a process with one target object, that answer calls to its methods.
 
-    `rss_bytes` is the rank's own resident memory, mapped shards included. `tree_bytes` adds up the
-    private memory (neither file nor shared memory) of the rank and all its children, and
-    `tree_peak_bytes` is the most seen of that since the current or last call began, sampled four
-    times a second.
+    `target` is `"package.module:Class"`; each rank builds `Class(context, deployment, **arguments)`
+    and keeps it until `stop()`. It sees the controller's import path. A group runs one call at a
+    time; a second caller waits for the first. A `WorkerLost` ends the group: `alive` is False, and
+    `start()` makes a fresh one. After `WorkerCallFailed` of a call the group stays usable if every
+    rank has answered.
+
+    The ranks' output goes to `<log_directory>/<role>-<rank>.log`. `environment` is added to this
+    process's own environment; `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`
+    are set as torch.distributed wants them. The calling thread runs `on_progress`, which gets the
+    reported dictionary and `"rank"`; under `acall` the event loop's thread does.
+
+    All processes of the group end when this process ends, in whatever way. Threads may share a
+    group.
     """
 
-    rss_bytes: int = 0
-    tree_bytes: int = 0
-    tree_peak_bytes: int = 0
+    def __init__(
+        self,
+        role: str,
+        target: str,
+        *,
+        log_directory: Path,
+        environment: Mapping[str, str] | None = None,
+        start_timeout_seconds: float = 180.0,
+        heartbeat_seconds: float = 1.0,
+        heartbeat_timeout_seconds: float = 60.0,
+    ) -> None:
+        if not re.fullmatch(r"[\w.-]+", role):
+            raise ValueError(f"The role '{role}' names a log file; use letters, digits, . _ and -.")
+        if heartbeat_timeout_seconds < 2 * heartbeat_seconds:
+            raise ValueError(
+                f"A heartbeat timeout of {heartbeat_timeout_seconds:g} s is too short for a "
+                f"heartbeat every {heartbeat_seconds:g} s; make it at least twice as long."
+            )
+        self.role = role
+        self._target = target
+        self._log_directory = Path(log_directory)
+        self._environment = dict(environment or {})
+        self._start_timeout = start_timeout_seconds
+        self._heartbeat = heartbeat_seconds
+        self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._condition = threading.Condition()
+        self._lifecycle = threading.RLock()
+        self._starting: threading.Event | None = None
+        self._monitor: Monitor | None = None
+        self._deployment: Json | None = None
+        self._memory: list[MemoryUse] = []
+        self._busy = False
+        self._call_ids = itertools.count(1)
 
+    # -- state ------------------------------------------------------------------------------------
 
-@runtime_checkable
-class WorkerGroup(Protocol):
-    """`world_size` ranks that hold one target object each and answer calls to its methods.
+    @property
+    def alive(self) -> bool:
+        """Whether every rank is up and the group can take a call."""
+        monitor = self._monitor
+        return (
+            self._deployment is not None
+            and monitor is not None
+            and monitor.loss is None
+            and not monitor.closing
+        )
 
-    The target is a class named `"package.module:Class"`. Each rank builds
-    `Class(context, deployment, **arguments)` and keeps it until `stop()`. A group runs one call at
-    a time; a second caller waits for the first. A `WorkerLost` ends the group: `alive` is
-    False, and `start()` makes a fresh one. After `WorkerCallFailed` of a call the group stays
-    usable if every rank has answered.
-    """
+    @property
+    def deployment(self) -> Json | None:
+        """The dumped StageDeployment that the ranks follow; None when the group is not alive."""
+        return self._deployment if self.alive else None
 
-    role: str
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids in rank order; empty when the group is not alive."""
+        monitor = self._monitor
+        if monitor is None or not self.alive:
+            return []
+        return [rank.pid for rank in monitor.ranks if rank.pid is not None]
+
+    @property
+    def memory(self) -> list[MemoryUse]:
+        """What each rank used, in rank order; empty before the first start."""
+        monitor = self._monitor
+        return self._memory if monitor is None else [rank.memory for rank in monitor.ranks]
+
+    # -- life -------------------------------------------------------------------------------------
 
     def start(self, deployment: Json, arguments: Json, world_size: int = 1) -> None:
-        """End what runs, start the ranks and return once every target is built."""
+        """End what runs, start `world_size` ranks and return once every target is built.
+
+        Raises `WorkerCallFailed` when a target cannot be imported or built, `WorkerLost` otherwise
+        (its `how` is `deadline` for the start timeout); nothing is left then.
+        """
+        if world_size < 1:
+            raise ValueError(f"A worker group needs at least one rank, not {world_size}.")
+        abort = threading.Event()
+        with self._lifecycle:
+            self._stop(grace_seconds=10.0)
+            self._starting = abort
+            try:
+                request = self._start_request(deployment, arguments, world_size, abort)
+                self._start_once(request, world_size)
+                self._deployment = deployment
+            finally:
+                self._starting = None
+
+    def _start_once(self, request: GroupCall, world_size: int) -> None:
+        try:
+            self._spawn(world_size)
+            assert self._monitor is not None
+            Exchange(self._monitor, self._condition, request).run()
+        except BaseException as error:
+            self._stop(grace_seconds=0.0)
+            if isinstance(error, Aborted):
+                raise WorkerLost(request.where, "the start was cancelled") from None
+            if isinstance(error, ConnectionError):
+                raise WorkerLost(request.where, str(error)) from error
+            raise
+
+    def _start_request(
+        self, deployment: Json, arguments: Json, world_size: int, abort: threading.Event
+    ) -> GroupCall:
+        call_id = next(self._call_ids)
+        message = {
+            "kind": "start",
+            "id": call_id,
+            "target": self._target,
+            "deployment": deployment,
+            "arguments": arguments,
+            "role": self.role,
+            "world_size": world_size,
+            "heartbeat_seconds": self._heartbeat,
+            "sys_path": [os.path.abspath(entry) for entry in sys.path],
+        }
+        frames = [
+            encode({**message, "rank": rank, "log_path": str(self._log_path(rank))})
+            for rank in range(world_size)
+        ]
+        where = Where(self.role, None, "start", "", None)
+        return GroupCall(where, call_id, frames, self._start_timeout, None, abort)
+
+    def _spawn(self, world_size: int) -> None:
+        self._log_directory.mkdir(parents=True, exist_ok=True)
+        ranks: list[RankHandle] = []
+        with bind_listener() as listener:
+            given = {**os.environ, **self._environment}
+            shared = shared_variables(world_size, listener.getsockname()[1], given)
+            try:
+                for rank in range(world_size):
+                    ranks.append(self._spawn_rank(rank, shared, listener if rank == 0 else None))
+            except BaseException:
+                for handle in ranks:
+                    handle.close()
+                raise
+        self._monitor = Monitor(ranks, self._condition, self._heartbeat_timeout)
+        self._monitor.start()
+        _running.add(self)
+
+    def _spawn_rank(
+        self, rank: int, shared: Mapping[str, str], listener: socket.socket | None
+    ) -> RankHandle:
+        path = self._log_path(rank)
+        log = LogFile(path, path.stat().st_size if path.exists() else 0)
+        inherited = None if listener is None else listener.fileno()
+        environment = {**shared, **rank_variables(rank, inherited)}
+        module = self._target.partition(":")[0]
+        return RankHandle(rank, module, log, environment, self._heartbeat_timeout, inherited)
+
+    def _log_path(self, rank: int) -> Path:
+        return self._log_directory / f"{self.role}-{rank}.log"
+
+    def stop(self, grace_seconds: float = 10.0) -> None:
+        """Close the targets, then end all processes of the group; harmless when nothing runs.
+
+        The targets have `grace_seconds` to return from `close()`, a call under way included, which
+        is cancelled. Whatever is left then gets SIGTERM, and SIGKILL some seconds later.
+        """
+        starting = self._starting
+        if starting is not None:
+            starting.set()
+        with self._lifecycle:
+            self._stop(grace_seconds)
+
+    def _stop(self, grace_seconds: float) -> None:
+        monitor = self._monitor
+        if monitor is None:
+            return
+        with self._condition:
+            monitor.closing = True
+            polite = monitor.loss is None and grace_seconds > 0
+        if polite:
+            frames = [encode({"kind": "cancel", "id": monitor.call_id}), encode({"kind": "close"})]
+            for rank in monitor.ranks:
+                for frame in frames:
+                    rank.send(frame)
+            monitor.finished.wait(grace_seconds)
+        with self._condition:
+            monitor.end()
+        if not monitor.finished.wait(3 * ENDING_GRACE_SECONDS):
+            # A supervisor that is stuck itself: without it the monitor ends its rank by the mark.
+            for rank in monitor.ranks:
+                rank.supervisor.send_signal(signal.SIGKILL)
+            monitor.finished.wait(3 * ENDING_GRACE_SECONDS)
+        monitor.join(1.0)
+        self._forget(monitor)
+
+    def _forget(self, monitor: Monitor) -> None:
+        with self._condition:
+            self._memory = [rank.memory for rank in monitor.ranks]
+            self._monitor = None
+            self._deployment = None
+            self._condition.notify_all()
+        for rank in monitor.ranks:
+            rank.close()
+            rank.supervisor.wait(1.0)
+        _running.discard(self)
+
+    # -- calls ------------------------------------------------------------------------------------
 
     def call(
         self,
@@ -51,7 +256,15 @@ class WorkerGroup(Protocol):
         on_progress: Progress | None = None,
         **arguments: Any,
     ) -> list[Any]:
-        """Run `method(**arguments)` in every rank; return its JSON results in rank order."""
+        """Run `method(**arguments)` in every rank and return its JSON results in rank order.
+
+        `stage` and `iteration` reach the target through its context. The deadline counts from when
+        the call is sent, after any call before it. Ctrl-C, or an `on_progress` that raises, cancels
+        the call. Raises the errors of `earl_core.cluster.errors`, and `WireError` for arguments
+        that are not JSON or too large.
+        """
+        where = Where(self.role, None, method, stage, iteration)
+        return self._call(where, arguments, deadline_seconds, on_progress, threading.Event())
 
     async def acall(
         self,
@@ -64,31 +277,114 @@ class WorkerGroup(Protocol):
         **arguments: Any,
     ) -> list[Any]:
         """`call` for asyncio. Once a cancelled `acall` has raised, the group is idle or ended."""
+        where = Where(self.role, None, method, stage, iteration)
+        loop = asyncio.get_running_loop()
+
+        def progress(payload: Json) -> None:
+            if on_progress is not None:
+                loop.call_soon_threadsafe(on_progress, payload)
+
+        return await in_thread(
+            lambda abort: self._call(where, arguments, deadline_seconds, progress, abort),
+            name=f"earl-{self.role}-call",
+            wake=self._wake,
+        )
 
     def reshard(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
     ) -> list[Any]:
-        """Call `reshard(deployment=...)` in every rank; `deployment` is then the group's.
+        """Have the ranks change to another stage deployment of as many ranks, state kept.
 
-        The ranks stay and keep their state, so `world_size` cannot change this way. The results in
-        rank order. After `WorkerCallFailed` the group has ended.
+        Calls the targets' `reshard(deployment=...)`; its results in rank order. When any rank
+        fails, the group is ended: the ranks' states need not fit together any more.
         """
+        monitor = self._monitor
+        try:
+            results = self.call(
+                "reshard",
+                stage=stage,
+                iteration=iteration,
+                deadline_seconds=deadline_seconds,
+                deployment=deployment,
+            )
+        except WorkerCallFailed:
+            self.stop()
+            raise
+        with self._condition:
+            # Unless another thread has started the group anew meanwhile.
+            if self._monitor is monitor and self.alive:
+                self._deployment = deployment
+        return results
 
-    def stop(self, grace_seconds: float = 10.0) -> None:
-        """Close the targets and end all processes of the group; harmless when nothing runs."""
+    def _call(
+        self,
+        where: Where,
+        arguments: Json,
+        deadline_seconds: float,
+        on_progress: Progress | None,
+        abort: threading.Event,
+    ) -> list[Any]:
+        call_id = next(self._call_ids)
+        message = {
+            "kind": "call",
+            "id": call_id,
+            "method": where.method,
+            "stage": where.stage,
+            "iteration": where.iteration,
+            "arguments": arguments,
+        }
+        frame = encode(message)
+        monitor = self._take_turn(where, abort)
+        try:
+            frames = [frame] * len(monitor.ranks)
+            request = GroupCall(where, call_id, frames, deadline_seconds, on_progress, abort)
+            exchange = Exchange(monitor, self._condition, request)
+            try:
+                return exchange.run()
+            except WorkerError:
+                raise
+            except BaseException as error:
+                exchange.give_up(encode({"kind": "cancel", "id": call_id}))
+                if isinstance(error, Aborted):
+                    raise WorkerLost(where, "the call was cancelled") from None
+                raise
+        finally:
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
 
-    @property
-    def deployment(self) -> Json | None:
-        """The dumped StageDeployment that the ranks follow, or None when it is not alive."""
+    def _take_turn(self, where: Where, abort: threading.Event) -> Monitor:
+        with self._condition:
+            self._condition.wait_for(lambda: abort.is_set() or not self._busy)
+            monitor = self._monitor
+            if monitor is not None and monitor.loss is not None:
+                raise loss_error(monitor, self._condition, where)
+            if monitor is None or not self.alive:
+                raise WorkerLost(where, "the group is not running; call start() first")
+            if abort.is_set():
+                raise WorkerLost(where, "the call was cancelled before it began")
+            self._busy = True
+            return monitor
 
-    @property
-    def alive(self) -> bool:
-        """Whether every rank is up and the group can take a call."""
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
 
-    @property
-    def pids(self) -> list[int]:
-        """The ranks' process ids in rank order; empty when the group is not alive."""
 
-    @property
-    def memory(self) -> list[MemoryUse]:
-        """What each rank used, in rank order; empty before the first start."""
+def _stop_all() -> None:
+    for group in list(_running):
+        group.stop(grace_seconds=5.0)
+
+
+def _forget_after_fork() -> None:
+    # A forked child must neither stop its parent's groups at exit nor keep their connections open.
+    for group in _running:
+        monitor = group._monitor
+        for rank in monitor.ranks if monitor is not None else ():
+            rank.forget_after_fork()
+        group._monitor = None
+    _running.clear()
+
+
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_forget_after_fork)

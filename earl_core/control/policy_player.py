@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.cluster.errors import WorkerCallFailed
-from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.hardware import read_hardware, read_model_shape
@@ -122,7 +122,7 @@ class PolicyPlayer:
             self._deployment = self._choose_deployment()
             self._held = held.pop_all()
         self._directory = Path(tempfile.mkdtemp(prefix="earl-policy-"))
-        self._group = LocalWorkerGroup(
+        self._group = WorkerGroup(
             "rollout",
             "earl_core.rollout.rollout_worker:RolloutWorker",
             log_directory=self._directory,

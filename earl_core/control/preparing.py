@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig, check_references
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import read_hardware, read_model_shape
@@ -56,7 +56,7 @@ def surely(
 def _check_environments(config: RunConfig) -> None:
     logs = Path(tempfile.mkdtemp(prefix="earl-environment-"))
     deployment = StageDeployment(stage="environment")
-    group = LocalWorkerGroup(
+    group = WorkerGroup(
         "environment",
         "earl_core.environments.check:Check",
         log_directory=logs,

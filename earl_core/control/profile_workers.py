@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
-from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.failure_diagnosis import diagnose
@@ -44,7 +44,7 @@ class ProfileWorkers:
         self.start_seconds: dict[str, float] = {}
         self.running: StageDeployment | None = None
         self._hardware, self._length = hardware, length
-        self._groups: list[LocalWorkerGroup] = []
+        self._groups: list[WorkerGroup] = []
         self._deployment: StageDeployment | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="earl-profile-"))
         write_record(self._directory, {"uid": new_uid()})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.episode_keeper import EpisodeKeeper
 from earl_core.control.hardware import read_hardware, read_model_shape
@@ -76,7 +76,7 @@ class RunController:
         self.observed = RunHistory(run)
         self.episodes = EpisodeKeeper(run)
         self.profile: LearntProfile | None = None
-        self._learner: tuple[LocalWorkerGroup | None, int] = None, 0
+        self._learner: tuple[WorkerGroup | None, int] = None, 0
         self.groups = WorkerGroups(
             run.config, run.path, run.logs, hardware, self.listener, self.next_iteration
         )

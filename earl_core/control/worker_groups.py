@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.fork_server import fork_server
-from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.cluster.placement import PLACED, Assignment, HostResources
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
 from earl_core.selector import Hardware, StageDeployment
@@ -97,7 +97,7 @@ class WorkerGroups:
         self._listener = listener
         self._next_iteration = next_iteration
         self._closing = False
-        self._groups: dict[Member, LocalWorkerGroup] = {}
+        self._groups: dict[Member, WorkerGroup] = {}
         self._places: dict[Member, Assignment] = {}
         self._released: set[Member] = set()
         self._lock = threading.RLock()
@@ -106,7 +106,7 @@ class WorkerGroups:
         self._threads: list[threading.Thread] = []
         self._ahead: dict[Member, Ahead] = {}
 
-    def get(self, role: str, deployment: StageDeployment, member: int = 0) -> LocalWorkerGroup:
+    def get(self, role: str, deployment: StageDeployment, member: int = 0) -> WorkerGroup:
         """The role's live group under this deployment; started or rebuilt when needed.
 
         member: which engine's, for the rollout.
@@ -131,9 +131,7 @@ class WorkerGroups:
                 self._released.discard(key)
             return group
 
-    def _rebuild(
-        self, key: Member, deployment: StageDeployment, place: Assignment
-    ) -> LocalWorkerGroup:
+    def _rebuild(self, key: Member, deployment: StageDeployment, place: Assignment) -> WorkerGroup:
         role, member = key
         name = f"{role}-{member}" if role == "rollout" else role
         self._listener(role, 0, {"starting": name if member else role})
@@ -184,9 +182,7 @@ class WorkerGroups:
     def _memory_call(self, key: Member, method: str, deployment: StageDeployment) -> None:
         self._call_quietly(self._groups[key], method, deployment)
 
-    def _call_quietly(
-        self, group: LocalWorkerGroup, method: str, deployment: StageDeployment
-    ) -> None:
+    def _call_quietly(self, group: WorkerGroup, method: str, deployment: StageDeployment) -> None:
         group.call(
             method,
             stage=deployment.stage,
@@ -261,8 +257,8 @@ class WorkerGroups:
         """When the group was started, if that was ahead of need and nobody has asked yet."""
         return self._ahead.pop((role, member), None)
 
-    def _new_group(self, name: str, deployment: StageDeployment) -> LocalWorkerGroup:
-        return LocalWorkerGroup(
+    def _new_group(self, name: str, deployment: StageDeployment) -> WorkerGroup:
+        return WorkerGroup(
             name,
             _IN_ITS_PLACE,
             log_directory=self._logs,
@@ -277,7 +273,7 @@ class WorkerGroups:
             "run_directory": str(self._directory),
         }
 
-    def live(self, role: str, member: int = 0) -> LocalWorkerGroup | None:
+    def live(self, role: str, member: int = 0) -> WorkerGroup | None:
         """The role's group if it is alive."""
         group = self._groups.get((role, member))
         return group if group is not None and group.alive else None
@@ -334,7 +330,7 @@ class WorkerGroups:
         living = [group for group in self._of(role) if group.alive]
         return float(sum(use.tree_bytes for group in living for use in group.memory))
 
-    def _of(self, role: str) -> list[LocalWorkerGroup]:
+    def _of(self, role: str) -> list[WorkerGroup]:
         with self._lock:
             return [group for key, group in self._groups.items() if key[0] == role]
 

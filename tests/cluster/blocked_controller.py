@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 
 
 def main(log_directory: str) -> None:
-    group = LocalWorkerGroup(
+    group = WorkerGroup(
         "update", "tests.cluster.collective_target:Collective", log_directory=Path(log_directory)
     )
     group.start({}, {}, world_size=4)

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.system.process_tree import inspect
 
 TARGET = "tests.cluster.targets:Target"
 MakeGroup = Callable[..., Any]
-
-# A later backend joins the contract test by adding its constructor here.
-BACKENDS: dict[str, Callable[..., Any]] = {"local": LocalWorkerGroup}
 
 
 def gone_within(pids: list[int], seconds: float) -> bool:
@@ -28,29 +25,18 @@ def gone_within(pids: list[int], seconds: float) -> bool:
     return True
 
 
-def _maker(constructor: Callable[..., Any], path: Path, made: list[Any]) -> MakeGroup:
-    def make(role: str = "w", target: str = TARGET, **settings: Any) -> Any:
+@pytest.fixture
+def make_group(tmp_path: Path) -> Iterator[MakeGroup]:
+    made: list[WorkerGroup] = []
+
+    def make(role: str = "w", target: str = TARGET, **settings: Any) -> WorkerGroup:
         settings.setdefault("heartbeat_seconds", 0.2)
         settings.setdefault("start_timeout_seconds", 20)
-        group = constructor(role, target, log_directory=path / "logs", **settings)
+        group = WorkerGroup(role, target, log_directory=tmp_path / "logs", **settings)
         made.append(group)
         return group
 
-    return make
-
-
-@pytest.fixture(params=sorted(BACKENDS))
-def make_group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeGroup]:
-    made: list[Any] = []
-    yield _maker(BACKENDS[request.param], tmp_path, made)
-    for group in made:
-        group.stop(grace_seconds=1)
-
-
-@pytest.fixture
-def make_local(tmp_path: Path) -> Iterator[MakeGroup]:
-    made: list[Any] = []
-    yield _maker(LocalWorkerGroup, tmp_path, made)
+    yield make
     for group in made:
         group.stop(grace_seconds=1)
 

@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from earl_core.cluster import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 
 
 def main(log_directory: str, mode: str) -> None:
-    group = LocalWorkerGroup("w", "tests.cluster.targets:Target", log_directory=Path(log_directory))
+    group = WorkerGroup("w", "tests.cluster.targets:Target", log_directory=Path(log_directory))
     group.start({}, {}, world_size=2)
     pids = list(group.pids)
     for kind in ("child", "orphan", "fork"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster import WorkerLost
+from earl_core.cluster.errors import WorkerLost
 from earl_core.system.process_tree import descendants
 from tests.cluster.conftest import MakeGroup, gone_within
 
@@ -31,7 +31,7 @@ def shared_memory_of(pids: list[int]) -> set[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["supervisor", "rank", "stop"])
 def test_an_engine_leaves_no_process_and_no_shared_memory(
-    victim: str, make_local: MakeGroup, site: dict[str, Any], tmp_path: Path
+    victim: str, make_group: MakeGroup, site: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,7 +45,7 @@ def test_an_engine_leaves_no_process_and_no_shared_memory(
         num_key_value_heads=2,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    group = make_local(
+    group = make_group(
         target="tests.cluster.engine_target:EngineTarget",
         environment=ENVIRONMENT,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster import WorkerCallFailed, WorkerLost
+from earl_core.cluster.errors import WorkerCallFailed, WorkerLost
 from earl_core.cluster.fork_server import fork_server
 from earl_core.system.process_tree import inspect
 from tests.cgroup import memory_cgroup
@@ -98,9 +98,9 @@ def test_a_fork_of_the_controller_does_not_keep_workers(
 
 
 def test_a_killed_fork_server_costs_its_ranks_and_the_next_start_has_another(
-    make_local: MakeGroup, site: Site
+    make_group: MakeGroup, site: Site
 ) -> None:
-    group = make_local()
+    group = make_group()
     group.start({}, {})
     (rank,) = group.pids
     server = fork_server()
@@ -144,8 +144,8 @@ def test_controller_and_supervisors_killed_together(
     assert gone_within(told["pids"], 10)
 
 
-def test_a_killed_supervisor_is_a_lost_worker(make_local: MakeGroup, site: Site) -> None:
-    group = make_local()
+def test_a_killed_supervisor_is_a_lost_worker(make_group: MakeGroup, site: Site) -> None:
+    group = make_group()
     group.start({}, {})
     pids = group.pids + [group.call("spawn", kind=kind, **site)[0] for kind in KINDS[:3]]
     supervisor = group._monitor.ranks[0].supervisor.pid
@@ -160,9 +160,9 @@ def test_a_killed_supervisor_is_a_lost_worker(make_local: MakeGroup, site: Site)
 
 
 def test_a_killed_rank_is_named_with_its_log_and_its_children_go(
-    make_local: MakeGroup, site: Site
+    make_group: MakeGroup, site: Site
 ) -> None:
-    group = make_local()
+    group = make_group()
     group.start({}, {})
     pids = group.pids + [group.call("spawn", kind=kind, **site)[0] for kind in KINDS]
     begin = time.monotonic()
@@ -179,8 +179,8 @@ def test_a_killed_rank_is_named_with_its_log_and_its_children_go(
     assert gone_within(pids, 10)
 
 
-def test_a_loss_between_calls_is_seen_without_a_call(make_local: MakeGroup, site: Site) -> None:
-    group = make_local()
+def test_a_loss_between_calls_is_seen_without_a_call(make_group: MakeGroup, site: Site) -> None:
+    group = make_group()
     group.start({}, {}, world_size=2)
     pids = group.pids
     os.kill(pids[1], signal.SIGTERM)
@@ -195,8 +195,8 @@ def test_a_loss_between_calls_is_seen_without_a_call(make_local: MakeGroup, site
 
 
 @pytest.mark.parametrize("method", ["leave", "quit"])
-def test_an_exit_is_named_by_its_code(method: str, make_local: MakeGroup, site: Site) -> None:
-    group = make_local()
+def test_an_exit_is_named_by_its_code(method: str, make_group: MakeGroup, site: Site) -> None:
+    group = make_group()
     group.start({}, {})
     with pytest.raises(WorkerLost, match="exited with code 3") as caught:
         group.call(method, code=3, **site)
@@ -204,15 +204,15 @@ def test_an_exit_is_named_by_its_code(method: str, make_local: MakeGroup, site: 
     assert caught.value.signal is None
 
 
-def test_a_crash_in_c_shows_the_stack(make_local: MakeGroup, site: Site) -> None:
-    group = make_local()
+def test_a_crash_in_c_shows_the_stack(make_group: MakeGroup, site: Site) -> None:
+    group = make_group()
     group.start({}, {})
     with pytest.raises(WorkerLost, match=r"(?s)SIGSEGV.*Current thread.*in kill_self"):
         group.call("kill_self", number=signal.SIGSEGV, **site)
 
 
-def test_a_stopped_rank_is_stalled(make_local: MakeGroup, site: Site) -> None:
-    group = make_local(heartbeat_timeout_seconds=1.0)
+def test_a_stopped_rank_is_stalled(make_group: MakeGroup, site: Site) -> None:
+    group = make_group(heartbeat_timeout_seconds=1.0)
     group.start({}, {})
     pids = group.pids
     pids += group.call("spawn", kind="child", **site)
@@ -224,8 +224,8 @@ def test_a_stopped_rank_is_stalled(make_local: MakeGroup, site: Site) -> None:
     assert gone_within(pids, 10)
 
 
-def test_a_stopped_rank_does_not_block_a_large_message(make_local: MakeGroup, site: Site) -> None:
-    group = make_local(heartbeat_timeout_seconds=1.0)
+def test_a_stopped_rank_does_not_block_a_large_message(make_group: MakeGroup, site: Site) -> None:
+    group = make_group(heartbeat_timeout_seconds=1.0)
     group.start({}, {})
     os.kill(group.pids[0], signal.SIGSTOP)
     begin = time.monotonic()
@@ -235,8 +235,8 @@ def test_a_stopped_rank_does_not_block_a_large_message(make_local: MakeGroup, si
     assert time.monotonic() - begin < 15
 
 
-def test_a_busy_rank_is_not_stalled(make_local: MakeGroup, site: Site) -> None:
-    group = make_local(heartbeat_timeout_seconds=0.8)
+def test_a_busy_rank_is_not_stalled(make_group: MakeGroup, site: Site) -> None:
+    group = make_group(heartbeat_timeout_seconds=0.8)
     group.start({}, {})
     group.call("sleep", seconds=1.5, **site)
     time.sleep(1.2)
@@ -244,10 +244,10 @@ def test_a_busy_rank_is_not_stalled(make_local: MakeGroup, site: Site) -> None:
 
 
 def test_one_rank_fails_while_the_other_hangs(
-    make_local: MakeGroup, site: Site, monkeypatch: pytest.MonkeyPatch
+    make_group: MakeGroup, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("earl_core.cluster.rpc.STRAGGLER_SECONDS", 0.5)
-    group = make_local()
+    group = make_group()
     group.start({}, {}, world_size=2)
     pids = group.pids
     with pytest.raises(WorkerCallFailed, match="rank 1 cannot go on") as caught:
@@ -262,9 +262,9 @@ def test_one_rank_fails_while_the_other_hangs(
 
 
 def test_a_lost_rank_is_blamed_rather_than_the_one_it_upset(
-    make_local: MakeGroup, site: Site
+    make_group: MakeGroup, site: Site
 ) -> None:
-    group = make_local()
+    group = make_group()
     group.start({}, {}, world_size=2)
     victim = group.pids[1]
     threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
@@ -274,8 +274,8 @@ def test_a_lost_rank_is_blamed_rather_than_the_one_it_upset(
     assert caught.value.rank == 1
 
 
-def test_stop_from_another_thread_ends_a_call(make_local: MakeGroup, site: Site) -> None:
-    group = make_local()
+def test_stop_from_another_thread_ends_a_call(make_group: MakeGroup, site: Site) -> None:
+    group = make_group()
     group.start({}, {})
     threading.Timer(0.3, group.stop, (0.3,)).start()
     with pytest.raises(WorkerLost):
@@ -284,8 +284,8 @@ def test_stop_from_another_thread_ends_a_call(make_local: MakeGroup, site: Site)
     assert not group.alive
 
 
-def test_stop_from_another_thread_ends_a_start(make_local: MakeGroup) -> None:
-    group = make_local()
+def test_stop_from_another_thread_ends_a_start(make_group: MakeGroup) -> None:
+    group = make_group()
     threading.Timer(0.5, group.stop).start()
     begin = time.monotonic()
     with pytest.raises(WorkerLost, match="the start was cancelled"):
@@ -294,9 +294,9 @@ def test_stop_from_another_thread_ends_a_start(make_local: MakeGroup) -> None:
     assert not group.alive
 
 
-def test_an_out_of_memory_kill_is_named(make_local: MakeGroup, site: Site) -> None:
+def test_an_out_of_memory_kill_is_named(make_group: MakeGroup, site: Site) -> None:
     with memory_cgroup(64 << 20) as cgroup:
-        group = make_local()
+        group = make_group()
         group.start({}, {})
         with pytest.raises(WorkerLost, match="out-of-memory killer") as caught:
             group.call("allocate_in_cgroup", cgroup=str(cgroup), megabytes=256, **site)
@@ -304,8 +304,8 @@ def test_an_out_of_memory_kill_is_named(make_local: MakeGroup, site: Site) -> No
         group.stop()
 
 
-def test_peak_memory_is_of_the_last_call(make_local: MakeGroup, site: Site) -> None:
-    group = make_local()
+def test_peak_memory_is_of_the_last_call(make_group: MakeGroup, site: Site) -> None:
+    group = make_group()
     group.start({}, {})
     group.call("echo", value=1, **site)
     # All that the imports took counts: Linux shows pages that a fork shares as private.
@@ -316,8 +316,8 @@ def test_peak_memory_is_of_the_last_call(make_local: MakeGroup, site: Site) -> N
     assert group.memory[0].tree_peak_bytes < idle + (60 << 20)
 
 
-def test_ctrl_c_on_the_terminal_does_not_reach_workers(make_local: MakeGroup) -> None:
-    group = make_local()
+def test_ctrl_c_on_the_terminal_does_not_reach_workers(make_group: MakeGroup) -> None:
+    group = make_group()
     group.start({}, {})
     supervisor = group._monitor.ranks[0].supervisor.pid
     sessions = {os.getsid(0), os.getsid(supervisor), os.getsid(group.pids[0])}
@@ -325,9 +325,9 @@ def test_ctrl_c_on_the_terminal_does_not_reach_workers(make_local: MakeGroup) ->
 
 
 def test_the_log_tail_is_of_this_start_and_the_file_keeps_all(
-    make_local: MakeGroup, site: Site, tmp_path: Path
+    make_group: MakeGroup, site: Site, tmp_path: Path
 ) -> None:
-    group = make_local()
+    group = make_group()
     group.start({}, {})
     group.call("log_and_print", lines=3, **site)
     group.start({}, {})
@@ -341,9 +341,9 @@ def test_the_log_tail_is_of_this_start_and_the_file_keeps_all(
 
 
 def test_twenty_starts_leave_no_descriptor_thread_or_process(
-    make_local: MakeGroup, site: Site
+    make_group: MakeGroup, site: Site
 ) -> None:
-    group = make_local()
+    group = make_group()
 
     def round_trip() -> None:
         group.start({}, {})

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster import WorkerLost
+from earl_core.cluster.errors import WorkerLost
 from earl_core.system.process_tree import inspect
 from tests.cgroup import memory_cgroup
 from tests.cluster.conftest import BACKENDS, gone_within

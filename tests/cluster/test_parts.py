@@ -88,7 +88,7 @@ def test_a_log_tail_is_readable(tmp_path: Path) -> None:
 
 def test_importing_the_package_is_light() -> None:
     script = (
-        "import sys, earl_core.cluster.local, earl_core.cluster.rank_process\n"
+        "import sys, earl_core.cluster.worker_group, earl_core.cluster.rank_process\n"
         "heavy = {'torch', 'numpy', 'transformers', 'vllm', 'prefect', 'mlflow', 'pydantic'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.cluster.local import LocalWorkerGroup
 from earl_core.cluster.placement import (
     PLACED,
     PLACEMENTS,
@@ -17,6 +16,7 @@ from earl_core.cluster.placement import (
     HostResources,
 )
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.worker_group import WorkerGroup
 
 COLOCATED, SEPARATE = PLACEMENTS["colocated"], PLACEMENTS["separate"]
 EIGHT = HostResources(cores=tuple(range(8)), gpus=8)
@@ -91,7 +91,7 @@ class Where:
 @pytest.mark.parametrize(("visible", "expected"), [(None, "2,3"), ("4,5,6,7", "6,7")])
 def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expected: str) -> None:
     core = max(os.sched_getaffinity(0))
-    group = LocalWorkerGroup(
+    group = WorkerGroup(
         "placed",
         "earl_core.cluster.placement:build",
         log_directory=tmp_path,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster import WorkerCallFailed, WorkerContext
+from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.secrets import resolve
 from tests.cluster.conftest import MakeGroup
 
@@ -33,13 +34,13 @@ class Talker:
 
 
 def test_logs_and_errors_of_workers_hold_no_secrets(
-    make_local: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"
     own.write_text("read by the worker")
     own.chmod(0o600)
     monkeypatch.setenv("DOOR_PASSWORD", INHERITED)
-    group = make_local(target=f"{__name__}:Talker")
+    group = make_group(target=f"{__name__}:Talker")
     group.start({}, {})
     with pytest.raises(WorkerCallFailed) as caught:
         group.call("talk", reference=f"file:{own}", **SITE)

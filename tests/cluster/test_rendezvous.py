@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from earl_core.cluster import WorkerContext
+from earl_core.cluster.context import WorkerContext
 from tests.cluster.conftest import MakeGroup
 from tests.listeners import listeners
 
@@ -34,14 +34,14 @@ def _bind(address: str) -> int:
     return 0
 
 
-def test_nobody_takes_the_port_before_the_ranks_do(make_local: MakeGroup) -> None:
-    group = make_local(target=f"{__name__}:Thief")
+def test_nobody_takes_the_port_before_the_ranks_do(make_group: MakeGroup) -> None:
+    group = make_group(target=f"{__name__}:Thief")
     group.start({}, {}, world_size=2)
     assert group.call("steal", **SITE) == [[errno.EADDRINUSE] * 2] * 2
 
 
-def test_connected_ranks_listen_on_loopback_only(make_local: MakeGroup) -> None:
-    group = make_local(target="tests.cluster.collective_target:Collective")
+def test_connected_ranks_listen_on_loopback_only(make_group: MakeGroup) -> None:
+    group = make_group(target="tests.cluster.collective_target:Collective")
     group.start({}, {}, world_size=2)
     (_, port), _ = group.call("total", value=1, **SITE)
     found = listeners(group.pids)

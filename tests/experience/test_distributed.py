@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from earl_core.algorithms.advantage_batch import filter_episodes
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from earl_core.cluster import LocalWorkerGroup, WorkerCallFailed
+from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.results import merge_results
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
@@ -267,7 +268,7 @@ class Ranks:
     def __init__(self, tmp_path: Path, config: RunConfig) -> None:
         self.run = RunDirectory.open(config)
         self.store = run_store(self.run.path, config)
-        self.group = LocalWorkerGroup(
+        self.group = WorkerGroup(
             "experience",
             "earl_core.experience.experience_worker:ExperienceWorker",
             log_directory=tmp_path / "logs",

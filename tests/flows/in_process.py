@@ -25,8 +25,9 @@ from typing import Any
 
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import Raised, Where, WorkerCallFailed
+from earl_core.cluster.rank_handle import MemoryUse
 from earl_core.cluster.rank_process import load_target
-from earl_core.cluster.worker_group import Json, MemoryUse, Progress
+from earl_core.cluster.rpc import Json, Progress
 from earl_core.config import load_config
 from earl_core.run.recovery import go_back
 from flows.train import train
@@ -36,7 +37,7 @@ _building = threading.Lock()
 
 
 class GroupHere:
-    """A `WorkerGroup` of one rank that is a thread of this process, its event loop included."""
+    """A worker group of one rank that is a thread of this process, its event loop included."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     for module in (earl_core.control.worker_groups, earl_core.control.preparing):
-        module.LocalWorkerGroup = GroupHere  # type: ignore[attr-defined]
+        module.WorkerGroup = GroupHere  # type: ignore[attr-defined]
     # Threads that import torch and transformers side by side see them half made.
     earl_core.control.worker_groups.WorkerGroups.start_ahead = lambda self, wanted: None  # type: ignore[method-assign]
     config, place = sys.argv[1:]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.control.worker_groups import TARGETS
 from earl_core.experience.statistics import merge_statistics
 from tests.flows.runs import KILLED, Runs
@@ -53,7 +53,7 @@ def redo(runs: Runs, sealed: dict[str, Any], logs: Path) -> dict[str, dict[str, 
     """What fresh processes make of the sealed manifests of iteration 1, stage by stage."""
 
     def in_fresh_group(role: str, work: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        group = LocalWorkerGroup(role, TARGETS[role], log_directory=logs)
+        group = WorkerGroup(role, TARGETS[role], log_directory=logs)
         arguments = {
             "config": yaml.safe_load((runs.run() / "config.yaml").read_text()),
             "run_directory": str(runs.run()),

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from earl_core.cluster import LocalWorkerGroup, WorkerContext
+from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from earl_core.learner.update_worker import LearnerWorker
@@ -28,7 +29,7 @@ class Recorded:
 
     root: Path
     config: dict[str, Any]
-    groups: list[LocalWorkerGroup] = field(default_factory=list)
+    groups: list[WorkerGroup] = field(default_factory=list)
 
     @classmethod
     def make(cls, root: Path, **update: Any) -> Recorded:
@@ -134,10 +135,10 @@ class Recorded:
         deployment = {"stage": "update", "threads": 1}
         return LearnerWorker(context, deployment, **self.arguments), context
 
-    def group(self, target: str, deployment: dict[str, Any], **settings: Any) -> LocalWorkerGroup:
+    def group(self, target: str, deployment: dict[str, Any], **settings: Any) -> WorkerGroup:
         """A started group of the deployment's ranks."""
         role = deployment["stage"]
-        group = LocalWorkerGroup(
+        group = WorkerGroup(
             role,
             target,
             log_directory=self.root / "logs",

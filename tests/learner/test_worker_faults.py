@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster import LocalWorkerGroup, WorkerCallFailed, WorkerLost
-from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost
 from earl_core.cluster.results import same_results
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.system.out_of_memory import OutOfMemory
 from tests.cluster.conftest import gone_within
 from tests.learner.recorded import Recorded
@@ -32,7 +32,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
 
 
 @pytest.fixture(scope="module")
-def group(recorded: Recorded) -> LocalWorkerGroup:
+def group(recorded: Recorded) -> WorkerGroup:
     return recorded.group(TARGET, DEPLOYMENT, heartbeat_timeout_seconds=10.0)
 
 
@@ -43,7 +43,7 @@ def given(recorded: Recorded) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def digest(group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any]) -> str:
+def digest(group: WorkerGroup, recorded: Recorded, given: dict[str, Any]) -> str:
     """Of the weights after an update that nothing happened to."""
     group.call("restore", checkpoint=None, **SITE)
     updated = same_results(group.call("update", **given, **SITE), AGREED)
@@ -54,7 +54,7 @@ def digest(group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any]) -
 
 
 def run_into(
-    fault: str, group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any]
+    fault: str, group: WorkerGroup, recorded: Recorded, given: dict[str, Any]
 ) -> tuple[WorkerError, float]:
     """Restore, update and publish with a fault; the error, and how long after the fault it came."""
     if not group.alive:
@@ -76,7 +76,7 @@ def run_into(
 
 
 def assert_ready_again(
-    group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
+    group: WorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
 ) -> None:
     """Nothing is left of the fault, and the update after it is the one without it."""
     if group.alive:
@@ -94,7 +94,7 @@ def assert_ready_again(
 
 
 def test_memory_that_runs_out_on_one_rank_is_a_typed_error(
-    group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
+    group: WorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
 ) -> None:
     error, seconds = run_into("update.microbatch3@0:1=memory", group, recorded, given)
     assert isinstance(error, WorkerCallFailed)
@@ -126,7 +126,7 @@ POINTS = {
 def test_a_killed_rank(
     point: str,
     rank: int,
-    group: LocalWorkerGroup,
+    group: WorkerGroup,
     recorded: Recorded,
     given: dict[str, Any],
     digest: str,
@@ -145,7 +145,7 @@ def test_a_killed_rank(
 
 @pytest.mark.slow
 def test_a_rank_that_hangs(
-    group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
+    group: WorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
 ) -> None:
     error, seconds = run_into("update.microbatch2@0:1=stop", group, recorded, given)
     assert isinstance(error, WorkerLost)
@@ -161,7 +161,7 @@ def test_a_rank_that_hangs(
 
 @pytest.mark.slow
 def test_a_rank_that_others_wait_for_is_named_at_the_deadline(
-    group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
+    group: WorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
 ) -> None:
     """It sends heartbeats, so that only the deadline tells; the logs hold every rank's stacks."""
     if not group.alive:
@@ -178,7 +178,7 @@ def test_a_rank_that_others_wait_for_is_named_at_the_deadline(
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_is_full_for_one_rank(
-    rank: int, group: LocalWorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
+    rank: int, group: WorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
 ) -> None:
     error, seconds = run_into(f"update.save@0:{rank}=enospc", group, recorded, given)
     assert isinstance(error, WorkerCallFailed)

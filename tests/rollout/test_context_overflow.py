@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.cluster.errors import WorkerCallFailed
-from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.engines.slot_cache import SlotCache
 from earl_core.rollout.episode_player import PlaySettings
@@ -187,7 +187,7 @@ def test_both_cross_the_wire_with_their_numbers(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EARL_FAULT", "rollout.played7@0=memory")
-    group = LocalWorkerGroup(
+    group = WorkerGroup(
         "rollout",
         "earl_core.rollout.rollout_worker:RolloutWorker",
         log_directory=setting.root / "logs",

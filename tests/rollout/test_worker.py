@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from earl_core.cluster.context import WorkerContext
-from earl_core.cluster.local import LocalWorkerGroup
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.metrics import (
@@ -296,7 +296,7 @@ def test_a_rollout_that_failed_altogether_says_why(setting: Setting) -> None:
 
 
 def test_in_a_worker_group(setting: Setting) -> None:
-    group = LocalWorkerGroup(
+    group = WorkerGroup(
         "rollout",
         "earl_core.rollout.rollout_worker:RolloutWorker",
         log_directory=setting.root / "logs",
