@@ -31,9 +31,8 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from earl_core.cluster.rendezvous import LISTENER
 from earl_core.system.import_path import child_path
-from earl_core.system.process_identity import start_time
+from earl_core.system.process_tree import inspect, send_signal, still
 
 _OURS = "earl_core."
 """Only modules of ours are imported here: code of others may start threads or touch a GPU."""
@@ -51,16 +50,15 @@ class SupervisorHandle:
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
         self._server = server
-        self._started = start_time(pid)
+        self._process = inspect(pid)
 
     def _running(self) -> bool:
-        return self._started is not None and start_time(self.pid) == self._started
+        return self._process is not None and still(self._process) is not None
 
-    def send_signal(self, number: int) -> None:
+    def kill(self) -> None:
         """Harmless when it is gone."""
-        if self._running():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        if self._process is not None:
+            send_signal(self._process, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
         """Whether it ends within this time; one that is still to be reaped has ended."""
@@ -118,9 +116,9 @@ class ForkServer:
     ) -> SupervisorHandle:
         """Fork a supervisor.
 
-        module: that of the rank's target. descriptors: its control connection, its rank's channel,
-        its log, and for rank 0 the listener. Raises `ConnectionError` when the server ended or did
-        not answer in time, and another `OSError` when the host allows no more processes.
+        module: that of the rank's target. descriptors: its log, then those of `Supervisor`. Raises
+        `ConnectionError` when the server ended or did not answer in time, and another `OSError`
+        when the host allows no more processes.
         """
         request = {
             "module": module,
@@ -292,13 +290,13 @@ def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: 
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    control, channel, log, *listener = descriptors
-    for number in listener:
-        os.environ[LISTENER] = str(number)
+    log, *connections = descriptors
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    supervisor.main(control, channel, server, *request["arguments"])
+    for descriptor in connections:
+        os.set_inheritable(descriptor, False)
+    supervisor.main(connections, server, *request["arguments"])
     sys.exit(0)
 
 

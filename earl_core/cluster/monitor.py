@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import selectors
-import signal
 import threading
 import time
 from collections import deque
@@ -51,7 +49,7 @@ class Monitor(threading.Thread):
         self.call_id = 0
         self.progress: deque[dict[str, Any]] = deque()
         self.finished = threading.Event()
-        self._condition = condition
+        self.condition = condition
         self._timeout = timeout_seconds
         self._selector = selectors.DefaultSelector()
         for rank in ranks:
@@ -69,19 +67,19 @@ class Monitor(threading.Thread):
                 for rank in self.ranks:
                     rank.last_sign = now
             looked = now
-            with self._condition:
+            with self.condition:
                 for key, _ in events:
                     rank, handler = key.data
                     self._receive(rank, key.fileobj, handler)
                 self._check_heartbeats(now)
-                self._condition.notify_all()
+                self.condition.notify_all()
         self._selector.close()
         for rank in self.ranks:
             if rank.exit_code is None:
                 _end_unsupervised(rank)
         self.finished.set()
-        with self._condition:
-            self._condition.notify_all()
+        with self.condition:
+            self.condition.notify_all()
 
     def lose(self, loss: Loss, dump: bool = False) -> None:
         """Mark the group unusable and have every rank ended. Call with the condition held."""
@@ -126,10 +124,7 @@ class Monitor(threading.Thread):
             if rank.exit_code is None:
                 self.lose(Loss("lost", _supervisor_gone(rank), rank.rank))
             return
-        rank.lines += data
-        *lines, rank.lines = rank.lines.split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        for message in rank.events.feed(data):
             if message["event"] == "started":
                 rank.started(int(message["pid"]))
             else:
@@ -170,4 +165,4 @@ def _end_unsupervised(rank: RankHandle) -> None:
         pause = min(2 * pause, 0.2)
     if living:
         end_processes(rank.remains, grace_seconds=0.0)
-    rank.supervisor.send_signal(signal.SIGKILL)
+    rank.supervisor.kill()

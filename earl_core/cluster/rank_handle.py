@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -16,9 +15,9 @@ from typing import Any
 from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.logs import LogFile
 from earl_core.system.files import private
-from earl_core.system.frames import FrameBuffer
+from earl_core.system.frames import FrameBuffer, encode
 from earl_core.system.import_path import child_path
-from earl_core.system.process_tree import Process, inspect, marked
+from earl_core.system.process_tree import Process, inspect, marked, still
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,16 @@ class RankHandle:
         log: LogFile,
         environment: Mapping[str, str],
         send_timeout_seconds: float,
-        inherited: int | None = None,
+        listener: socket.socket,
     ) -> None:
-        """module: of the target. inherited: the descriptor of the listener that rank 0 gets.
+        """module: of the target. listener: which rank 0 gets.
 
         Raises `ConnectionError` without the fork server.
         """
         self.rank = rank
         self.log = log
         self.mark = uuid.uuid4().hex
-        self.pid: int | None = None
-        self.start_ticks = 0
+        self.process: Process | None = None
         self.exit_code: int | None = None
         self.out_of_memory = False
         self.supervised = True
@@ -70,17 +68,18 @@ class RankHandle:
         self.reply: dict[str, Any] | None = None
         self.replied_at = 0.0
         self.frames = FrameBuffer()
-        self.lines = b""
+        self.events = FrameBuffer()
         self.control, control_child = socket.socketpair()
         self.channel, channel_child = socket.socketpair()
         _set_send_timeout(self.channel, send_timeout_seconds)
         given = {**environment, "PYTHONPATH": child_path(environment)}
-        more = () if inherited is None else (inherited,)
         try:
             with open(log.path, "ab", opener=private) as output:
-                fds = (control_child.fileno(), channel_child.fileno(), output.fileno(), *more)
+                descriptors = [output.fileno(), control_child.fileno(), channel_child.fileno()]
+                if rank == 0:
+                    descriptors.append(listener.fileno())
                 arguments = [self.mark, log.path.stem]
-                self.supervisor = fork_server().start(module, arguments, given, fds)
+                self.supervisor = fork_server().start(module, arguments, given, descriptors)
         except BaseException:
             self.close()
             raise
@@ -90,8 +89,7 @@ class RankHandle:
 
     def started(self, pid: int) -> None:
         """The supervisor has forked the rank."""
-        now = inspect(pid)
-        self.pid, self.start_ticks = pid, 0 if now is None else now.start_ticks
+        self.process = inspect(pid)
 
     def send(self, frame: bytes) -> bool:
         """Send a frame to the rank; False if it took nothing for the send timeout.
@@ -109,16 +107,12 @@ class RankHandle:
     def end(self, grace_seconds: float, dump: bool = False) -> None:
         """Ask the supervisor to end everything; with `dump` the rank first logs its stacks."""
         with suppress(OSError):
-            self.control.sendall(json.dumps({"stop": grace_seconds, "dump": dump}).encode() + b"\n")
+            self.control.sendall(encode({"stop": grace_seconds, "dump": dump}))
 
     def remains(self) -> list[Process]:
         """What lives of the rank without its supervisor: itself, and what carries its mark."""
-        own = None if self.pid is None else inspect(self.pid)
-        same = own is not None and own.start_ticks == self.start_ticks
-        return [*([own] if own is not None and same else []), *marked(self.mark)]
-
-    def running(self) -> bool:
-        return self.pid is not None and inspect(self.pid) is not None
+        own = None if self.process is None else still(self.process)
+        return [*([] if own is None else [own]), *marked(self.mark)]
 
     def close(self) -> None:
         self.control.close()

@@ -261,8 +261,6 @@ def _use_threads() -> None:
 def main(channel_fd: int, lifeline_fd: int, mark: str) -> None:
     """Be a rank until the controller is done with it, or the supervisor is gone."""
     _use_threads()
-    for fd in (channel_fd, lifeline_fd):
-        os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
         cast(Any, stream).reconfigure(line_buffering=True, errors="backslashreplace")
     guard_output()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 
 LISTENER = "EARL_RENDEZVOUS_FD"
 """Environment variable of rank 0: the number of the bound socket that it inherited."""
@@ -24,12 +23,9 @@ def bind_listener() -> socket.socket:
     return listener
 
 
-def shared_variables(
-    world_size: int, port: int, given: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """`given`, and what all ranks of one start have in common: how many, and where they meet."""
+def shared_variables(world_size: int, port: int) -> dict[str, str]:
+    """What all ranks of one start have in common: how many they are, and where they meet."""
     return {
-        **{name: value for name, value in (given or {}).items() if name != LISTENER},
         # Connections of gloo and NCCL ask for no password, and the host's own name may resolve to
         # an address that nothing can be reached at.
         "GLOO_SOCKET_IFNAME": "lo",
@@ -41,10 +37,9 @@ def shared_variables(
     }
 
 
-def rank_variables(rank: int, listener: int | None = None) -> dict[str, str]:
-    """What one rank has for itself; listener: the descriptor that it inherits."""
-    inherited = {} if listener is None else {LISTENER: str(listener)}
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), **inherited}
+def rank_variables(rank: int) -> dict[str, str]:
+    """What one rank has for itself."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def take_listener() -> int:

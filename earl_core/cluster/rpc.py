@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from earl_core.cluster import errors
 from earl_core.cluster.monitor import Loss, Monitor
 from earl_core.cluster.rank_handle import RankHandle
 from earl_core.secrets import redact_tree
+from earl_core.system.frames import encode
 
 Json = dict[str, Any]
 Progress = Callable[[Json], None]
@@ -30,89 +31,80 @@ class Aborted(BaseException):
     """The caller gave the exchange up."""
 
 
-@dataclass(frozen=True)
-class GroupCall:
-    """What is asked of the ranks; `frames` holds one encoded message each, in rank order."""
+@dataclass
+class Exchange:
+    """One request to all ranks; the group sees to it that there is only one at a time.
 
+    frames: one encoded message for each rank, in their order. abort: gives the request up.
+    """
+
+    monitor: Monitor
     where: errors.Where
     call_id: int
     frames: Sequence[bytes]
     deadline_seconds: float
+    abort: threading.Event
     on_progress: Progress | None = None
-    abort: threading.Event = field(default_factory=threading.Event)
-
-
-class Exchange:
-    """Carries out one request; the group sees to it that there is only one at a time."""
-
-    def __init__(
-        self, monitor: Monitor, condition: threading.Condition, request: GroupCall
-    ) -> None:
-        self._monitor = monitor
-        self._condition = condition
-        self._request = request
 
     def run(self) -> list[Any]:
         """Return the results in rank order, or raise a `WorkerError`.
 
-        Raises `Aborted` as soon as the request's `abort` is set, with the call still under way.
+        Raises `Aborted` as soon as `abort` is set, with the call still under way.
         """
-        deadline = time.monotonic() + self._request.deadline_seconds
-        monitor = self._monitor
-        with self._condition:
-            monitor.call_id = self._request.call_id
+        deadline = time.monotonic() + self.deadline_seconds
+        monitor, condition = self.monitor, self.monitor.condition
+        with condition:
+            monitor.call_id = self.call_id
             monitor.progress.clear()
             for rank in monitor.ranks:
                 rank.reply = None
-        for rank, frame in zip(monitor.ranks, self._request.frames, strict=True):
+        for rank, frame in zip(monitor.ranks, self.frames, strict=True):
             self._send(rank, frame)
         while True:
-            with self._condition:
+            with condition:
                 progress = list(monitor.progress)
                 monitor.progress.clear()
                 results = None if progress else self._outcome()
                 if results is None and not progress:
-                    if self._request.abort.is_set():
+                    if self.abort.is_set():
                         raise Aborted
                     left = deadline - time.monotonic()
                     if left <= 0:
                         self._expire()
-                    self._condition.wait(min(left, _POLL_SECONDS))
+                    condition.wait(min(left, _POLL_SECONDS))
             if results is not None:
                 return results
-            if self._request.on_progress is not None:
+            if self.on_progress is not None:
                 for payload in progress:
-                    self._request.on_progress(payload)
+                    self.on_progress(payload)
 
-    def give_up(self, cancel: bytes) -> None:
+    def give_up(self) -> None:
         """After `run` was left early: ask the ranks to return, or end them. Leaves no call open."""
-        monitor = self._monitor
+        monitor, cancel = self.monitor, encode({"kind": "cancel", "id": self.call_id})
 
         def settled() -> bool:
             return monitor.loss is not None or all(rank.reply for rank in monitor.ranks)
 
+        quiet = False
         try:
             for rank in monitor.ranks:
                 self._send(rank, cancel)
-            with self._condition:
-                quiet = self._condition.wait_for(settled, CANCEL_SECONDS)
-        except BaseException:
-            quiet = False
-            raise
+            with monitor.condition:
+                quiet = monitor.condition.wait_for(settled, CANCEL_SECONDS)
         finally:
             if not quiet:
                 reason = "the call was cancelled and did not return in time, so it was ended"
-                with self._condition:
+                with monitor.condition:
                     monitor.lose(Loss("lost", reason))
 
     def _send(self, rank: RankHandle, frame: bytes) -> None:
         if not rank.send(frame):
             reason = "it did not take a message; the process is stuck or suspended"
-            with self._condition:
-                self._monitor.lose(Loss("stalled", reason, rank.rank), dump=True)
+            with self.monitor.condition:
+                self.monitor.lose(Loss("stalled", reason, rank.rank), dump=True)
 
     def _outcome(self) -> list[Any] | None:
-        monitor = self._monitor
+        monitor = self.monitor
         replies = [rank.reply for rank in monitor.ranks if rank.reply is not None]
         failed = [rank for rank in monitor.ranks if rank.reply and rank.reply["kind"] == "failed"]
         complete = len(replies) == len(monitor.ranks)
@@ -120,7 +112,7 @@ class Exchange:
             return [reply["value"] for reply in replies]
         # A lost rank is the likelier cause of another's failure (a collective that broke off).
         if monitor.loss is not None:
-            raise loss_error(monitor, self._condition, self._request.where)
+            raise loss_error(monitor, self.where)
         if failed:
             first = min(failed, key=lambda rank: rank.replied_at)
             if not complete:
@@ -132,30 +124,28 @@ class Exchange:
         return None
 
     def _expire(self) -> NoReturn:
-        waiting = [rank.rank for rank in self._monitor.ranks if rank.reply is None]
+        waiting = [rank.rank for rank in self.monitor.ranks if rank.reply is None]
         others = "" if len(waiting) == 1 else f" Neither did ranks {waiting[1:]}."
         reason = (
-            f"it did not finish within its deadline of {self._request.deadline_seconds:g} s."
+            f"it did not finish within its deadline of {self.deadline_seconds:g} s."
             f"{others} Raise the deadline, or look at the stacks in the log to see where it hangs"
         )
-        self._monitor.lose(Loss("deadline", reason, waiting[0]), dump=True)
-        raise loss_error(self._monitor, self._condition, self._request.where)
+        self.monitor.lose(Loss("deadline", reason, waiting[0]), dump=True)
+        raise loss_error(self.monitor, self.where)
 
     def _raise_failed(self, rank: RankHandle) -> NoReturn:
         raised = errors.Raised(**redact_tree((rank.reply or {})["raised"]))
-        raise errors.WorkerCallFailed(_at(self._request.where, rank), raised)
+        raise errors.WorkerCallFailed(_at(self.where, rank), raised)
 
 
-def loss_error(
-    monitor: Monitor, condition: threading.Condition, where: errors.Where
-) -> errors.WorkerError:
+def loss_error(monitor: Monitor, where: errors.Where) -> errors.WorkerError:
     """Build the error for a group that is lost. Call with the condition held."""
     loss = monitor.loss
     assert loss is not None
     rank = None if loss.rank is None else monitor.ranks[loss.rank]
     if loss.kind != "lost" and rank is not None:
         # The rank writes its stacks to the log before it ends; wait, so that the tail shows them.
-        condition.wait_for(lambda: rank.exit_code is not None, _DUMP_SECONDS)
+        monitor.condition.wait_for(lambda: rank.exit_code is not None, _DUMP_SECONDS)
     where = where if rank is None else _at(where, rank)
     code = loss.exit_code
     return errors.WorkerLost(

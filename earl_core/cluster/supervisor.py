@@ -5,27 +5,28 @@ and waits. When the rank ends, the controller asks for it, or the controller is 
 (the connection closes, even after SIGKILL), it ends every descendant of the rank and then itself.
 As a child subreaper it stays the ancestor of orphans, so nothing can slip away by losing a parent.
 
-It has one thread. It is forked from the fork server, forks the rank, and speaks JSON lines: it
-sends `{"event": "started", "pid"}` and `{"event": "exited", "code", "out_of_memory"}`,
-and receives `{"stop": grace_seconds, "dump": bool}`.
+It has one thread. It is forked from the fork server, forks the rank, and speaks the frames that
+ranks speak: it sends `{"event": "started", "pid"}` and `{"event": "exited", "code",
+"out_of_memory"}`, and receives `{"stop": grace_seconds, "dump": bool}`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from setproctitle import setproctitle
 
 from earl_core.cluster.rendezvous import LISTENER
+from earl_core.system.frames import FrameBuffer, encode
 from earl_core.system.process_tree import (
     ENDING_GRACE_SECONDS,
     MARK,
@@ -44,21 +45,25 @@ _HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Supervisor:
     """One rank's keeper."""
 
-    def __init__(self, control: socket.socket, channel_fd: int, server: int, mark: str, name: str):
-        """server: the fork server, which lives as long as the controller."""
-        self._control = control
+    def __init__(self, descriptors: Sequence[int], server: int, mark: str, name: str) -> None:
+        """descriptors: the control connection, the rank's channel, and for rank 0 the listener.
+        server: the fork server, which lives as long as the controller."""
+        control, channel, *listener = descriptors
+        self._control = socket.socket(fileno=control)
         self._server = server
-        self._buffer = b""
+        self._frames = FrameBuffer()
         self._grace = ENDING_GRACE_SECONDS
         self._exit_code: int | None = None
         self._memory_kills = out_of_memory_counters()
         self._wake = _wake_on_signals()
         lifeline_read, self._lifeline = os.pipe()
-        inherited = [int(os.environ[LISTENER])] if LISTENER in os.environ else []
         self._rank = os.fork()
         if self._rank == 0:
-            self._become_rank(channel_fd, lifeline_read, mark, name)
-        for passed_on in (channel_fd, lifeline_read, *inherited):
+            os.environ[MARK] = mark
+            if listener:
+                os.environ[LISTENER] = str(listener[0])
+            self._become_rank(channel, lifeline_read, mark, name)
+        for passed_on in (channel, lifeline_read, *listener):
             os.close(passed_on)
         self._send({"event": "started", "pid": self._rank})
         # Until then it waits, so that nothing of it is heard before its pid is known.
@@ -78,7 +83,6 @@ class Supervisor:
         os.read(lifeline_fd, 1)
         # The rank gets a session of its own: what it sends to its process group stays there.
         os.setsid()
-        os.environ[MARK] = mark
         setproctitle(f"earl_core.cluster.rank_process {name}")
         rank_process.main(channel_fd, lifeline_fd, mark)
         sys.exit(0)
@@ -114,18 +118,12 @@ class Supervisor:
             data = self._control.recv(65536)
         except OSError:
             data = b""
-        if not data:
+        for message in self._frames.feed(data):
+            self._grace = float(message["stop"])
+            if message["dump"]:
+                self._dump_stacks()
             return True
-        self._buffer += data
-        while b"\n" in self._buffer:
-            line, self._buffer = self._buffer.split(b"\n", 1)
-            message = json.loads(line)
-            if "stop" in message:
-                self._grace = float(message["stop"])
-                if message.get("dump"):
-                    self._dump_stacks()
-                return True
-        return False
+        return not data
 
     def _dump_stacks(self) -> None:
         # The rank writes all threads' stacks to its log on SIGUSR1, from C: also when it is stuck.
@@ -148,9 +146,9 @@ class Supervisor:
         starved = killed and out_of_memory_kills_since(self._memory_kills) > 0
         self._send({"event": "exited", "code": self._exit_code, "out_of_memory": starved})
 
-    def _send(self, message: Mapping[str, object]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with suppress(OSError):
-            self._control.sendall(json.dumps(message).encode() + b"\n")
+            self._control.sendall(encode(message))
 
 
 def _wake_on_signals() -> tuple[int, int]:
@@ -167,11 +165,8 @@ def _wake_on_signals() -> tuple[int, int]:
     return read, write
 
 
-def main(control_fd: int, channel_fd: int, server: int, mark: str, name: str) -> None:
-    """Keep one rank until its end. server: the pid of the fork server; name: for `ps`."""
+def main(descriptors: Sequence[int], server: int, mark: str, name: str) -> None:
+    """Keep one rank until its end; arguments of `Supervisor`. name: for `ps`."""
     setproctitle(f"earl_core.cluster.supervisor {name}")
     become_subreaper()
-    control = socket.socket(fileno=control_fd)
-    os.set_inheritable(control_fd, False)
-    os.set_inheritable(channel_fd, False)
-    Supervisor(control, channel_fd, server, mark, name).run()
+    Supervisor(descriptors, server, mark, name).run()

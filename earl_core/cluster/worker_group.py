@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import itertools
 import os
 import re
-import signal
-import socket
 import sys
 import threading
 from collections.abc import Mapping
@@ -20,8 +17,7 @@ from earl_core.cluster.logs import LogFile
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.rank_handle import MemoryUse, RankHandle
 from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
-from earl_core.cluster.rpc import Aborted, Exchange, GroupCall, Json, Progress, loss_error
-from earl_core.cluster.threads import in_thread
+from earl_core.cluster.rpc import Aborted, Exchange, Json, Progress, loss_error
 from earl_core.system.frames import encode
 from earl_core.system.process_tree import ENDING_GRACE_SECONDS
 
@@ -40,7 +36,7 @@ class WorkerGroup:
     The ranks' output goes to `<log_directory>/<role>-<rank>.log`. `environment` is added to this
     process's own environment; `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`
     are set as torch.distributed wants them. The calling thread runs `on_progress`, which gets the
-    reported dictionary and `"rank"`; under `acall` the event loop's thread does.
+    reported dictionary and `"rank"`.
 
     All processes of the group end when this process ends, in whatever way. Threads may share a
     group.
@@ -104,7 +100,7 @@ class WorkerGroup:
         monitor = self._monitor
         if monitor is None or not self.alive:
             return []
-        return [rank.pid for rank in monitor.ranks if rank.pid is not None]
+        return [rank.process.pid for rank in monitor.ranks if rank.process is not None]
 
     @property
     def memory(self) -> list[MemoryUse]:
@@ -126,30 +122,25 @@ class WorkerGroup:
         with self._lifecycle:
             self._stop(grace_seconds=10.0)
             self._starting = abort
+            where, call_id = Where(self.role, None, "start", "", None), next(self._call_ids)
             try:
-                request = self._start_request(deployment, arguments, world_size, abort)
-                self._start_once(request, world_size)
+                frames = self._start_frames(call_id, deployment, arguments, world_size)
+                monitor = self._spawn(world_size)
+                Exchange(monitor, where, call_id, frames, self._start_timeout, abort).run()
                 self._deployment = deployment
+            except BaseException as error:
+                self._stop(grace_seconds=0.0)
+                if isinstance(error, Aborted):
+                    raise WorkerLost(where, "the start was cancelled") from None
+                if isinstance(error, ConnectionError):
+                    raise WorkerLost(where, str(error)) from error
+                raise
             finally:
                 self._starting = None
 
-    def _start_once(self, request: GroupCall, world_size: int) -> None:
-        try:
-            self._spawn(world_size)
-            assert self._monitor is not None
-            Exchange(self._monitor, self._condition, request).run()
-        except BaseException as error:
-            self._stop(grace_seconds=0.0)
-            if isinstance(error, Aborted):
-                raise WorkerLost(request.where, "the start was cancelled") from None
-            if isinstance(error, ConnectionError):
-                raise WorkerLost(request.where, str(error)) from error
-            raise
-
-    def _start_request(
-        self, deployment: Json, arguments: Json, world_size: int, abort: threading.Event
-    ) -> GroupCall:
-        call_id = next(self._call_ids)
+    def _start_frames(
+        self, call_id: int, deployment: Json, arguments: Json, world_size: int
+    ) -> list[bytes]:
         message = {
             "kind": "start",
             "id": call_id,
@@ -161,39 +152,32 @@ class WorkerGroup:
             "heartbeat_seconds": self._heartbeat,
             "sys_path": [os.path.abspath(entry) for entry in sys.path],
         }
-        frames = [
+        return [
             encode({**message, "rank": rank, "log_path": str(self._log_path(rank))})
             for rank in range(world_size)
         ]
-        where = Where(self.role, None, "start", "", None)
-        return GroupCall(where, call_id, frames, self._start_timeout, None, abort)
 
-    def _spawn(self, world_size: int) -> None:
+    def _spawn(self, world_size: int) -> Monitor:
         self._log_directory.mkdir(parents=True, exist_ok=True)
         ranks: list[RankHandle] = []
+        module, timeout = self._target.partition(":")[0], self._heartbeat_timeout
         with bind_listener() as listener:
-            given = {**os.environ, **self._environment}
-            shared = shared_variables(world_size, listener.getsockname()[1], given)
+            port = listener.getsockname()[1]
+            shared = {**os.environ, **self._environment, **shared_variables(world_size, port)}
             try:
                 for rank in range(world_size):
-                    ranks.append(self._spawn_rank(rank, shared, listener if rank == 0 else None))
+                    path = self._log_path(rank)
+                    log = LogFile(path, path.stat().st_size if path.exists() else 0)
+                    given = {**shared, **rank_variables(rank)}
+                    ranks.append(RankHandle(rank, module, log, given, timeout, listener))
             except BaseException:
                 for handle in ranks:
                     handle.close()
                 raise
-        self._monitor = Monitor(ranks, self._condition, self._heartbeat_timeout)
-        self._monitor.start()
+        self._monitor = monitor = Monitor(ranks, self._condition, timeout)
+        monitor.start()
         _running.add(self)
-
-    def _spawn_rank(
-        self, rank: int, shared: Mapping[str, str], listener: socket.socket | None
-    ) -> RankHandle:
-        path = self._log_path(rank)
-        log = LogFile(path, path.stat().st_size if path.exists() else 0)
-        inherited = None if listener is None else listener.fileno()
-        environment = {**shared, **rank_variables(rank, inherited)}
-        module = self._target.partition(":")[0]
-        return RankHandle(rank, module, log, environment, self._heartbeat_timeout, inherited)
+        return monitor
 
     def _log_path(self, rank: int) -> Path:
         return self._log_directory / f"{self.role}-{rank}.log"
@@ -228,7 +212,7 @@ class WorkerGroup:
         if not monitor.finished.wait(3 * ENDING_GRACE_SECONDS):
             # A supervisor that is stuck itself: without it the monitor ends its rank by the mark.
             for rank in monitor.ranks:
-                rank.supervisor.send_signal(signal.SIGKILL)
+                rank.supervisor.kill()
             monitor.finished.wait(3 * ENDING_GRACE_SECONDS)
         monitor.join(1.0)
         self._forget(monitor)
@@ -254,41 +238,44 @@ class WorkerGroup:
         iteration: int,
         deadline_seconds: float,
         on_progress: Progress | None = None,
+        abort: threading.Event | None = None,
         **arguments: Any,
     ) -> list[Any]:
         """Run `method(**arguments)` in every rank and return its JSON results in rank order.
 
         `stage` and `iteration` reach the target through its context. The deadline counts from when
-        the call is sent, after any call before it. Ctrl-C, or an `on_progress` that raises, cancels
-        the call. Raises the errors of `earl_core.cluster.errors`, and `WireError` for arguments
+        the call is sent, after any call before it. Ctrl-C, an `on_progress` that raises, and
+        `abort`, once it is set, cancel the call; the group is then idle or ended. Raises the errors
+        of `earl_core.cluster.errors` (`WorkerLost` after `abort`), and `WireError` for arguments
         that are not JSON or too large.
         """
         where = Where(self.role, None, method, stage, iteration)
-        return self._call(where, arguments, deadline_seconds, on_progress, threading.Event())
-
-    async def acall(
-        self,
-        method: str,
-        *,
-        stage: str,
-        iteration: int,
-        deadline_seconds: float,
-        on_progress: Progress | None = None,
-        **arguments: Any,
-    ) -> list[Any]:
-        """`call` for asyncio. Once a cancelled `acall` has raised, the group is idle or ended."""
-        where = Where(self.role, None, method, stage, iteration)
-        loop = asyncio.get_running_loop()
-
-        def progress(payload: Json) -> None:
-            if on_progress is not None:
-                loop.call_soon_threadsafe(on_progress, payload)
-
-        return await in_thread(
-            lambda abort: self._call(where, arguments, deadline_seconds, progress, abort),
-            name=f"earl-{self.role}-call",
-            wake=self._wake,
-        )
+        abort, call_id = abort or threading.Event(), next(self._call_ids)
+        message = {
+            "kind": "call",
+            "id": call_id,
+            "method": method,
+            "stage": stage,
+            "iteration": iteration,
+            "arguments": arguments,
+        }
+        frame = encode(message)
+        monitor = self._take_turn(where, abort)
+        frames = [frame] * len(monitor.ranks)
+        exchange = Exchange(monitor, where, call_id, frames, deadline_seconds, abort, on_progress)
+        try:
+            return exchange.run()
+        except WorkerError:
+            raise
+        except BaseException as error:
+            exchange.give_up()
+            if isinstance(error, Aborted):
+                raise WorkerLost(where, "the call was cancelled") from None
+            raise
+        finally:
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
 
     def reshard(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
@@ -316,59 +303,18 @@ class WorkerGroup:
                 self._deployment = deployment
         return results
 
-    def _call(
-        self,
-        where: Where,
-        arguments: Json,
-        deadline_seconds: float,
-        on_progress: Progress | None,
-        abort: threading.Event,
-    ) -> list[Any]:
-        call_id = next(self._call_ids)
-        message = {
-            "kind": "call",
-            "id": call_id,
-            "method": where.method,
-            "stage": where.stage,
-            "iteration": where.iteration,
-            "arguments": arguments,
-        }
-        frame = encode(message)
-        monitor = self._take_turn(where, abort)
-        try:
-            frames = [frame] * len(monitor.ranks)
-            request = GroupCall(where, call_id, frames, deadline_seconds, on_progress, abort)
-            exchange = Exchange(monitor, self._condition, request)
-            try:
-                return exchange.run()
-            except WorkerError:
-                raise
-            except BaseException as error:
-                exchange.give_up(encode({"kind": "cancel", "id": call_id}))
-                if isinstance(error, Aborted):
-                    raise WorkerLost(where, "the call was cancelled") from None
-                raise
-        finally:
-            with self._condition:
-                self._busy = False
-                self._condition.notify_all()
-
     def _take_turn(self, where: Where, abort: threading.Event) -> Monitor:
         with self._condition:
             self._condition.wait_for(lambda: abort.is_set() or not self._busy)
             monitor = self._monitor
             if monitor is not None and monitor.loss is not None:
-                raise loss_error(monitor, self._condition, where)
+                raise loss_error(monitor, where)
             if monitor is None or not self.alive:
                 raise WorkerLost(where, "the group is not running; call start() first")
             if abort.is_set():
                 raise WorkerLost(where, "the call was cancelled before it began")
             self._busy = True
             return monitor
-
-    def _wake(self) -> None:
-        with self._condition:
-            self._condition.notify_all()
 
 
 def _stop_all() -> None:

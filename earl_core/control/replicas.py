@@ -7,12 +7,13 @@ the episodes, so nothing depends on how many engines there are or on who plays w
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +130,7 @@ def run(
     """
     controller.groups.retire("rollout", deployment.replicas)
     engines = Engines(controller, deployment, job)
-    asyncio.run(engines.work())
+    engines.work()
     engines.write_down()
     return sorted(engines.done, key=lambda played: played.share.items.start), engines
 
@@ -151,7 +152,7 @@ def deal(items: range, count: int) -> list[range]:
 
 @dataclass
 class Engines:
-    """Engines at work on one job. Everything happens on one event loop."""
+    """Engines at work on one job, each in a thread; `_changed` guards what they share."""
 
     controller: RunController
     deployment: StageDeployment
@@ -165,17 +166,23 @@ class Engines:
     _built: list[float] = field(default_factory=list)
     _losses: list[WorkerError] = field(default_factory=list)
     _shares: int = 0
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _given_up: threading.Event = field(default_factory=threading.Event)
 
-    async def work(self) -> None:
+    def work(self) -> None:
         """Play all items, or raise."""
         self._deal(range(self.job.items), self.deployment.replicas, losses=0)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for member in range(self.deployment.replicas):
-                    group.create_task(self._engine(member))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        with ThreadPoolExecutor(self.deployment.replicas, "earl-engine") as pool:
+            engines = [pool.submit(self._engine, each) for each in range(self.deployment.replicas)]
+            try:
+                wait(engines, return_when=FIRST_EXCEPTION)
+            finally:
+                # What one engine raised ends the work of the others.
+                self._given_up.set()
+                with self._changed:
+                    self._changed.notify_all()
+        for engine in engines:
+            engine.result()
 
     def write_down(self) -> None:
         """What starting engines took, side by side, and which of them memory has cost."""
@@ -201,39 +208,43 @@ class Engines:
             self._waiting.append(Share(self._shares, part, losses))
             self._shares += 1
 
-    async def _engine(self, member: int) -> None:
+    def _engine(self, member: int) -> None:
         share = None
         try:
-            await self._ensure(member)
-            while (share := await self._next(member)) is not None:
-                result = await self._call(member, self.job.method, **self.job.arguments(share))
-                await self._finish(Played(share, member, result))
+            self._ensure(member)
+            while (share := self._next(member)) is not None:
+                result = self._call(member, self.job.method, **self.job.arguments(share))
+                self._finish(Played(share, member, result))
         except WorkerError as error:
+            if self._given_up.is_set():
+                return
             if not is_loss(error) or self.controller.stop_requested.is_set():
                 raise
-            await self._lose(member, share, error)
+            self._lose(member, share, error)
 
-    async def _ensure(self, member: int) -> None:
+    def _ensure(self, member: int) -> None:
         started, before = time.perf_counter(), self.controller.groups.live("rollout", member)
-        await self._call(member, "ensure", weights=self.job.weights)
+        self._call(member, "ensure", weights=self.job.weights)
         ahead = self.controller.groups.started_ahead("rollout", member)
         if ahead is not None:
             self._built.append(ahead.seconds(started))
         elif self.controller.groups.live("rollout", member) is not before:
             self._built.append(time.perf_counter() - started)
 
-    async def _next(self, member: int) -> Share | None:
-        """The next share to play; waits for one that may still come back. None: all is done."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._waiting or not self._playing)
-            if not self._waiting:
+    def _next(self, member: int) -> Share | None:
+        """The next share to play; waits for one that may still come back. None: there is none."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._waiting or not self._playing or self._given_up.is_set()
+            )
+            if not self._waiting or self._given_up.is_set():
                 return None
             share = self._waiting.popleft()
             self._playing[member] = share
             return share
 
-    async def _finish(self, played: Played) -> None:
-        async with self._changed:
+    def _finish(self, played: Played) -> None:
+        with self._changed:
             self._playing.pop(played.member)
             self._progress.pop(played.member, None)
             self.done.append(played)
@@ -241,29 +252,28 @@ class Engines:
             self._finished.append((tally.episodes + tally.failed, tally.returns.mean))
             self._changed.notify_all()
 
-    async def _lose(self, member: int, share: Share | None, error: WorkerError) -> None:
+    def _lose(self, member: int, share: Share | None, error: WorkerError) -> None:
         replicas, job = self.deployment.replicas, self.job
         if replicas == 1:
             raise error
-        self.lost.append(member)
-        self._losses.append(error)
-        left = replicas - len(self.lost)
-        last = f"The last error: {error}"
-        if not left and (share or self._waiting):
-            raise ReplicasLost(
-                f"all {replicas} rollout engines were lost in '{job.stage}' of iteration "
-                f"{job.iteration}, with episodes still to play; resume the run once the cause is "
-                f"removed. {last}",
-                error,
-            )
-        if share is not None and share.losses + 1 >= _MOST_LOSSES:
-            raise ReplicasLost(
-                f"{self._name(share)} of '{job.stage}' of "
-                f"iteration {job.iteration} have cost {_MOST_LOSSES} engines, so they are not "
-                f"tried on another. {last}",
-                error,
-            )
-        async with self._changed:
+        with self._changed:
+            self.lost.append(member)
+            self._losses.append(error)
+            left = replicas - len(self.lost)
+            last = f"The last error: {error}"
+            if not left and (share or self._waiting):
+                raise ReplicasLost(
+                    f"all {replicas} rollout engines were lost in '{job.stage}' of iteration "
+                    f"{job.iteration}, with episodes still to play; resume the run once the cause "
+                    f"is removed. {last}",
+                    error,
+                )
+            if share is not None and share.losses + 1 >= _MOST_LOSSES:
+                raise ReplicasLost(
+                    f"{self._name(share)} of '{job.stage}' of iteration {job.iteration} have cost "
+                    f"{_MOST_LOSSES} engines, so they are not tried on another. {last}",
+                    error,
+                )
             self._playing.pop(member, None)
             self._progress.pop(member, None)
             if share is not None:
@@ -274,25 +284,26 @@ class Engines:
         logger.warning("rollout %s; the run goes on with %d", note, left)
         self.controller.run.note(job.iteration, job.stage, note)
 
-    async def _call(self, member: int, method: str, **arguments: Any) -> dict[str, Any]:
+    def _call(self, member: int, method: str, **arguments: Any) -> dict[str, Any]:
         controller, job = self.controller, self.job
-        group = await asyncio.to_thread(controller.groups.get, "rollout", self.deployment, member)
-        results: list[dict[str, Any]] = await group.acall(
+        group = controller.groups.get("rollout", self.deployment, member)
+        results: list[dict[str, Any]] = group.call(
             method,
             stage=job.stage,
             iteration=job.iteration,
             deadline_seconds=controller.config.deadlines.stage,
             on_progress=lambda progress: self._report(member, progress),
+            abort=self._given_up,
             **arguments,
         )
         return results[0]
 
     def _report(self, member: int, progress: dict[str, Any]) -> None:
         """Pass on what all engines have done together."""
-        if member not in self._playing:
-            return
-        self._progress[member] = progress
-        self.controller.listener(self.job.stage, self.job.iteration, self._together())
+        with self._changed:
+            if member in self._playing:
+                self._progress[member] = progress
+                self.controller.listener(self.job.stage, self.job.iteration, self._together())
 
     def _together(self) -> dict[str, Any]:
         now = list(self._progress.values())

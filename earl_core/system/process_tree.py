@@ -41,6 +41,12 @@ def inspect(pid: int) -> Process | None:
     return process if process is not None and process.living else None
 
 
+def still(process: Process) -> Process | None:
+    """The process as it is now; None once it has ended, whoever has its pid since."""
+    now = inspect(process.pid)
+    return now if now is not None and now.start_ticks == process.start_ticks else None
+
+
 def _read(pid: int) -> Process | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -119,7 +125,7 @@ def end_processes(
             return False
         if elapsed >= grace_seconds:
             for process in living:
-                _send(process, signal.SIGKILL)
+                send_signal(process, signal.SIGKILL)
         else:
             pids = {process.pid for process in living}
             everyone = elapsed >= 0.75 * grace_seconds
@@ -127,16 +133,16 @@ def end_processes(
                 key = (process.pid, process.start_ticks)
                 if key not in signalled and (everyone or process.parent not in pids):
                     signalled.add(key)
-                    _send(process, signal.SIGTERM)
+                    send_signal(process, signal.SIGTERM)
                     # A stopped process acts on SIGTERM only after it is continued.
-                    _send(process, signal.SIGCONT)
+                    send_signal(process, signal.SIGCONT)
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
 
 
-def _send(process: Process, number: signal.Signals) -> None:
-    now = inspect(process.pid)
-    if now is not None and now.start_ticks == process.start_ticks:
+def send_signal(process: Process, number: signal.Signals) -> None:
+    """Harmless when the process has ended, or is not ours to signal."""
+    if still(process) is not None:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
 

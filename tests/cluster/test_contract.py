@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import pickle
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -251,75 +252,64 @@ def test_a_reshard_that_fails_on_a_rank_costs_the_group(make_group: MakeGroup, s
     assert gone_within(pids, 1)
 
 
-def test_acall_runs_beside_the_loop(make_group: MakeGroup, site: Site) -> None:
+def test_calls_of_two_groups_run_side_by_side(make_group: MakeGroup, site: Site) -> None:
     first, second = make_group("a"), make_group("b")
     seen: list[Any] = []
-
-    async def work() -> list[Any]:
-        first.start({}, {})
-        second.start({}, {})
-        begin = time.monotonic()
-        both = await asyncio.gather(
-            first.acall("count", to=2, pause=1.0, on_progress=seen.append, **site),
-            second.acall("count", to=2, pause=1.0, **site),
+    first.start({}, {})
+    second.start({}, {})
+    begin = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        counting = pool.submit(
+            first.call, "count", to=2, pause=1.0, on_progress=seen.append, **site
         )
-        assert time.monotonic() - begin < 3.5
-        with pytest.raises(WorkerCallFailed, match="wrong"):
-            await first.acall("fail", message="wrong", **site)
-        return list(both)
-
-    assert asyncio.run(work()) == [[2], [2]]
+        other = pool.submit(second.call, "count", to=2, pause=1.0, **site)
+        assert [counting.result(), other.result()] == [[2], [2]]
+    assert time.monotonic() - begin < 3.5
     assert [p["done"] for p in seen] == [1, 2]
 
 
 def test_calls_from_two_callers_take_turns(make_group: MakeGroup, site: Site) -> None:
     group = make_group()
     group.start({}, {})
-
-    async def work() -> list[Any]:
-        calls = [group.acall("count", to=n, pause=0.02, **site) for n in range(1, 6)]
-        return await asyncio.gather(*calls)
-
-    assert asyncio.run(work()) == [[1], [2], [3], [4], [5]]
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(group.call, "count", to=n, pause=0.02, **site) for n in range(1, 6)]
+        assert [call.result() for call in calls] == [[1], [2], [3], [4], [5]]
 
 
-def test_a_cancelled_acall_leaves_the_group_idle(make_group: MakeGroup, site: Site) -> None:
+def test_an_aborted_call_leaves_the_group_idle(make_group: MakeGroup, site: Site) -> None:
     group = make_group()
     group.start({}, {})
     pids = group.pids
-
-    async def work() -> None:
-        begun = asyncio.Event()
-        call = asyncio.create_task(
-            group.acall(
-                "until_cancelled", give_up_after=30, on_progress=lambda _: begun.set(), **site
-            )
+    begun, abort = threading.Event(), threading.Event()
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(
+            group.call,
+            "until_cancelled",
+            give_up_after=30,
+            on_progress=lambda _: begun.set(),
+            abort=abort,
+            **site,
         )
-        await begun.wait()
-        waiting = asyncio.create_task(group.acall("echo", value=2, **site))
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert await waiting == [2]
-
-    asyncio.run(work())
+        assert begun.wait(20)
+        waiting = pool.submit(group.call, "echo", value=2, **site)
+        abort.set()
+        with pytest.raises(WorkerLost, match="cancelled"):
+            call.result()
+        assert waiting.result() == [2]
     assert group.pids == pids
     assert group.call("until_cancelled", give_up_after=0.05, **site) == ["ran out"]
 
 
-def test_a_cancelled_acall_that_does_not_return_costs_the_group(
+def test_an_aborted_call_that_does_not_return_costs_the_group(
     make_group: MakeGroup, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("earl_core.cluster.rpc.CANCEL_SECONDS", 0.3)
     group = make_group()
     group.start({}, {})
-    pids = group.pids
-
-    async def work() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(group.acall("sleep", seconds=600, **site), 0.2)
-
-    asyncio.run(work())
+    pids, abort = group.pids, threading.Event()
+    threading.Timer(0.2, abort.set).start()
+    with pytest.raises(WorkerLost, match="cancelled"):
+        group.call("sleep", seconds=600, abort=abort, **site)
     assert not group.alive
     assert gone_within(pids, 10)
     with pytest.raises(WorkerLost, match="cancelled"):

@@ -94,6 +94,7 @@ class GroupHere:
         iteration: int,
         deadline_seconds: float,
         on_progress: Progress | None = None,
+        abort: threading.Event | None = None,
         **arguments: Any,
     ) -> list[Any]:
         context = self._context
@@ -108,9 +109,6 @@ class GroupHere:
             return json.loads(json.dumps(value))
 
         return [self._run(method, stage, iteration, invoke)]
-
-    async def acall(self, method: str, **given: Any) -> list[Any]:
-        return await asyncio.to_thread(self.call, method, **given)
 
     def reshard(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
+from earl_core.cluster.rendezvous import LISTENER, bind_listener, rank_variables, shared_variables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -65,7 +65,9 @@ def _rank(rank: int, call: Callable[[Path], Any], scratch: Path, listener: socke
     log = os.open(scratch / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(rank_variables(rank, listener.detach() if rank == 0 else None))
+    os.environ.update(rank_variables(rank))
+    if rank == 0:
+        os.environ[LISTENER] = str(listener.detach())
     listener.close()
     try:
         result = call(scratch)
