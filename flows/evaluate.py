@@ -31,9 +31,7 @@ def play_held_out(
     settings = config.evaluation
     say = f"starting the rollout worker with {found.label}"
     heard("evaluation", found.version, {"say": say})
-    with PolicyPlayer(
-        config, found, lambda progress: heard("evaluation", found.version, progress)
-    ) as player:
+    with PolicyPlayer(config, found, heard) as player:
         result = player.evaluate(
             episodes or settings.episodes,
             settings.temperature if temperature is None else temperature,

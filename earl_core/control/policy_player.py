@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.cluster.errors import WorkerCallFailed
-from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.live import live
-from earl_core.control.worker_environment import worker_environment
+from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
 from earl_core.rollout.errors import ContextOverflow
@@ -34,13 +32,12 @@ from earl_core.run.recovery import newest_whole
 from earl_core.run.training_state import verify_checkpoint
 from earl_core.selector import (
     DeploymentPlan,
+    Hardware,
     SelectionInput,
     SelectorConfig,
     StageDeployment,
     select,
 )
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -104,37 +101,32 @@ class PolicyPlayer:
     """A rollout worker group that holds one policy. Use it as a context manager.
 
     From its construction on the checkpoint cannot be pruned; raises `ConfigError` if it just was.
-    on_progress gets the rollout's progress: episodes_done, episodes, tokens_per_second, return.
-    Raises what `WorkerGroup` raises; `interrupt` may be called from any thread and ends what runs.
+    listener: told of the rollout's progress: episodes_done, episodes, tokens_per_second, return.
+    Raises what worker groups raise; `interrupt` may be called from any thread and ends what runs.
     """
 
     def __init__(
-        self, config: RunConfig, checkpoint: PlayedPolicy, on_progress: Progress | None = None
+        self, config: RunConfig, checkpoint: PlayedPolicy, listener: Progress = quiet
     ) -> None:
         model = config.model.model_copy(update={"path": str(checkpoint.policy.resolve())})
         self.config = config.model_copy(update={"model": model})
         self.checkpoint = checkpoint
-        self._on_progress = on_progress
         with ExitStack() as held:
             if checkpoint.marker is not None:
                 held.enter_context(holding_checkpoint(checkpoint.marker))
             self._shape = read_model_shape(checkpoint.policy)
-            self._deployment = self._choose_deployment()
+            hardware = read_hardware()
+            self._deployment = self._choose_deployment(hardware)
             self._held = held.pop_all()
         self._directory = Path(tempfile.mkdtemp(prefix="earl-policy-"))
-        self._group = WorkerGroup(
-            "rollout",
-            "earl_core.rollout.rollout_worker:RolloutWorker",
-            log_directory=self._directory,
-            environment=worker_environment(self._deployment.threads),
-            start_timeout_seconds=config.deadlines.start,
-            heartbeat_timeout_seconds=config.deadlines.heartbeat,
+        self._groups = WorkerGroups(
+            self.config, self._directory, self._directory, hardware, listener
         )
 
     def __enter__(self) -> PolicyPlayer:
         self._held.enter_context(live(str(self._directory), self))
         try:
-            self._start()
+            self._load()
         except BaseException:
             self._close(keep_logs=True)
             raise
@@ -172,14 +164,9 @@ class PolicyPlayer:
 
     def interrupt(self) -> None:
         """End the worker now, from any thread; a call under way raises."""
-        self._group.stop(grace_seconds=2.0)
+        self._groups.interrupt()
 
-    def _start(self) -> None:
-        arguments = {
-            "config": self.config.model_dump(mode="json"),
-            "run_directory": str(self._directory),
-        }
-        self._group.start(self._deployment._asdict(), arguments)
+    def _load(self) -> None:
         path = str(self.checkpoint.policy.resolve())
         self._call("ensure_directory", path=path, policy_version=self.checkpoint.version)
 
@@ -199,35 +186,29 @@ class PolicyPlayer:
                 needed = int(error.payload["tokens"])
                 longer = min(max(2 * length, needed), self._shape.max_positions)
                 self._deployment = self._deployment._replace(max_model_len=longer)
-                self._start()
+                self._load()
 
     def _call_once(self, method: str, **arguments: Any) -> dict[str, Any]:
-        results = self._group.call(
-            method,
-            stage="evaluation",
-            iteration=self.checkpoint.version,
-            deadline_seconds=self.config.deadlines.stage,
-            on_progress=self._on_progress,
-            **arguments,
+        version = self.checkpoint.version
+        return self._groups.call(
+            self._deployment, "rollout", method, version, stage="evaluation", **arguments
         )
-        result: dict[str, Any] = results[0]
-        return result
 
     def _close(self, keep_logs: bool) -> None:
         try:
-            self._group.stop()
+            self._groups.close()
         finally:
             self._held.close()
         if not keep_logs:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _choose_deployment(self) -> StageDeployment:
+    def _choose_deployment(self, hardware: Hardware) -> StageDeployment:
         """One engine as wide as the run's, for a model that needs two devices needs them here too,
         and for contexts as long."""
         engine = self.checkpoint.engine or self.config.stages.rollout
         width = StageDeployment("rollout", tensor_parallel=engine.tensor_parallel)
         stages = StagesConfig(rollout=width)
         config = self.config.model_copy(update={"stages": stages, "selector": SelectorConfig()})
-        chosen = select(SelectionInput.of(config, read_hardware(), self._shape))["rollout"]
+        chosen = select(SelectionInput.of(config, hardware, self._shape))["rollout"]
         length = min(engine.max_model_len, self._shape.max_positions)
         return chosen._replace(max_model_len=max(chosen.max_model_len, length))

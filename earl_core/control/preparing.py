@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig, check_references
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import read_hardware, read_model_shape
-from earl_core.control.worker_environment import worker_environment
+from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.feasibility import check_devices, check_stages
-from earl_core.selector import StageDeployment
+from earl_core.selector import Hardware, StageDeployment
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ def check_start(config: RunConfig) -> None:
     model = Path(config.model.path)
     if (model / "config.json").is_file():
         check_stages(config, read_model_shape(model), hardware)
-    surely(lambda: _check_environments(config), config.deadlines.repeats)
+    surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
 
 
 def surely(
@@ -53,22 +52,11 @@ def surely(
             logger.warning("tried again: %s: %s", error.where.sentence(), error.reason)
 
 
-def _check_environments(config: RunConfig) -> None:
+def _check_environments(config: RunConfig, hardware: Hardware) -> None:
     logs = Path(tempfile.mkdtemp(prefix="earl-environment-"))
-    deployment = StageDeployment(stage="environment")
-    group = WorkerGroup(
-        "environment",
-        "earl_core.environments.check:Check",
-        log_directory=logs,
-        environment=worker_environment(deployment.threads),
-        start_timeout_seconds=config.deadlines.start,
-        heartbeat_timeout_seconds=config.deadlines.heartbeat,
-    )
+    groups = WorkerGroups(config, logs, logs, hardware)
     try:
-        group.start(deployment._asdict(), {"config": config.model_dump(mode="json")})
-        group.call(
-            "check", stage="environment", iteration=0, deadline_seconds=config.deadlines.stage
-        )
+        groups.call(StageDeployment("environment"), "environment", "check", 0)
     finally:
-        group.stop()
+        groups.close()
     shutil.rmtree(logs, ignore_errors=True)

@@ -22,7 +22,7 @@ from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import LearntProfile, RunHistory
 from earl_core.control.start_ahead import start_as_before
-from earl_core.control.worker_groups import Progress, WorkerGroups
+from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.feasibility import check_stages
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.run import RunDirectory
@@ -62,13 +62,11 @@ class RunController:
     model: ModelShape
     tracker: RunTracker
 
-    def __init__(
-        self, run: RunDirectory, hardware: Hardware, listener: Progress | None = None
-    ) -> None:
+    def __init__(self, run: RunDirectory, hardware: Hardware, listener: Progress = quiet) -> None:
         self.run = run
         self.hardware = hardware
         self.config: RunConfig = run.config
-        self.listener: Progress = listener or (lambda stage, iteration, progress: None)
+        self.listener: Progress = listener
         self._finished_here = -1
         self.losses: Counter[int] = Counter()
         self.verdicts: dict[tuple[int, str], Verdict] = {}
@@ -162,7 +160,7 @@ class RunController:
 
 
 def open_controller(
-    config: RunConfig, track: MakeTracker, listener: Progress | None = None
+    config: RunConfig, track: MakeTracker, listener: Progress = quiet
 ) -> RunController:
     """Open the run of this configuration and register its controller in this process.
 

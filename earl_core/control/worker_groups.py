@@ -28,6 +28,12 @@ from earl_core.system.errors import Cancelled
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, dict[str, Any]], None]
+"""Told of a stage, its iteration, and what is new of it."""
+
+
+def quiet(stage: str, iteration: int, progress: dict[str, Any]) -> None:
+    """A listener for whom nobody listens."""
+
 
 TARGETS = {
     "rollout": "earl_core.rollout.rollout_worker:RolloutWorker",
@@ -35,6 +41,7 @@ TARGETS = {
     "reference": "earl_core.learner.reference:ReferenceWorker",
     "update": "earl_core.learner.update_worker:LearnerWorker",
     "model": "earl_core.models.builder:ModelBuilder",
+    "environment": "earl_core.environments.check:Check",
 }
 """What runs in the ranks of each worker group."""
 
@@ -88,7 +95,7 @@ class WorkerGroups:
         directory: Path,
         logs: Path,
         hardware: Hardware,
-        listener: Progress = lambda stage, iteration, progress: None,
+        listener: Progress = quiet,
         next_iteration: Callable[[], int] = lambda: 0,
     ) -> None:
         self.hardware = hardware

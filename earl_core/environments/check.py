@@ -14,7 +14,12 @@ class Check:
     """Runs the user's code so that the controller need not."""
 
     def __init__(
-        self, context: WorkerContext, deployment: dict[str, Any], *, config: dict[str, Any]
+        self,
+        context: WorkerContext,
+        deployment: dict[str, Any],
+        *,
+        config: dict[str, Any],
+        run_directory: str,
     ) -> None:
         self._config = parse_config(config)
 

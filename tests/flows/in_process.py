@@ -168,12 +168,10 @@ def run(config: str, steps: list[dict[str, Any]]) -> list[str | None]:
 if __name__ == "__main__":
     import torch
 
-    import earl_core.control.preparing
     import earl_core.control.worker_groups
 
     torch.set_num_threads(1)
-    for module in (earl_core.control.worker_groups, earl_core.control.preparing):
-        module.WorkerGroup = GroupHere  # type: ignore[attr-defined]
+    earl_core.control.worker_groups.WorkerGroup = GroupHere  # type: ignore[misc,assignment]
     # Threads that import torch and transformers side by side see them half made.
     earl_core.control.worker_groups.WorkerGroups.start_ahead = lambda self, wanted: None  # type: ignore[method-assign]
     config, place = sys.argv[1:]
