@@ -16,7 +16,7 @@ from prefect import task
 from earl_core.cluster.errors import WorkerError
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.failure_diagnosis import diagnose
-from earl_core.control.hardware import memory_in_use, read_hardware, read_model_shape
+from earl_core.control.hardware import read_hardware, read_model_shape
 from earl_core.control.live import find, live
 from earl_core.control.profile_workers import ProfileWorkers
 from earl_core.selector import (
@@ -38,6 +38,7 @@ from earl_core.selector.profile.profile_table import (
     write_table,
 )
 from earl_core.selector.profile_planner import START_SECONDS, PlaceKey, Point, grid_of, next_point
+from earl_core.system.cgroups import memory_in_use
 from earl_core.system.errors import Cancelled, InUse
 
 logger = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from typing import Any, TextIO, cast
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import Raised
 from earl_core.secrets import guard_output
+from earl_core.system.cgroups import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.frames import Channel, WireError
 from earl_core.system.process_memory import resident_bytes, tree_private_bytes
 from earl_core.system.process_tree import (
@@ -36,8 +37,6 @@ from earl_core.system.process_tree import (
     descendants,
     end_processes,
     marked,
-    out_of_memory_counters,
-    out_of_memory_kills_since,
     prefer_as_oom_victim,
 )
 

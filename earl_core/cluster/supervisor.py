@@ -26,6 +26,7 @@ from typing import Any
 from setproctitle import setproctitle
 
 from earl_core.cluster.rendezvous import LISTENER
+from earl_core.system.cgroups import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.frames import FrameBuffer, encode
 from earl_core.system.process_tree import (
     ENDING_GRACE_SECONDS,
@@ -33,8 +34,6 @@ from earl_core.system.process_tree import (
     become_subreaper,
     descendants,
     end_processes,
-    out_of_memory_counters,
-    out_of_memory_kills_since,
 )
 
 _POLL_SECONDS = 0.5

@@ -9,18 +9,9 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from earl_core.config import ConfigError
 from earl_core.selector import Hardware, ModelShape
-
-
-class _Group(NamedTuple):
-    """A control group that limits this process: its directory, its limit in bytes, its version."""
-
-    directory: Path
-    limit: int
-    version: int
+from earl_core.system.cgroups import memory_limit
 
 
 def read_hardware() -> Hardware:
@@ -37,95 +28,6 @@ def read_hardware() -> Hardware:
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
         gpu_name=gpus[0].name if gpus else "",
     )
-
-
-def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes that this process and all that share its limits may use. root: where the file systems
-    `proc` and `sys` are."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *(group.limit for group in _memory_groups(root))])
-
-
-def memory_in_use(root: Path = Path("/")) -> int:
-    """Bytes of `memory_limit` that are in use now, page cache that can be dropped left out."""
-    groups = _memory_groups(root)
-    tightest = min(groups, key=lambda group: group.limit, default=None)
-    memory = psutil.virtual_memory()
-    if tightest is None or tightest.limit >= memory.total:
-        return int(memory.total - memory.available)
-    used = _number(tightest.directory / _USAGE[tightest.version]) or 0
-    return max(0, used - _droppable(tightest))
-
-
-_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
-_USAGE = {1: "memory.usage_in_bytes", 2: "memory.current"}
-
-
-def _memory_groups(root: Path) -> list[_Group]:
-    """The process's memory control group and its ancestors, as far as they have a limit."""
-    found = []
-    for version, mount, inside in _memory_mounts(root):
-        # In a container the own group's path may not exist below the mount, which then is the
-        # container's own group.
-        top = root / mount.relative_to("/")
-        directory = top / inside
-        if ".." in directory.parts or not directory.is_dir():
-            directory = top
-        while True:
-            limit = _number(directory / _LIMIT[version])
-            if limit is not None:
-                found.append(_Group(directory, limit, version))
-            if directory == top:
-                break
-            directory = directory.parent
-    return found
-
-
-def _memory_mounts(root: Path) -> list[tuple[int, Path, str]]:
-    """(version, mount point, this process's path below it) of each hierarchy that counts memory."""
-    try:
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-        own = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    paths = {}
-    for line in own:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            paths[2] = path
-        elif "memory" in controllers.split(","):
-            paths[1] = path
-    found = []
-    for line in mounts:
-        fields, _, source = line.partition(" - ")
-        kind, _, options = source.split(" ", 2)
-        top, point = fields.split(" ")[3:5]
-        version = {"cgroup": 1, "cgroup2": 2}.get(kind, 0)
-        if version not in paths or (version == 1 and "memory" not in options.split(",")):
-            continue
-        path = paths[version]
-        inside = path.removeprefix(top.rstrip("/")) if path.startswith(top) else path
-        found.append((version, Path(point), inside.lstrip("/")))
-    return found
-
-
-def _number(path: Path) -> int | None:
-    """The file's number; None for `max`, or where there is no such file."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _droppable(group: _Group) -> int:
-    """Bytes of files that the kernel may drop; shared memory is none of them."""
-    try:
-        lines = (group.directory / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    stat = {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
-    prefix = "total_" if group.version == 1 else ""
-    return sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
 
 
 class _Gpu(NamedTuple):

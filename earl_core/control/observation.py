@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from earl_core.control.failure_diagnosis import Infeasible, StageInfeasible, diagnose
-from earl_core.control.hardware import memory_in_use
 from earl_core.control.run_controller import RunController
 from earl_core.selector import Predictor, SelectionInput, StageDeployment
 from earl_core.selector.choice.changes import infeasible_text
@@ -23,6 +22,7 @@ from earl_core.selector.profile.observations import (
     training_rate,
 )
 from earl_core.system import fault_points
+from earl_core.system.cgroups import memory_in_use
 from earl_core.system.files import read_file
 
 logger = logging.getLogger(__name__)

@@ -177,7 +177,10 @@ class PolicyPlayer:
         """
         while True:
             try:
-                return self._call_once(method, **arguments)
+                version = self.checkpoint.version
+                return self._groups.call(
+                    self._deployment, "rollout", method, version, stage="evaluation", **arguments
+                )
             except WorkerCallFailed as error:
                 length = self._deployment.max_model_len
                 full = length >= self._shape.max_positions
@@ -187,12 +190,6 @@ class PolicyPlayer:
                 longer = min(max(2 * length, needed), self._shape.max_positions)
                 self._deployment = self._deployment._replace(max_model_len=longer)
                 self._load()
-
-    def _call_once(self, method: str, **arguments: Any) -> dict[str, Any]:
-        version = self.checkpoint.version
-        return self._groups.call(
-            self._deployment, "rollout", method, version, stage="evaluation", **arguments
-        )
 
     def _close(self, keep_logs: bool) -> None:
         try:

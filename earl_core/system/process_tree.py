@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -161,54 +160,3 @@ def prefer_as_oom_victim() -> None:
     with suppress(OSError, ValueError):
         if int(path.read_text()) < 300:
             path.write_text("300")
-
-
-def out_of_memory_counters() -> dict[str, int]:
-    """Return the kernel's counts of out-of-memory kills, as far as they can be seen from here.
-
-    The keys are files: those of this process's memory cgroup, whose children's kills they count
-    and nobody else's; without one the host's counter, which has everybody's.
-    """
-    found = {str(path): _counter(path) for path in _cgroup_counters()}
-    known = {path: count for path, count in found.items() if count is not None}
-    return known or {_HOST_COUNTER: _counter(Path(_HOST_COUNTER)) or 0}
-
-
-_HOST_COUNTER = "/proc/vmstat"
-
-
-def _cgroup_counters() -> list[Path]:
-    # Inside a container the cgroup's path may not exist; the mount point is then the own cgroup.
-    paths = [
-        Path("/sys/fs/cgroup/memory.events"),
-        Path("/sys/fs/cgroup/memory/memory.oom_control"),
-    ]
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            path = path.lstrip("/")
-            if controllers == "":
-                paths.append(Path("/sys/fs/cgroup", path, "memory.events"))
-            elif "memory" in controllers.split(","):
-                own = Path("/sys/fs/cgroup/memory", path)
-                # Version 1 counts a kill in the victim's group alone, not in those above it.
-                paths += [own / "memory.oom_control", *own.glob("*/memory.oom_control")]
-    return paths
-
-
-def out_of_memory_kills_since(before: dict[str, int]) -> int:
-    """Return how many processes were killed for memory since `before` was read.
-
-    Others than ours may be among them, so this is a hint, not a proof.
-    """
-    now = out_of_memory_counters()
-    return max((now[path] - before[path] for path in now.keys() & before.keys()), default=0)
-
-
-def _counter(path: Path) -> int | None:
-    """The file's count; None when there is none."""
-    try:
-        match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match.group(1)) if match else None

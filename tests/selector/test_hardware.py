@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from earl_core.control.hardware import memory_in_use, memory_limit, read_hardware
+from earl_core.control.hardware import read_hardware
+from earl_core.system.cgroups import memory_in_use, memory_limit
 from tests.cgroup import memory_cgroup
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -90,7 +91,8 @@ def test_without_a_limit_it_is_the_machine(tmp_path: Path) -> None:
 _INSIDE = """
 import os, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from earl_core.control.hardware import memory_in_use, read_hardware
+from earl_core.control.hardware import read_hardware
+from earl_core.system.cgroups import memory_in_use
 before = memory_in_use()
 held = bytearray(os.urandom(1)) * (64 << 20)
 print(read_hardware().memory_bytes, memory_in_use() - before)
