@@ -40,6 +40,22 @@ def model_config(directory: Path, trust_remote_code: bool = False) -> Pretrained
     return pin_positions(found)
 
 
+def context_length(config: PretrainedConfig, wanted: int) -> int:
+    """Most tokens of a sequence: as many as are wanted; 0: the model's own position range.
+
+    Raises ConfigError when the range is shorter, or when nobody names one.
+    """
+    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if positions and wanted > positions:
+        raise ConfigError(
+            f"max_model_len {wanted} exceeds the model's {positions} positions: lower "
+            "rollout.max_model_len"
+        )
+    if not wanted and not positions:
+        raise ConfigError("the model names no position range: set rollout.max_model_len")
+    return wanted or positions
+
+
 def pin_positions(config: PretrainedConfig) -> PretrainedConfig:
     """Fix in place the rotary factors that transformers would choose anew in each forward pass.
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from earl_core.pretrained.architecture import model_config
+from earl_core.pretrained.architecture import context_length, model_config
 from earl_core.rollout.engines.slot_cache import ATTENTION
 from earl_core.system.errors import ConfigError
 
@@ -27,15 +27,7 @@ def load_causal_model(
     would be computed wrongly.
     """
     config = model_config(directory, trust_remote_code)
-    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
-    if positions and max_model_len > positions:
-        raise ConfigError(
-            f"max_model_len {max_model_len} exceeds the model's {positions} positions: "
-            "lower rollout.max_model_len"
-        )
-    max_model_len = max_model_len or positions
-    if not max_model_len:
-        raise ConfigError("the model names no position range: set rollout.max_model_len")
+    max_model_len = context_length(config, max_model_len)
     _refuse_windows(config, max_model_len)
     model = AutoModelForCausalLM.from_pretrained(
         directory,

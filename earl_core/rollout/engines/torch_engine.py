@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.causal_model import OutputLayer, load_causal_model
 from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.engine import (
@@ -23,17 +24,10 @@ from earl_core.rollout.engines.engine import (
     EngineFinishReason,
     GenerationRequest,
     answer_budget,
-    check_requests,
 )
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
-from earl_core.rollout.errors import (
-    EngineError,
-    EngineLost,
-    WeightSyncError,
-)
+from earl_core.rollout.errors import EngineError, WeightSyncError
 from earl_core.system.out_of_memory import OutOfMemory, guarded, is_out_of_memory
-from earl_core.tensors.errors import WeightsError
-from earl_core.weights.load import matched
 from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.publish import resolve_dtype
 
@@ -58,55 +52,30 @@ class _Sampling:
     finish_reason: EngineFinishReason | None = None
 
 
-class TorchEngine:
+class TorchEngine(BaseEngine):
     """An `Engine` on transformers' own forward pass.
 
     Any causal language model whose attention is causal over the whole context (Llama, Qwen, GPT-2
     and their like). In float32 an answer depends bit for bit on the batches it was sampled in and
-    on nothing else. Keys and values are kept until `finish`.
+    on nothing else. Keys and values are kept until `finish`. options: fields of `EngineSettings`.
     """
 
     lockstep = True
 
-    def __init__(
-        self,
-        model_directory: Path,
-        *,
-        policy_version: int | None = 0,
-        dtype: torch.dtype | str = "float32",
-        max_running_requests: int = 256,
-        max_model_len: int | None = None,
-        threads: int = 0,
-        float32_head: bool = False,
-        trust_remote_code: bool = False,
-        device: str | None = None,
-    ) -> None:
-        self.policy_version = policy_version
-        self.max_model_len = max_model_len or 0
-        self._directory = Path(model_directory)
-        self._dtype = resolve_dtype(dtype)
-        self._max_running_requests = max_running_requests
-        self._trust_remote_code = trust_remote_code
-        self._float32_head = float32_head
+    def __init__(self, model_directory: Path, *, device: str | None = None, **options: Any) -> None:
+        super().__init__(model_directory, EngineSettings(**options))
+        self._dtype = resolve_dtype(self._settings.dtype)
         self._output: OutputLayer | None = None
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         # One thread computes: calls run one after another while the event loop stays free.
-        self._executor = ThreadPoolExecutor(
-            1, "torch-engine", torch.set_num_threads, (threads or torch.get_num_threads(),)
-        )
+        threads = self._settings.threads or torch.get_num_threads()
+        self._executor = ThreadPoolExecutor(1, "torch-engine", torch.set_num_threads, (threads,))
         self._model: PreTrainedModel | None = None
-        self._config_digest = ""
-        self._vocabulary = 0
         self._cache = SlotCache()
         self._lock = threading.Lock()
-        self._running: set[int] = set()
         self._cancelled: set[int] = set()
         self._finished: set[int] = set()
-        self._lost: str | None = None
         self._released = False
-        self._totals = dict.fromkeys(
-            ("generated_tokens", "prompt_tokens", "prefix_hit_tokens", "requests"), 0.0
-        )
         self._peak_cache_bytes = 0
 
     async def start(self) -> None:
@@ -115,27 +84,20 @@ class TorchEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See `Engine.generate`. Concurrent calls are answered one after another."""
-        self._check_running()
-        check_requests(requests, self._vocabulary)
-        sequence_ids = {request.sequence_id for request in requests}
-        if sequence_ids & self._running:
-            raise ValueError(
-                f"sequence {min(sequence_ids & self._running)} still has a running request: "
-                "await its answer before sending the next turn"
-            )
-        self._running |= sequence_ids
+        self._check_usable(self._model)
+        self._enter(requests)
         try:
             doing = f"generating {len(requests)} answers in the torch engine"
             return await self._run(doing, lambda: self._generate(requests))
         except asyncio.CancelledError:
-            self._cancelled |= sequence_ids
+            self._cancelled.update(request.sequence_id for request in requests)
             raise
         finally:
-            self._running -= sequence_ids
+            self._leave(requests)
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
         """See `Engine.cancel`; takes effect after the forward pass that is running."""
-        self._cancelled |= self._running.intersection(sequence_ids)
+        self._cancelled |= self._running.keys() & set(sequence_ids)
 
     def finish(self, sequence_ids: Collection[int]) -> None:
         """See `Engine.finish`; during a `generate` it takes effect at that call's end."""
@@ -148,23 +110,22 @@ class TorchEngine:
 
     async def load_weights(self, manifest: WeightsManifest) -> None:
         """See `Engine.load_weights`."""
-        self._check_running()
+        self._check_usable(self._model)
         await self._run("loading weights", lambda: self._load_weights(manifest))
 
     async def release_memory(self) -> None:
         """Free all cached keys and values; on an accelerator move the weights to host memory."""
-        self._check_running()
+        self._check_usable(self._model)
         await self._run("releasing memory", self._release)
 
     async def restore_memory(self) -> None:
         """Undo `release_memory`; the weights are still there."""
-        self._check_running()
+        self._check_usable(self._model)
         await self._run("restoring memory", self._restore)
 
     async def stop(self) -> None:
         """Drop the model and end the computing thread."""
-        if self._lost is None:
-            self._lost = "it was stopped"
+        self._lost = self._lost or "it was stopped"
         await asyncio.to_thread(self._executor.shutdown)
         self._cache.clear()
         self._model = None
@@ -181,12 +142,6 @@ class TorchEngine:
     def pids(self) -> list[int]:
         """No process but the caller's."""
         return []
-
-    def _check_running(self) -> None:
-        if self._lost is not None:
-            raise EngineLost(f"the torch engine cannot answer: {self._lost}; start a fresh one")
-        if self._model is None:
-            raise EngineError("the engine is not running: call start() first")
 
     async def _run(self, doing: str, work: Callable[[], _T]) -> _T:
         def guarded_work() -> _T:
@@ -207,9 +162,9 @@ class TorchEngine:
             dtype=self._dtype,
             device=self._device,
             max_model_len=self.max_model_len,
-            trust_remote_code=self._trust_remote_code,
+            trust_remote_code=self._settings.trust_remote_code,
         )
-        self._output = OutputLayer(self._model, self._float32_head)
+        self._output = OutputLayer(self._model, self._settings.float32_head)
         self._config_digest = config_digest(self._model.config.to_dict())
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
 
@@ -217,9 +172,7 @@ class TorchEngine:
     def _generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         if self._released:
             raise EngineError("the engine's memory is released: call restore_memory() first")
-        if self.policy_version is None:
-            raise EngineError("the engine has no weights yet: call load_weights() first")
-        version = self.policy_version
+        version = self._version()
         with self._lock:
             samplings = [
                 _Sampling(request, *answer_budget(request, self.max_model_len))
@@ -229,8 +182,9 @@ class TorchEngine:
                 if not sampling.budget:
                     sampling.finish_reason = sampling.exhausted
             live = [sampling for sampling in samplings if sampling.finish_reason is None]
-            for first in range(0, len(live), self._max_running_requests):
-                self._answer(live[first : first + self._max_running_requests])
+            size = self._settings.max_running_requests
+            for first in range(0, len(live), size):
+                self._answer(live[first : first + size])
             self._cancelled.difference_update(request.sequence_id for request in requests)
             self._peak_cache_bytes = max(self._peak_cache_bytes, self._cache.nbytes)
             self._forget_finished()
@@ -361,12 +315,7 @@ class TorchEngine:
     def _load_weights(self, manifest: WeightsManifest) -> None:
         assert self._model is not None
         state = dict(self._model.named_parameters(remove_duplicate=False))
-        try:
-            pairs = matched(manifest, state, self._directory, self._config_digest)
-        except WeightsError as error:
-            raise WeightSyncError(
-                f"policy version {manifest.policy_version} was not loaded: {error}"
-            ) from error
+        pairs = self._matched(manifest, state)
         with self._lock:
             try:
                 for target, source in pairs:
@@ -377,7 +326,7 @@ class TorchEngine:
                     raise
                 raise WeightSyncError(f"{self._lost}: {error}", engine_lost=True) from error
             self._cache.clear()
-            self._output = OutputLayer(self._model, self._float32_head)
+            self._output = OutputLayer(self._model, self._settings.float32_head)
             self.policy_version = manifest.policy_version
 
     def _release(self) -> None:
@@ -392,5 +341,5 @@ class TorchEngine:
     def _restore(self) -> None:
         if self._model is not None:
             self._model.to(self._device)
-            self._output = OutputLayer(self._model, self._float32_head)
+            self._output = OutputLayer(self._model, self._settings.float32_head)
         self._released = False

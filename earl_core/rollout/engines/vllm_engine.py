@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import re
@@ -16,25 +15,16 @@ from typing import Any
 import torch
 
 from earl_core.config.rollout import VllmConfig
-from earl_core.pretrained.architecture import model_config
+from earl_core.pretrained.architecture import context_length, model_config
 from earl_core.rollout.engines import vllm_environment
-from earl_core.rollout.engines.engine import (
-    Completion,
-    GenerationRequest,
-    answer_budget,
-    check_requests,
-)
+from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
+from earl_core.rollout.engines.engine import Completion, GenerationRequest, answer_budget
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import LeftoverProcesses
-from earl_core.rollout.errors import (
-    EngineError,
-    EngineLost,
-    WeightSyncError,
-)
+from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.process_memory import resident_peak_bytes
 from earl_core.system.process_tree import descendants
-from earl_core.tensors.errors import WeightsError
-from earl_core.weights.load import matched, parameters_of
+from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
 
 logger = logging.getLogger(__name__)
@@ -46,7 +36,7 @@ _STOP_SECONDS = 20.0
 _ENDED_BY_SIGNAL = re.compile(r"proc\(s\): \{[^}]*: -\d")
 
 
-class VllmEngine:
+class VllmEngine(BaseEngine):
     """An `Engine` on vLLM's `AsyncLLM`.
 
     Prompts that extend earlier ones hit vLLM's prefix cache, whole blocks at a time. Cached and
@@ -60,81 +50,46 @@ class VllmEngine:
         self,
         model_directory: Path,
         *,
-        policy_version: int | None = 0,
-        dtype: str = "bfloat16",
-        max_running_requests: int = 256,
-        max_model_len: int | None = None,
-        threads: int = 0,
         tensor_parallel: int = 1,
         settings: VllmConfig | None = None,
         scratch: Path | None = None,
-        float32_head: bool = False,
-        trust_remote_code: bool = False,
+        **options: Any,
     ) -> None:
-        """`threads`: how many of the allowed CPU cores to use (0: all). Socket files go to a new
-        directory in `scratch`, which `stop` removes."""
-        self.policy_version = policy_version
-        self.max_model_len = max_model_len or 0
-        self._directory = Path(model_directory)
-        self._dtype = dtype
-        self._max_running_requests = max_running_requests
-        self._placement = (tensor_parallel, threads)
-        self._settings = settings or VllmConfig()
+        """options: fields of `EngineSettings`. Socket files go to a new directory in `scratch`,
+        which `stop` removes."""
+        super().__init__(model_directory, EngineSettings(**options))
+        self._ranks = tensor_parallel
+        self._vllm = settings or VllmConfig()
         self._scratch = scratch
         self._sockets: Path | None = None
-        self._float32_head = float32_head
-        self._trust_remote_code = trust_remote_code
         self._engine: Any = None
         self._parameters: Mapping[str, torch.Tensor] = {}
-        self._config_digest = ""
-        self._vocabulary = 0
-        self._lost: str | None = None
         self._remains = LeftoverProcesses()
         self._memory: MemoryWatch | None = None
-        self._names = itertools.count()
-        self._running: dict[int, str] = {}
         self._cancelled: set[str] = set()
         self._exclusive = asyncio.Lock()
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
-        self._totals = dict.fromkeys(
-            ("generated_tokens", "prompt_tokens", "prefix_hit_tokens", "requests"), 0.0
-        )
 
     async def start(self) -> None:
         """Start vLLM's processes, which takes about 20 s, and load the model.
 
         Raises `OutOfMemory` when weights or the cache of one sequence do not fit.
         """
-        self._parameters, self._config_digest = (
-            parameters_of(self._directory, self._trust_remote_code),
-            config_digest(self._directory, self._trust_remote_code),
-        )
+        trusted = self._settings.trust_remote_code
+        self._parameters = parameters_of(self._directory, trusted)
+        self._config_digest = config_digest(self._directory, trusted)
         self._sockets = vllm_environment.socket_directory(self._scratch)
-        ranks, threads = self._placement
-        vllm_environment.prepare(self._sockets, ranks, threads)
+        vllm_environment.prepare(self._sockets, self._ranks, self._settings.threads)
         vllm_environment.load()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        config = model_config(self._directory, self._trust_remote_code)
+        config = model_config(self._directory, trusted)
         vllm_environment.check_heads(config)
-        positions = int(getattr(config, "max_position_embeddings", 0) or 0)
-        self.max_model_len = self.max_model_len or positions
-        if not 0 < self.max_model_len <= (positions or self.max_model_len):
-            raise EngineError(
-                f"max_model_len {self.max_model_len} does not fit the model's {positions} "
-                "positions: set rollout.max_model_len to at most that"
-            )
+        self.max_model_len = context_length(config, self.max_model_len)
         arguments = vllm_environment.engine_arguments(
-            self._directory,
-            self._settings,
-            dtype=self._dtype,
-            max_running_requests=self._max_running_requests,
-            max_model_len=self.max_model_len,
-            tensor_parallel=ranks,
-            float32_head=self._float32_head,
-            trust_remote_code=self._trust_remote_code,
+            self._directory, self._settings, self._vllm, self.max_model_len, self._ranks
         )
         self._memory = MemoryWatch()
         try:
@@ -153,15 +108,13 @@ class VllmEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """See `Engine.generate`. Meant to be called for single requests, concurrently."""
-        self._check_usable()
-        check_requests(requests, self._vocabulary)
+        self._check_alive()
         while not self._open.is_set():
             await self._open.wait()
-        self._check_usable()
-        version = self.policy_version
-        if version is None:
-            raise EngineError("the engine has no weights yet: call load_weights() first")
+        self._check_alive()
+        version = self._version()
         self._enter(requests)
+        self._idle.clear()
         queues: list[Any] = []
         try:
             for request in requests:
@@ -180,7 +133,9 @@ class VllmEngine:
             self._check_memory(error, "vLLM")
             raise EngineLost(f"{self._lost}; stop the engine and start a fresh one") from error
         finally:
-            self._leave(requests)
+            self._cancelled.difference_update(self._leave(requests))
+            if not self._running:
+                self._idle.set()
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
         """See `Engine.cancel`."""
@@ -193,8 +148,8 @@ class VllmEngine:
 
     async def load_weights(self, manifest: WeightsManifest) -> None:
         """See `Engine.load_weights`."""
-        self._check_usable()
-        await asyncio.to_thread(self._check_manifest, manifest)
+        self._check_alive()
+        await asyncio.to_thread(self._matched, manifest, self._parameters)
         async with self._no_requests():
             try:
                 await self._answered(self._engine.pause_generation(mode="wait", clear_cache=True))
@@ -221,7 +176,7 @@ class VllmEngine:
 
     async def release_memory(self) -> None:
         """On a GPU give up weights and KV cache (sleep level 2); nothing on a CPU."""
-        self._check_usable()
+        self._check_alive()
         if self._sleeps:
             async with self._no_requests():
                 await self._answered(self._engine.sleep(level=2))
@@ -229,7 +184,7 @@ class VllmEngine:
 
     async def restore_memory(self) -> None:
         """Undo `release_memory`; on a GPU `load_weights` must follow."""
-        self._check_usable()
+        self._check_alive()
         if self._sleeps:
             await self._answered(self._engine.wake_up())
             await self._answered(self._engine.reset_prefix_cache())
@@ -284,14 +239,11 @@ class VllmEngine:
 
         return not current_platform.is_cpu()
 
-    def _check_usable(self) -> None:
+    def _check_alive(self) -> None:
         if self._lost is None and self._engine is not None and self._engine.errored:
             self._lost = "vLLM's engine process died"
             self._check_memory(RuntimeError(self._lost), "vLLM")
-        if self._lost is not None:
-            raise EngineLost(f"{self._lost}; stop the engine and start a fresh one")
-        if self._engine is None:
-            raise EngineError("the engine is not running: call start() first")
+        self._check_usable(self._engine)
 
     def _check_memory(self, error: Exception, doing: str) -> None:
         """Raise `OutOfMemory` if that is what the error comes from; called once for each cause, as
@@ -299,23 +251,6 @@ class VllmEngine:
         starved = None if self._memory is None else self._memory.problem(error, doing)
         if starved is not None:
             raise starved from error
-
-    def _enter(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            if request.sequence_id in self._running:
-                raise ValueError(
-                    f"sequence {request.sequence_id} still has a running request: await its "
-                    "answer before sending the next turn"
-                )
-        for request in requests:
-            self._running[request.sequence_id] = f"{request.sequence_id}-{next(self._names)}"
-        self._idle.clear()
-
-    def _leave(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            self._cancelled.discard(self._running.pop(request.sequence_id, ""))
-        if not self._running:
-            self._idle.set()
 
     @contextlib.asynccontextmanager
     async def _no_requests(self) -> AsyncIterator[None]:
@@ -380,12 +315,3 @@ class VllmEngine:
     async def _abort(self, names: list[str], *, internal: bool) -> None:
         if names and self._engine is not None and not self._engine.errored:
             await self._engine.abort(names, internal=internal)
-
-    def _check_manifest(self, manifest: WeightsManifest) -> None:
-        """Refuse what does not fit before the engine is touched."""
-        try:
-            matched(manifest, self._parameters, self._directory, self._config_digest)
-        except WeightsError as error:
-            raise WeightSyncError(
-                f"policy version {manifest.policy_version} was not loaded: {error}"
-            ) from error

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import pin_positions
-from earl_core.rollout.errors import (
-    EngineError,
-)
+from earl_core.rollout.engines.base_engine import EngineSettings
+from earl_core.rollout.errors import EngineError
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,30 +117,26 @@ def check_heads(config: PretrainedConfig) -> None:
 
 def engine_arguments(
     model_directory: Path,
+    engine: EngineSettings,
     settings: VllmConfig,
-    *,
-    dtype: str,
-    max_running_requests: int,
     max_model_len: int,
     tensor_parallel: int,
-    float32_head: bool,
-    trust_remote_code: bool,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {
         "model": str(model_directory),
-        "dtype": dtype,
+        "dtype": engine.dtype,
         "max_model_len": max_model_len,
-        "max_num_seqs": max_running_requests,
+        "max_num_seqs": engine.max_running_requests,
         "tensor_parallel_size": tensor_parallel,
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": engine.trust_remote_code,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "hf_overrides": partial(overrides, float32_head=float32_head),
+        "hf_overrides": partial(overrides, float32_head=engine.float32_head),
         # Raw log-probs, the default, are not those of the tempered distribution sampled from.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "earl_core.rollout.engines.vllm_worker.PolicyWeights",
