@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ class UpdateMetrics:
         self._compared: list[np.ndarray] = []
         self._weights: list[torch.Tensor] = []
         self._seconds = 0.0
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._counts: Counter[str] = Counter()
 
     def microbatch(
         self,
@@ -51,16 +53,14 @@ class UpdateMetrics:
             self._pairs.append((old_logprobs.clone(), _engine_side(packed)))
             if importance_weights is not None:
                 self._weights.append(importance_weights)
-        added = (
-            sum(packed.lengths),
-            packed.tokens.size,
-            fed.tensors.tokens.numel(),
-            fed.tensors.boundaries.padded_tokens,
-            packed.targets.size,
-            1,
+        self._counts.update(
+            tokens=sum(packed.lengths),
+            packed=packed.tokens.size,  # after sharing prefixes
+            own=fed.tensors.tokens.numel(),  # of these on this rank
+            padded=fed.tensors.boundaries.padded_tokens,  # what its attention computes
+            trained=packed.targets.size,
+            microbatches=1,
         )
-        for name, count in zip(_COUNTS, added, strict=True):
-            self._counts[name] += count
 
     def compare(self, ranks: Ranks) -> dict[str, float]:
         """Engine against trainer, over the trained tokens of all ranks since the last call that
@@ -92,13 +92,14 @@ class UpdateMetrics:
         metrics = {name: total / max(1, steps) for name, total in _added(every, "sums").items()}
         if "ratio" in metrics:
             metrics["ratio_mean"] = metrics.pop("ratio")
-        ratios = [each["log_ratio_max"] for each in every if each["log_ratio_max"] is not None]
-        if ratios:
-            metrics["ratio_max"] = float(np.exp(np.float32(max(ratios))))
-        metrics |= self._weighted(ranks)
+        largest = max(each["log_ratio_max"] for each in every)
+        if largest > -math.inf:
+            metrics["ratio_max"] = float(np.exp(np.float32(largest)))
         if self._compared:
             metrics |= _mismatch(np.concatenate(self._compared))
         counts = _added(every, "counts")
+        if counts["weighted"]:
+            metrics["importance_weight_mean"] = counts["weights"] / counts["weighted"]
         tokens, seconds = counts["tokens"], max(each["seconds"] for each in every)
         return (
             metrics
@@ -118,36 +119,21 @@ class UpdateMetrics:
         )
 
     def _own(self) -> dict[str, Any]:
-        largest = torch.stack(self._log_ratio_max).max() if self._log_ratio_max else None
+        weights = torch.cat([torch.empty(0), *(each.cpu() for each in self._weights)]).double()
+        weighted = {"weights": float(weights.sum()), "weighted": weights.numel()}
         return {
             "sums": {name: float(value) for name, value in self._sums.items()},
-            "log_ratio_max": None if largest is None else float(largest),
-            "counts": self._counts,
+            "log_ratio_max": max(map(float, self._log_ratio_max), default=-math.inf),
+            "counts": {**self._counts, **weighted},
             "seconds": self._seconds,
         }
 
-    def _weighted(self, ranks: Ranks) -> dict[str, float]:
-        """Weights of the importance correction, over the trained tokens of all ranks."""
-        own = np.concatenate(
-            [np.empty(0, dtype=np.float32), *(each.cpu().numpy() for each in self._weights)]
-        )
-        weights = np.concatenate(ranks.gather_rows(own.astype(np.float32, copy=False)))
-        if not weights.size:
-            return {}
-        return {"importance_weight_mean": float(weights.mean(dtype=np.float64))}
 
-
-# Of all samples; of them after sharing prefixes; of these on this rank; what its attention
-# computes; trained ones; and microbatches.
-_COUNTS = ("tokens", "packed", "own", "padded", "trained", "microbatches")
-
-
-def _added(every: list[dict[str, Any]], key: str) -> dict[str, Any]:
+def _added(every: list[dict[str, Any]], key: str) -> Counter[str]:
     """The sums over the ranks of the numbers under `key`; a rank may lack some."""
-    total: dict[str, Any] = {}
+    total: Counter[str] = Counter()
     for each in every:
-        for name, value in each[key].items():
-            total[name] = total.get(name, 0) + value
+        total.update(each[key])
     return total
 
 
