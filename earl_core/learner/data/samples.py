@@ -30,9 +30,6 @@ _VERSIONS = ("turn_starts", "policy_version_first", "policy_version_last")
 TRAINED = (*SCORED, *_VERSIONS, "advantages", "reference_logprobs")
 """Columns of a sample that is trained on; the reference's only where there is one."""
 
-Read = Callable[[DispatchPlan, int, ShardStore, bool], Batch]
-"""(plan, rank, store, verify) → the rank's rows."""
-
 Split = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(sample_id, group_id) of all rows → the number of the part of each; all int64."""
 
@@ -55,25 +52,18 @@ class RowCost:
         return cls(float(matrices), float(model.layers * model.query_size))
 
 
-def read_here(plan: DispatchPlan, rank: int, store: ShardStore, verify: bool) -> Batch:
-    """The rank's rows of a plan whose shards all lie on this host; errors as `Batch` raises."""
-    return Batch.of(plan.sources_of(rank), store, verify)
-
-
 @dataclass(frozen=True)
 class RankReader:
     """Reads what one rank of a stage works on.
 
     hosts: of every rank, as manifests name them. verify: check the shards' bytes on every read.
-    read: how a rank gets its rows; where shards lie on several hosts,
-    `earl_core.dispatch.remote.fetch`.
+    All shards that the rank reads lie on its host.
     """
 
     store: ShardStore
     hosts: tuple[str, ...]
     cost: RowCost = RowCost()
     verify: bool = False
-    read: Read = read_here
 
     def open(
         self,
@@ -84,10 +74,10 @@ class RankReader:
     ) -> Batch:
         """The rank's rows of the last manifest, with those of `columns` that any manifest has.
 
-        The batch may be empty. Raises what `join`, `plan_rows` and `read` raise.
+        The batch may be empty. Raises what `join`, `plan_rows` and `Batch` raise.
         """
         plan = self.plan(manifests, mesh, columns, split)
-        return self.read(plan, mesh.rank, self.store, self.verify)
+        return Batch.of(plan.sources_of(mesh.rank), self.store, self.verify)
 
     def plan(
         self,
@@ -131,7 +121,7 @@ class RankReader:
         """group_id of all rows, int64: a few bytes a row, which every rank reads."""
         everyone = Layout(ranks_per_replica=mesh.deployment.ranks, hosts=self.hosts)
         plan = plan_rows(sources.only("group_id"), everyone)
-        with self.read(plan, mesh.rank, self.store, self.verify) as batch:
+        with Batch.of(plan.sources_of(mesh.rank), self.store, self.verify) as batch:
             return batch.scalars("group_id")
 
 
