@@ -1,15 +1,14 @@
-"""Training states on disk: `policy/`, `optimizer.safetensors`, `optimizer.json`, `state.json`.
+"""Training states on disk: `policy/`, `optimizer.safetensors`, `state.json`.
 
 `policy/` is a directory that `from_pretrained` loads, tokenizer included. Files hold whole tensors,
 which all ranks of a mesh fill together, each the boxes it holds, so that a state written under one
-mesh loads under any other. Optimizer tensors are named by their parameter. `state.json` is written
+mesh loads under any other. Optimizer tensors are named `parameter/key`. `state.json` is written
 last and describes the rest (`earl_core.run.training_state`). Safetensors and JSON only.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import mmap
 import os
 import shutil
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from earl_core.learner.state.optimizer import PolicyOptimizer
+from earl_core.learner.state.optimizer import PolicyOptimizer, State
 from earl_core.pretrained.huggingface import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -75,9 +74,7 @@ def write_training_state(
         _write_file(building / "policy" / "model.safetensors", weights, ranks)
         moments = ranks.do(lambda: _optimizer_slices(parameters, optimizer))
         _write_file(building / "optimizer.safetensors", moments, ranks)
-        ranks.on_first(
-            lambda: _seal(directory, building, _index(moments), _shapes(parameters), state)
-        )
+        ranks.on_first(lambda: _seal(directory, building, _shapes(parameters), state))
     except BaseException:
         if ranks.first:
             shutil.rmtree(building, ignore_errors=True)
@@ -102,10 +99,9 @@ def read_training_state(
     parameters = dict(model.named_parameters())
     content = _verified(directory, ranks)
     _check_same_model(directory, content["parameters"], _shapes(parameters))
-    index = ranks.do(lambda: _optimizer_index(directory))
     weights = ranks.do(lambda: _weights(directory, parameters))
-    moments = ranks.do(lambda: _moments(directory, index))
-    ranks.do(lambda: _load(parameters, weights, optimizer, index, moments))
+    moments = ranks.do(lambda: _moments(directory))
+    ranks.do(lambda: _load(parameters, weights, optimizer, moments))
     return cast(dict[str, Any], content["state"])
 
 
@@ -213,24 +209,9 @@ def _optimizer_slices(
     return slices_like(parameters, parts)
 
 
-def _index(moments: Sequence[Slice]) -> dict[str, dict[str, str]]:
-    index: dict[str, dict[str, str]] = {}
-    for each in moments:
-        name, _, key = each.name.rpartition("/")
-        index.setdefault(name, {})[key] = each.name
-    return index
-
-
 def _seal(
-    directory: Path,
-    building: Path,
-    index: dict[str, dict[str, str]],
-    shapes: dict[str, list[int]],
-    state: dict[str, Any],
+    directory: Path, building: Path, shapes: dict[str, list[int]], state: dict[str, Any]
 ) -> None:
-    (building / "optimizer.json").write_text(
-        json.dumps({"algorithm": "AdamW", "parameters": index}, indent=1), encoding="utf-8"
-    )
     describe_state(building, state, shapes)
     for path in [*building.rglob("*"), building]:
         sync(path)
@@ -245,11 +226,6 @@ def _seal(
     sync(directory.parent)
 
 
-def _optimizer_index(directory: Path) -> dict[str, dict[str, str]]:
-    content = json.loads((directory / "optimizer.json").read_text(encoding="utf-8"))
-    return cast(dict[str, dict[str, str]], content["parameters"])
-
-
 def _weights(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The stored weights, mapped; all that are wanted are there with the right shapes."""
     found: dict[str, torch.Tensor] = {}
@@ -257,23 +233,20 @@ def _weights(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, t
         found |= open_file(path)
     for name, tensor in wanted.items():
         if name not in found or found[name].shape != tensor.shape:
-            raise _strange(directory, name)
+            raise CheckpointError(
+                f"The checkpoint {directory} lacks {name}, or holds it with another shape. Resume "
+                "from another checkpoint."
+            )
     return found
 
 
-def _moments(directory: Path, index: dict[str, dict[str, str]]) -> dict[str, torch.Tensor]:
-    found = open_file(directory / "optimizer.safetensors")
-    for place in (place for entries in index.values() for place in entries.values()):
-        if place not in found:
-            raise _strange(directory, place)
-    return found
-
-
-def _strange(directory: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {directory} lacks {name}, or holds it with another shape. Resume from "
-        "another checkpoint."
-    )
+def _moments(directory: Path) -> dict[str, State]:
+    """The stored optimizer state by parameter name, mapped."""
+    moments: dict[str, State] = {}
+    for place, tensor in open_file(directory / "optimizer.safetensors").items():
+        name, _, key = place.rpartition("/")
+        moments.setdefault(name, {})[key] = tensor
+    return moments
 
 
 @torch.no_grad()
@@ -281,8 +254,7 @@ def _load(
     parameters: Mapping[str, torch.Tensor],
     weights: Mapping[str, torch.Tensor],
     optimizer: PolicyOptimizer,
-    index: Mapping[str, Mapping[str, str]],
-    moments: Mapping[str, torch.Tensor],
+    moments: Mapping[str, State],
 ) -> None:
     optimizer.state.clear()
     for name, parameter in parameters.items():
@@ -290,8 +262,7 @@ def _load(
         if box.numel:
             local_part(parameter).copy_(weights[name][box.index])
         tensors = {}
-        for key, place in index.get(name, {}).items():
-            stored = moments[place]
+        for key, stored in moments.get(name, {}).items():
             cut = stored.shape == parameter.shape
             tensors[key] = (stored[box.index] if cut else stored).clone()
         if tensors:
