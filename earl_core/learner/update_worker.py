@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,9 @@ import numpy as np
 import torch
 import xxhash
 
-from earl_core.cluster.context import WorkerContext
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.dispatch.shards.manifest import parse_manifest
-from earl_core.learner.data.samples import (
-    TRAINED,
-    by_minibatch,
-    training_samples,
-)
+from earl_core.learner.data.samples import TRAINED, by_minibatch, training_samples
 from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
 from earl_core.learner.model_worker import ModelWorker, update_settings
@@ -52,21 +48,15 @@ class LearnerWorker(ModelWorker):
 
     stage = "update"
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        deployment: dict[str, Any],
-        *,
-        config: dict[str, Any],
-        run_directory: str,
-    ) -> None:
-        super().__init__(context, deployment, config=config, run_directory=run_directory)
+    _version = 0
+    _dirty = False
+    _restored: Path | None = None
+    _applied: dict[str, Any] | None = None
+
+    @cached_property
+    def _config_digest(self) -> str:
         model = self._config.model
-        self._config_digest = config_digest(Path(model.path), model.trust_remote_code)
-        self._version = 0
-        self._dirty = False
-        self._restored: Path | None = None
-        self._applied: dict[str, Any] | None = None
+        return config_digest(Path(model.path), model.trust_remote_code)
 
     @guarded("update")
     def restore(self, checkpoint: str | None) -> dict[str, Any]:
