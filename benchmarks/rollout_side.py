@@ -23,10 +23,11 @@ from benchmarks.harness import stdout_for_results
 from benchmarks.rollout_raw import InProcess, SeparateProcess
 from benchmarks.rollout_requests import Recorder, Recording
 from earl_core.config import RunConfig, load_config
-from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.hardware import read_hardware
 from earl_core.environments.pool import EnvironmentPool
+from earl_core.pretrained.model_directory import model_directory, read_model_shape
 from earl_core.rollout.agent_loop import play
-from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, model_directory
+from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
 from earl_core.selector import SelectionInput, select
 from earl_core.system.seeds import derive_seed
@@ -47,13 +48,13 @@ class Earl:
         from earl_core.weights.load import manifest_from_directory
 
         self._config = config
-        shape = read_model_shape(model_directory(config))
+        shape = read_model_shape(model_directory(config.model))
         plan = select(SelectionInput.of(config, read_hardware(), shape))
         deployment = plan["rollout"]._replace(replicas=1)
         self._running = deployment.max_running_requests or config.rollout.max_running_requests
         self._chat = load_chat_tokenizer(config)
         self._engine = build_engine(config, deployment)
-        self._weights = manifest_from_directory(model_directory(config), 0)
+        self._weights = manifest_from_directory(model_directory(config.model), 0)
         environment = config.environment
         self._pool = EnvironmentPool(environment.name, environment.options, hosts=environment.hosts)
 
@@ -124,7 +125,7 @@ def side(name: str, config: RunConfig, scratch: Path) -> Side:
         "raw-separate": SeparateProcess,
         "raw-in-process": InProcess,
     }
-    return Raw(config, kinds[name](config, model_directory(config), scratch))
+    return Raw(config, kinds[name](config, model_directory(config.model), scratch))
 
 
 async def serve(made: Side, answers: int) -> None:

@@ -151,7 +151,7 @@ def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
     """The trainer with the settings of the comparison."""
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    chat = ChatTokenizer(tokenizer, None, settings["answer_prefix"], ())
+    chat = ChatTokenizer(tokenizer, settings["answer_prefix"], ())
     recorder = Recorder(Path(settings["results"]))
     rows = [
         [{"role": "user", "content": str(prompt)}]

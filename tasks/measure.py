@@ -16,9 +16,10 @@ from prefect import task
 from earl_core.cluster.errors import WorkerError
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.failure_diagnosis import diagnose
-from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.hardware import read_hardware
 from earl_core.control.live import find, live
 from earl_core.control.profile_workers import ProfileWorkers
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.selector import (
     Hardware,
     ModelShape,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from earl_core.config import ConfigError
-from earl_core.selector import Hardware, ModelShape
+from earl_core.selector import Hardware
 from earl_core.system.cgroups import memory_limit
 
 
@@ -68,23 +66,3 @@ def _visible(gpus: list[_Gpu]) -> list[_Gpu]:
             break
         seen += named
     return seen
-
-
-def read_model_shape(directory: Path) -> ModelShape:
-    """The numbers of `config.json`, under the names that Llama-, Qwen- and GPT-2-like models use.
-
-    Raises `ConfigError` when the directory is not a model or its configuration lacks a number.
-    """
-    try:
-        raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"model.path {str(directory)!r} is not a model directory (no config.json): prepare "
-            "the model first, or give model.builder"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{directory / 'config.json'} is not valid JSON: {error}") from error
-    try:
-        return ModelShape.from_config(raw)
-    except ValueError as error:
-        raise ConfigError(f"{directory / 'config.json'} cannot be used: {error}") from error

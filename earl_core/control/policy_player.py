@@ -19,11 +19,12 @@ from pydantic import ValidationError
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.stages import StagesConfig
-from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.hardware import read_hardware
 from earl_core.control.live import live
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.errors import ContextOverflow
 from earl_core.rollout.metrics import evaluation_results
 from earl_core.rollout.rollout_stats import RolloutStats

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.episode_keeper import EpisodeKeeper
-from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.hardware import read_hardware
 from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
@@ -25,6 +25,7 @@ from earl_core.control.start_ahead import start_as_before
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.feasibility import check_stages
 from earl_core.dispatch import Manifest, PoolFull
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run import RunDirectory
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded

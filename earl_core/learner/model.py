@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -22,12 +21,10 @@ from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.pretrained.architecture import model_config
 from earl_core.pretrained.huggingface import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GradientCheckpointingLayer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-from earl_core.system.errors import ConfigError
+from earl_core.pretrained.model_directory import model_directory
 
 # Logits held at a time: 2**25 float32 numbers are 128 MiB. More are computed in chunks.
 LOGITS_PER_CHUNK = 2**25
@@ -66,12 +63,7 @@ def load_policy(config: ModelConfig, *, activation_checkpointing: bool = False) 
 
     Raises ConfigError when it is missing or when its architecture cannot be trained packed.
     """
-    path = Path(config.path)
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"There is no model at {path}: set model.path to a directory with config.json, "
-            "weights and tokenizer, or set model.builder."
-        )
+    path = model_directory(config)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             path,
@@ -105,21 +97,6 @@ def _own_memory(model: PreTrainedModel) -> None:
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep each layer's input only, and compute the rest again in the backward pass."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with `config.chat_template` in place of its own when given."""
-    tokenizer = cast(
-        PreTrainedTokenizerBase,
-        AutoTokenizer.from_pretrained(
-            Path(config.path),
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-        ),
-    )
-    if config.chat_template is not None:
-        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
-    return tokenizer
 
 
 def prepare_for_packing(model: PreTrainedModel) -> None:

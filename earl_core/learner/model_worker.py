@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ import pyarrow as pa
 from transformers.utils import logging as transformers_logging
 
 from earl_core.cluster.context import WorkerContext
-from earl_core.config import RunConfig, parse_config
+from earl_core.config import ConfigError, RunConfig, parse_config
 from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, ShardEntry
 from earl_core.dispatch.shards.manifest import parse_manifest
@@ -20,8 +19,9 @@ from earl_core.learner.data.samples import RankReader, RowCost, Split, training_
 from earl_core.learner.memory import Parking, guarded
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.shards import run_store
-from earl_core.selector import ModelShape, StageDeployment
+from earl_core.selector import StageDeployment
 from earl_core.system.process_identity import host_name
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
@@ -50,7 +50,7 @@ class ModelWorker:
         self._reader = RankReader(
             run_store(run_directory, self._config),
             context.hosts or (host_name(),) * context.world_size,
-            _row_cost(Path(self._config.model.path)),
+            _row_cost(self._config),
             verify=self._config.dispatch.verify == "always",
         )
         with guarded(self.stage):
@@ -135,10 +135,9 @@ def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateCon
     )
 
 
-def _row_cost(model: Path) -> RowCost:
+def _row_cost(config: RunConfig) -> RowCost:
     try:
-        raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        return RowCost.of(ModelShape.from_config(raw))
-    except (OSError, ValueError):
+        return RowCost.of(read_model_shape(Path(config.model.path)))
+    except ConfigError:
         # A model whose numbers have other names is balanced by tokens.
         return RowCost()

@@ -28,7 +28,7 @@ from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.head import EntropyMode
 from earl_core.learner.microbatch_loss import Algorithm
 from earl_core.learner.microbatch_prefetch import FedMicrobatch, Feed
-from earl_core.learner.model import load_policy, load_tokenizer
+from earl_core.learner.model import load_policy
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
@@ -36,6 +36,7 @@ from earl_core.learner.state.checkpoint import read_training_state, write_traini
 from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
 from earl_core.learner.update_metrics import UpdateMetrics
 from earl_core.pretrained.huggingface import Accelerator, AcceleratorState, PreTrainedModel
+from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.tensors.collectives import Ranks
 
 StepHook = Callable[[int], None]

@@ -40,7 +40,7 @@ V = TypeVar("V", bound=Sized)
 class ChatTokenizer:
     """One tokenizer and one chat template.
 
-    tokenizer: a transformers tokenizer. chat_template: Jinja text that replaces the tokenizer's.
+    tokenizer: a transformers tokenizer.
     answer_prefix: text that every answer begins with; it is given to the model, not sampled.
     stop: strings of one token each that end an answer, besides end-of-turn and end-of-text.
     Raises `ConfigError` for templates that fail or lose answers and for stop strings that
@@ -50,12 +50,11 @@ class ChatTokenizer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        chat_template: str | None = None,
         answer_prefix: str = "",
         stop: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = chat_template or tokenizer.chat_template or PLAIN_TEMPLATE
+        self._template = tokenizer.chat_template or PLAIN_TEMPLATE
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(

@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.config import ConfigError, RunConfig
-from earl_core.deployment.shapes import ModelShape
+from earl_core.config import RunConfig
+from earl_core.pretrained.model_directory import load_tokenizer, model_directory
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 
 
 def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
-    """The tokenizer of the model's directory with the configured template, prefix and stops.
+    """The model's tokenizer with the configured template, prefix and stops.
 
     Raises `ConfigError` for a directory without a tokenizer, and for a template that is not there
     or cannot be used.
     """
-    from transformers import AutoTokenizer
-
-    directory = model_directory(config)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=config.model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the model directory {directory} has no tokenizer that transformers can load "
-            f"({str(error).splitlines()[0]}): copy the tokenizer's files into it"
-        ) from error
-    return ChatTokenizer(
-        tokenizer,
-        _template(config.model.chat_template),
-        config.rollout.answer_prefix,
-        config.rollout.stop,
-    )
+    rollout = config.rollout
+    return ChatTokenizer(load_tokenizer(config.model), rollout.answer_prefix, rollout.stop)
 
 
 def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
@@ -44,7 +26,7 @@ def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
 
     Its policy version is undefined until weights are loaded.
     """
-    rollout, directory = config.rollout, model_directory(config)
+    rollout, directory = config.rollout, model_directory(config.model)
     common: dict[str, Any] = {
         "policy_version": None,
         "dtype": rollout.dtype,
@@ -62,38 +44,3 @@ def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
 
     ranks = deployment.tensor_parallel
     return VllmEngine(directory, tensor_parallel=ranks, settings=rollout.vllm, **common)
-
-
-def model_shape(config: RunConfig) -> ModelShape:
-    """The model's sizes, by its `config.json`.
-
-    Raises `ConfigError` when the model is missing or its configuration lacks the usual numbers.
-    """
-    path = model_directory(config) / "config.json"
-    try:
-        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ConfigError(f"{path} cannot be used: {error}") from error
-
-
-def model_directory(config: RunConfig) -> Path:
-    """The initial model's directory. Raises `ConfigError` when there is no model in it."""
-    directory = Path(config.model.path)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"there is no model at {directory} (no config.json in it): set model.path to a Hugging "
-            "Face model directory, or model.builder to a function that makes one"
-        )
-    return directory
-
-
-def _template(file: str | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"the chat template {file} cannot be read ({error.strerror}): correct "
-            "model.chat_template, or remove it to use the tokenizer's own"
-        ) from error

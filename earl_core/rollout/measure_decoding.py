@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from earl_core.config import RunConfig
-from earl_core.rollout.engine_factory import model_shape
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.system.errors import Cancelled
 from earl_core.system.out_of_memory import guarded
@@ -62,7 +63,8 @@ async def measure_decoding(
     give_back_free_memory()
     reset_peaks(pids)
     started = time.perf_counter()
-    prompts = load.prompts(model_shape(config).vocabulary, engine.max_model_len)
+    vocabulary = read_model_shape(Path(config.model.path)).vocabulary
+    prompts = load.prompts(vocabulary, engine.max_model_len)
     try:
         with guarded("rollout", f"decoding {load.requests} sequences of {load.context} tokens"):
             rates = await _rates(engine, prompts, load.seconds, cancelled)

@@ -21,21 +21,14 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
 from earl_core.environments.base import Message
 from earl_core.environments.pool import EnvironmentPool
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import metrics
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
-from earl_core.rollout.engine_factory import (
-    build_engine,
-    load_chat_tokenizer,
-    model_shape,
-)
+from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
-from earl_core.rollout.errors import (
-    ContextOverflow,
-    EngineLost,
-    WeightSyncError,
-)
+from earl_core.rollout.errors import ContextOverflow, EngineLost, WeightSyncError
 from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
 from earl_core.rollout.rollout_stats import RolloutStats
@@ -90,7 +83,7 @@ class RolloutWorker:
         if self._engine is not None:
             return
         self._chat = load_chat_tokenizer(self._config)
-        self._positions = model_shape(self._config).max_positions
+        self._positions = read_model_shape(Path(self._config.model.path)).max_positions
         engine = build_engine(self._config, self._deployment)
         try:
             await engine.start()

@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import RunConfig, check_references
-from earl_core.control.hardware import read_hardware, read_model_shape
+from earl_core.control.hardware import read_hardware
 from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.environments.registry import check
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.lock import is_locked
 from earl_core.system.errors import ConfigError
 from flows.cli.checks.finding import Finding, refused

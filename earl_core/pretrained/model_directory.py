@@ -1,0 +1,72 @@
+"""What lies in a model directory: its tokenizer, and the numbers of its configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from earl_core.config.model import ModelConfig
+from earl_core.deployment.shapes import ModelShape
+from earl_core.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def model_directory(config: ModelConfig) -> Path:
+    """Where the initial model lies. Raises `ConfigError` when there is none."""
+    directory = Path(config.path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"there is no model at {directory} (no config.json in it): set model.path to a Hugging "
+            "Face model directory, or model.builder to a function that makes one"
+        )
+    return directory
+
+
+def read_model_shape(directory: Path) -> ModelShape:
+    """The numbers of `config.json`, under the names that Llama-, Qwen- and GPT-2-like models use.
+
+    Raises `ConfigError` when the directory is not a model or its configuration lacks a number.
+    """
+    path = directory / "config.json"
+    try:
+        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(
+            f"model.path {str(directory)!r} is not a model directory (no config.json): prepare "
+            "the model first, or give model.builder"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be used: {error}") from error
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with `config.chat_template` in place of its own when given.
+
+    Raises `ConfigError` for a directory without a tokenizer, and for a template that is not there.
+    """
+    from transformers import AutoTokenizer
+
+    directory, template = model_directory(config), config.chat_template
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=config.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the model directory {directory} has no tokenizer that transformers can load "
+            f"({str(error).splitlines()[0]}): copy the tokenizer's files into it"
+        ) from error
+    if template is not None:
+        try:
+            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"the chat template {template} cannot be read ({error.strerror}): correct "
+                "model.chat_template, or remove it to use the tokenizer's own"
+            ) from error
+    return tokenizer
