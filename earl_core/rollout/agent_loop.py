@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from earl_core.environments.base import EnvironmentFailed
@@ -50,7 +51,9 @@ async def play(
     `ContextOverflow` when one needs a longer context than the engine's and the model has it, and
     what the engine raises. When its task is cancelled, requests and environments are ended too.
     """
-    loop = _Loop(engine, pool, chat, specs, settings, meter)
+    meter = meter or LoadMeter(len(specs))
+    players = [EpisodePlayer(spec, chat, settings, meter, engine.max_model_len) for spec in specs]
+    loop = _Loop(engine, pool, settings, meter, players)
     try:
         if engine.lockstep:
             await loop.lockstep()
@@ -59,38 +62,27 @@ async def play(
         loop.check_failures()
     finally:
         await loop.clean_up()
-    return [player.episode for player in loop.players]
+    return [player.episode for player in players]
 
 
+@dataclass
 class _Loop:
-    def __init__(
-        self,
-        engine: Engine,
-        pool: EnvironmentPool,
-        chat: ChatTokenizer,
-        specs: Sequence[EpisodeSpec],
-        settings: PlaySettings,
-        meter: LoadMeter | None,
-    ) -> None:
-        self._engine = engine
-        self._pool = pool
-        self._settings = settings
-        self._meter = meter or LoadMeter(len(specs))
-        self._open: dict[int, EpisodePlayer] = {}
-        self._lost: Counter[int] = Counter()
-        self._episodes = settings.episodes or len(specs)
-        self.players = [
-            EpisodePlayer(spec, chat, settings, self._meter, engine.max_model_len) for spec in specs
-        ]
+    engine: Engine
+    pool: EnvironmentPool
+    settings: PlaySettings
+    meter: LoadMeter
+    players: list[EpisodePlayer]
+    _open: set[int] = field(default_factory=set)
+    _lost: Counter[int] = field(default_factory=Counter)
 
     async def lockstep(self) -> None:
         """Waves of at most `max_live_episodes`; in each, all live episodes move turn by turn."""
-        size = self._settings.max_live_episodes or len(self.players) or 1
+        size = self.settings.max_live_episodes or len(self.players) or 1
         for start in range(0, len(self.players), size):
             live = self.players[start : start + size]
             await self._environments(*map(self._reset, live))
             while live := await self._lockstep_turn(live):
-                self._meter.progressed()
+                self.meter.progressed()
 
     async def _lockstep_turn(self, players: list[EpisodePlayer]) -> list[EpisodePlayer]:
         self.check_failures()
@@ -111,7 +103,7 @@ class _Loop:
 
     async def continuous(self) -> None:
         """A coroutine for each episode, at most `max_live_episodes` of them in play."""
-        slots = asyncio.Semaphore(self._settings.max_live_episodes or len(self.players) or 1)
+        slots = asyncio.Semaphore(self.settings.max_live_episodes or len(self.players) or 1)
         try:
             async with asyncio.TaskGroup() as group:
                 for player in self.players:
@@ -133,29 +125,29 @@ class _Loop:
                     await self._environments(self._step(player, text))
         await self._retire([player])
         self.check_failures()
-        self._meter.progressed()
+        self.meter.progressed()
 
     def _request(self, player: EpisodePlayer) -> GenerationRequest | None:
         if player.begins_new_sample:
-            self._engine.finish([player.spec.episode_id])
+            self.engine.finish([player.spec.episode_id])
         return player.request()
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        meter, count = self._meter, len(requests)
+        meter, count = self.meter, len(requests)
         meter.requests_running(count)
         started = time.perf_counter()
         try:
-            return await self._engine.generate(requests)
+            return await self.engine.generate(requests)
         finally:
             meter.requests_running(-count)
             meter.generation_wait += count * (time.perf_counter() - started)
 
     async def _reset(self, player: EpisodePlayer) -> None:
         spec = player.spec
-        self._open[spec.episode_id] = player
+        self._open.add(spec.episode_id)
         while not player.finished:
             try:
-                messages = await self._pool.reset(
+                messages = await self.pool.reset(
                     spec.episode_id, spec.prompt_id, spec.environment_seed
                 )
             except EnvironmentFailed as failure:
@@ -166,7 +158,7 @@ class _Loop:
 
     async def _step(self, player: EpisodePlayer, text: str) -> None:
         try:
-            result = await self._pool.step(player.spec.episode_id, text)
+            result = await self.pool.step(player.spec.episode_id, text)
         except EnvironmentFailed as failure:
             self._fail(player, failure)
             await self._reset(player)
@@ -178,9 +170,9 @@ class _Loop:
         episode_id = player.spec.episode_id
         if failure.by_infrastructure and self._lost[episode_id] < _RETRIES:
             self._lost[episode_id] += 1
-            self._meter.episodes_retried += 1
+            self.meter.episodes_retried += 1
             logger.warning("episode %d is retried: %s", episode_id, failure.reason)
-            self._engine.finish([episode_id])
+            self.engine.finish([episode_id])
             player.begin_anew()
             return
         timeout = failure.reason == "timeout"
@@ -189,46 +181,44 @@ class _Loop:
     async def _environments(self, *calls: Coroutine[Any, Any, None]) -> None:
         started = time.perf_counter()
         await asyncio.gather(*calls)
-        self._meter.environment_wait += len(calls) * (time.perf_counter() - started)
-        self._meter.environment_steps += len(calls)
+        self.meter.environment_wait += len(calls) * (time.perf_counter() - started)
+        self.meter.environment_steps += len(calls)
 
     async def _retire(self, players: list[EpisodePlayer]) -> None:
         if not players:
             return
         ids = [player.spec.episode_id for player in players]
-        self._engine.finish(ids)
+        self.engine.finish(ids)
         await asyncio.gather(*(self._close(episode_id) for episode_id in ids))
 
     async def _close(self, episode_id: int) -> None:
-        if self._open.pop(episode_id, None) is not None:
+        if episode_id in self._open:
+            self._open.remove(episode_id)
             with contextlib.suppress(EnvironmentFailed):
-                await self._pool.close(episode_id)
+                await self.pool.close(episode_id)
 
     def check_failures(self) -> None:
         """Raise `RolloutFailed` once too many episodes have failed."""
-        failed = self._meter.episodes_failed
-        if failed > self._settings.max_failed_share * self._episodes:
-            raise self._failure(failed)
-
-    def _failure(self, failed: int) -> RolloutFailed:
+        failed, share = self.meter.episodes_failed, self.settings.max_failed_share
+        episodes = self.settings.episodes or len(self.players)
+        if failed <= share * episodes:
+            return
         lost = [player.episode for player in self.players if player.episode.failed]
         reasons = dict(Counter(episode.finish_reason for episode in lost))
         named = [
             f"  episode {episode.episode_id} ({episode.finish_reason}): {episode.info['failure']}"
             for episode in lost[:_NAMED_FAILURES]
         ]
-        share, shown = self._settings.max_failed_share, "\n".join(named)
-        return RolloutFailed.too_many(
-            failed, self._episodes, share, reasons, f" The first failures:\n{shown}"
-        )
+        shown = " The first failures:\n" + "\n".join(named)
+        raise RolloutFailed.too_many(failed, episodes, share, reasons, shown)
 
     async def clean_up(self) -> None:
         """Free what unfinished episodes hold; does nothing after an undisturbed rollout."""
-        self._meter.end()
+        self.meter.end()
         left = list(self._open)
         if left:
             logger.warning("the rollout ended with %d unfinished episodes", len(left))
             with contextlib.suppress(Exception):
-                await self._engine.cancel(left)
-            self._engine.finish(left)
+                await self.engine.cancel(left)
+            self.engine.finish(left)
             await asyncio.gather(*(self._close(episode_id) for episode_id in left))
