@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 
 from earl_core.system import fault_points, out_of_memory
-from earl_core.system.out_of_memory import OutOfMemory, bytes_asked, is_out_of_memory
 from earl_core.system.process_memory import give_back_free_memory, reset_peaks, resident_peak_bytes
 
 _ADVICE = (
@@ -24,17 +23,11 @@ def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int)
     the allocators of Python, of torch on the CPU and of CUDA raise. Its payload holds microbatch,
     microbatches and tokens too. The fault point `<stage>.microbatch<number>` lies in it.
     """
-    try:
+    doing = f"microbatch {number} of {count} of '{stage}', {tokens:,} tokens,"
+    numbers = {"microbatch": number, "microbatches": count, "tokens": tokens}
+    with out_of_memory.guarded(stage, doing, _ADVICE, **numbers):
         fault_points.point(f"{stage}.microbatch{number}", iteration)
         yield
-    except OutOfMemory:
-        raise
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        doing = f"microbatch {number} of {count} of '{stage}', {tokens:,} tokens,"
-        numbers = {"microbatch": number, "microbatches": count, "tokens": tokens}
-        raise OutOfMemory(stage, doing, bytes_asked(str(error)), _ADVICE, **numbers) from error
 
 
 @contextmanager

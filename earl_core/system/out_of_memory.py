@@ -52,9 +52,10 @@ class OutOfMemory(EarlError, MemoryError):
 
 
 @contextmanager
-def guarded(stage: str, doing: str, advice: str = "") -> Iterator[None]:
+def guarded(stage: str, doing: str, advice: str = "", **details: Any) -> Iterator[None]:
     """Raise `OutOfMemory` of this stage in place of what any allocator raises inside; one that is
-    raised inside already becomes this stage's. Also a decorator of plain functions.
+    raised inside already becomes this stage's. details: more of its payload. Also a decorator of
+    plain functions.
     """
     try:
         yield
@@ -65,7 +66,7 @@ def guarded(stage: str, doing: str, advice: str = "") -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(stage, doing, bytes_asked(str(error)), advice) from error
+        raise OutOfMemory(stage, doing, bytes_asked(str(error)), advice, **details) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
