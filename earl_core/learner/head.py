@@ -1,34 +1,15 @@
-"""A model's decoder and output layer (head), and a head that multiplies in float32."""
+"""A model's decoder and output layer (head)."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-import torch
 from torch import nn
 
 from earl_core.config import ConfigError
 from earl_core.pretrained.huggingface import PreTrainedModel
 
 EntropyMode = Literal["none", "detached", "differentiable"]
-
-
-class Float32Head:
-    """An output layer that multiplies in float32.
-
-    rounded: the dtype in which the engine has the weights; they are rounded to it, so that both
-    sides multiply with the same numbers. Gradients reach the weights unrounded.
-    """
-
-    def __init__(self, head: nn.Module, rounded: torch.dtype | None) -> None:
-        weight = cast(torch.Tensor, head.weight).float()
-        if rounded is not None:
-            weight = weight + (weight.to(rounded).float() - weight).detach()
-        self.weight = weight
-        self.bias = cast("torch.Tensor | None", getattr(head, "bias", None))
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, self.weight, self.bias)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

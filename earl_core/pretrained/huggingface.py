@@ -21,7 +21,6 @@ __all__ = [
     "AcceleratorState",
     "AttentionInterface",
     "AutoModelForCausalLM",
-    "AutoTokenizer",
     "GradientCheckpointingLayer",
     "LlamaConfig",
     "LlamaForCausalLM",
@@ -58,7 +57,6 @@ with _unused_packages_hidden():
     from transformers import (
         AttentionInterface,
         AutoModelForCausalLM,
-        AutoTokenizer,
         LlamaConfig,
         LlamaForCausalLM,
         PreTrainedModel,

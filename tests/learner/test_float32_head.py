@@ -16,7 +16,7 @@ from earl_core.learner.head import decoder_of
 from earl_core.learner.model import PackedTensors, logprobs_of_trained
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.architecture import model_config
-from earl_core.rollout.engines.causal_model import OutputLayer
+from earl_core.pretrained.float32_head import Float32Head
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.engines.vllm_environment import overrides
 from earl_core.weights.publish import publish
@@ -59,11 +59,11 @@ def test_only_the_head_is_in_float32_and_gradients_flow(tmp_path: Path) -> None:
     assert float(gradient.abs().max()) > 0
 
 
-def test_the_torch_engines_head_multiplies_in_float32(tmp_path: Path) -> None:
+def test_the_float32_head_multiplies_in_float32(tmp_path: Path) -> None:
     model = make("llama_untied", tmp_path).bfloat16()
     hidden = torch.randn(5, model.lm_head.weight.shape[1]).bfloat16()
     exact = hidden.double() @ model.lm_head.weight.double().T
-    fine, rough = (OutputLayer(model, float32).logits(hidden) for float32 in (True, False))
+    fine, rough = Float32Head(model.lm_head)(hidden), model.lm_head(hidden)
     assert fine.dtype == torch.float32
     torch.testing.assert_close(fine.double(), exact, atol=1e-5, rtol=1e-5)
     assert float((rough.double() - exact).abs().max()) > 1e-3

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from earl_core.learner.head import EntropyMode, Float32Head
+    from earl_core.learner.head import EntropyMode
+    from earl_core.pretrained.float32_head import Float32Head
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from earl_core.pretrained.architecture import context_length, model_config
@@ -39,24 +38,6 @@ def load_causal_model(
     model = model.to(device).eval().requires_grad_(False)
     _check_head(model, dtype, device)
     return model, max_model_len
-
-
-class OutputLayer:
-    """From hidden states to logits; to be made anew when the weights change.
-
-    float32: compute in float32, with a copy of the weights in it, whatever the model's dtype is.
-    """
-
-    def __init__(self, model: PreTrainedModel, float32: bool) -> None:
-        self._head = model.get_output_embeddings()
-        self._weight = self._head.weight.float() if float32 else None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] -> [..., vocabulary]."""
-        if self._weight is None:
-            return self._head(hidden)
-        bias = getattr(self._head, "bias", None)
-        return F.linear(hidden.float(), self._weight, None if bias is None else bias.float())
 
 
 @torch.inference_mode()

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from earl_core.pretrained.float32_head import Float32Head
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
-from earl_core.rollout.engines.causal_model import OutputLayer, load_causal_model
+from earl_core.rollout.engines.causal_model import load_causal_model
 from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.engine import (
     OUT_OF_MEMORY_ADVICE,
@@ -65,7 +66,7 @@ class TorchEngine(BaseEngine):
     def __init__(self, model_directory: Path, *, device: str | None = None, **options: Any) -> None:
         super().__init__(model_directory, EngineSettings(**options))
         self._dtype = resolve_dtype(self._settings.dtype)
-        self._output: OutputLayer | None = None
+        self._head: torch.nn.Module | Float32Head | None = None
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         # One thread computes: calls run one after another while the event loop stays free.
         threads = self._settings.threads or torch.get_num_threads()
@@ -164,9 +165,13 @@ class TorchEngine(BaseEngine):
             max_model_len=self.max_model_len,
             trust_remote_code=self._settings.trust_remote_code,
         )
-        self._output = OutputLayer(self._model, self._settings.float32_head)
+        self._take_head(self._model)
         self._config_digest = config_digest(self._model.config.to_dict())
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
+
+    def _take_head(self, model: PreTrainedModel) -> None:
+        head = model.get_output_embeddings()
+        self._head = Float32Head(head) if self._settings.float32_head else head
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -251,7 +256,7 @@ class TorchEngine(BaseEngine):
     def _forward(self, rows: list[Row], pieces: list[list[int]]) -> torch.Tensor:
         """Append a piece of tokens to each row; logits [rows, vocabulary] after its last one."""
         assert self._model is not None
-        assert self._output is not None
+        assert self._head is not None
         width = max(len(piece) for piece in pieces)
         lengths = np.array([len(piece) for piece in pieces])
         starts = np.array([len(row.tokens) for row in rows])
@@ -277,7 +282,7 @@ class TorchEngine(BaseEngine):
             row.tokens.extend(piece)
         last = torch.from_numpy(np.maximum(lengths - 1, 0)).to(self._device)
         picked = hidden[torch.arange(len(rows), device=self._device), last]
-        return self._output.logits(picked)
+        return self._head(picked)
 
     def _sample_next(self, running: list[_Sampling], logits: torch.Tensor) -> None:
         seeds = np.array([s.request.seed for s in running], dtype=np.uint64)
@@ -326,13 +331,13 @@ class TorchEngine(BaseEngine):
                     raise
                 raise WeightSyncError(f"{self._lost}: {error}", engine_lost=True) from error
             self._cache.clear()
-            self._output = OutputLayer(self._model, self._settings.float32_head)
+            self._take_head(self._model)
             self.policy_version = manifest.policy_version
 
     def _release(self) -> None:
         with self._lock:
             self._cache.clear()
-            self._output = None
+            self._head = None
             self._released = True
             if self._device.type == "cuda" and self._model is not None:
                 self._model.to("cpu")
@@ -341,5 +346,5 @@ class TorchEngine(BaseEngine):
     def _restore(self) -> None:
         if self._model is not None:
             self._model.to(self._device)
-            self._output = OutputLayer(self._model, self._settings.float32_head)
+            self._take_head(self._model)
         self._released = False
