@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from benchmarks.harness import Report, Row, parser, publish
 from benchmarks.selector_grid import (
@@ -32,7 +32,7 @@ from benchmarks.selector_growth import SWITCH_SHARE, regrets
 from earl_core.selector import Predictor, ProfilePoint, ProfileTable
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.model.catalogue import DEVICES
-from earl_core.selector.model.roofline import Queueing, Roofline
+from earl_core.selector.model.roofline import Roofline
 from earl_core.selector.profile.profile_table import key_of
 
 
@@ -103,13 +103,30 @@ def wrong(predicted: dict[Place, float]) -> str:
 SHARES = (0.65, 0.7, 0.8, ENGINE_SHARE, 0.9, 0.95)
 
 
+class Waves(Roofline):
+    """Sequences of one length run in whole waves."""
+
+    def waves(self, offered: float, fits: float) -> float:
+        return float(math.ceil(offered / math.floor(fits) - 1e-9))
+
+
+class Stream(Roofline):
+    """Others always fill the gaps: the most that any scheduler can reach."""
+
+    def waves(self, offered: float, fits: float) -> float:
+        return max(1.0, offered / fits)
+
+
+QUEUEING = {"blurred": Roofline, "waves": Waves, "stream": Stream}
+
+
 def variants() -> Iterator[tuple[str, list[int]]]:
     """Signs right at each of `SHARES` under other assumptions than the shipped ones, so that nobody
     need trust one."""
     device = DEVICES["h100-80gb"]
     for latency in (True, False):
-        for queueing in get_args(Queueing):
-            line = Roofline(MODEL, device, HARDWARE, latency=latency, queueing=queueing)
+        for queueing, kind in QUEUEING.items():
+            line = kind(MODEL, device.model_copy(update={"nccl": latency}), HARDWARE)
             counts = []
             for share in SHARES:
                 given = selection(1024.0, 8, ProfileTable(), engine_share=share)

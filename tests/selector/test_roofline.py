@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
+from benchmarks.selector_paper import QUEUEING
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster
-from earl_core.selector.model.roofline import Load, Queueing, Roofline
+from earl_core.selector.model.roofline import Load, Roofline
 
 DEVICE, HARDWARE = DEVICES["h100-80gb"], cluster("h100-80gb", 16, 8)
 QWEN = MODELS["qwen2.5-72b"]
 
 
-def roofline(queueing: Queueing = "blurred", latency: bool = True) -> Roofline:
-    return Roofline(QWEN, DEVICE, HARDWARE, latency=latency, queueing=queueing)
+def roofline(queueing: str = "blurred", latency: bool = True) -> Roofline:
+    return QUEUEING[queueing](QWEN, DEVICE.model_copy(update={"nccl": latency}), HARDWARE)
 
 
 def test_all_reduce_by_hand() -> None:
@@ -43,7 +44,7 @@ def test_a_small_step_reads_the_weights_once() -> None:
 def test_queueing_lies_between_a_full_stream_and_whole_waves() -> None:
     rates = {}
     for queueing in ("stream", "blurred", "waves"):
-        line = roofline(queueing)  # type: ignore[arg-type]
+        line = roofline(queueing)
         assert line.decode_rate(4, 1, 12, 32768, 420_000) == pytest.approx(
             roofline().decode_rate(4, 1, 12, 32768, 420_000)
         )
@@ -57,7 +58,7 @@ loads = st.tuples(st.floats(1, 512), st.floats(16, 131072), st.sampled_from([1, 
 
 @examples(loads, st.floats(1e4, 1e7), st.floats(1, 10), st.sampled_from(["blurred", "stream"]))
 def test_a_larger_cache_is_never_slower(
-    load: tuple[float, float, int], capacity: float, factor: float, queueing: Queueing
+    load: tuple[float, float, int], capacity: float, factor: float, queueing: str
 ) -> None:
     offered, context, tensor = load
     line = roofline(queueing)

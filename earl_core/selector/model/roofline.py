@@ -8,7 +8,7 @@ ring all-reduce, as NCCL's own cost model has them (`src/graph/tuning.cc`, proto
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
@@ -22,9 +22,6 @@ LINK_SECONDS = 0.6e-6
 
 NETWORK_SECONDS = 2.7e-6
 """Each hop of it between hosts."""
-
-
-Queueing = Literal["blurred", "waves", "stream"]
 
 
 class Load(NamedTuple):
@@ -49,26 +46,11 @@ class Load(NamedTuple):
 
 
 class Roofline:
-    """Seconds of the stages for one model on one kind of hardware.
+    """Seconds of the stages for one model on one kind of hardware."""
 
-    latency: with the fixed and per-hop costs of an all-reduce, which no data sheet gives.
-    queueing: what waiting for the KV cache costs. `waves`: sequences of one length run in whole
-    waves; `stream`: others always fill the gaps, the most that any scheduler can reach; `blurred`:
-    between the two, half a wave lost when there are many, for lengths differ and waves blur.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        device: DeviceFigures,
-        hardware: Hardware,
-        *,
-        latency: bool = True,
-        queueing: Queueing = "blurred",
-    ) -> None:
+    def __init__(self, shape: ModelShape, device: DeviceFigures, hardware: Hardware) -> None:
         self.shape = shape
         self.device, self.hardware = device, hardware
-        self._latency, self._queueing = latency, queueing
         self._parameters = float(self.shape.parameters)
         self._per_host = hardware.devices_per_host
         self._link, self._network = device.link_bandwidth, hardware.network_bandwidth
@@ -84,7 +66,7 @@ class Roofline:
         hosts = math.ceil(ranks / inside)
         seconds = 2 * (inside - 1) / inside * size / self._link
         seconds += 2 * (hosts - 1) / hosts * size / self._network
-        if self._latency and self.device.nccl:
+        if self.device.nccl:
             hops = 2 * (inside - 1) * LINK_SECONDS + 2 * (hosts - 1) * NETWORK_SECONDS
             seconds += LAUNCH_SECONDS + hops
         return seconds
@@ -119,13 +101,15 @@ class Roofline:
         fits = capacity / max(context, 1.0)
         if fits < 1 or offered <= 0:
             return 0.0
-        waves = max(1.0, offered / fits)
-        if self._queueing == "waves":
-            waves = float(math.ceil(offered / math.floor(fits) - 1e-9))
-        elif self._queueing == "blurred":
-            waves += 0.5 * (1 - 1 / waves)
-        together = offered / waves
+        together = offered / self.waves(offered, fits)
         return together / self.decode_step(tensor, threads, together, context)
+
+    def waves(self, offered: float, fits: float) -> float:
+        """In how many waves the sequences run where so many fit: between a stream, in which others
+        always fill the gaps, and whole waves. Lengths differ, so that waves blur: half a wave is
+        lost when there are many."""
+        waves = max(1.0, offered / fits)
+        return waves + 0.5 * (1 - 1 / waves)
 
     def prefill_seconds(self, tensor: int, threads: int, tokens: float, context: float) -> float:
         """Seconds in which one engine reads `tokens` prompt and tool tokens; a cache keeps those of
