@@ -20,7 +20,7 @@ def advantage(given: StageInputs) -> dict[str, Any]:
     controller = given.controller
 
     def in_every_rank(method: str, **arguments: Any) -> list[dict[str, Any]]:
-        return controller.groups.call_all(
+        return controller.groups.call(
             given.plan["experience"],
             "experience",
             method,

@@ -12,7 +12,7 @@ from tasks.stage import StageInputs, stage_task
 @stage_task
 def reward(given: StageInputs) -> dict[str, Any]:
     """Add up the rewards of each episode's turns."""
-    results = given.controller.groups.call_all(
+    results = given.controller.groups.call(
         given.plan["experience"],
         "experience",
         "reward",

@@ -76,7 +76,7 @@ def call_together(
     middle of an exchange would be answered later with what was meant for that.
     """
     try:
-        return controller.groups.call_all(deployment, role, method, iteration, **arguments)
+        return controller.groups.call(deployment, role, method, iteration, **arguments)
     except WorkerCallFailed:
         group = controller.groups.live(role)
         if group is not None and deployment.world_size > 1:

@@ -179,9 +179,10 @@ class PolicyPlayer:
         while True:
             try:
                 version = self.checkpoint.version
-                return self._groups.call(
+                (result,) = self._groups.call(
                     self._deployment, "rollout", method, version, stage="evaluation", **arguments
                 )
+                return result
             except WorkerCallFailed as error:
                 length = self._deployment.max_model_len
                 full = length >= self._shape.max_positions

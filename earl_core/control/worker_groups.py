@@ -21,7 +21,6 @@ from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.placement import PLACED, Assignment, HostResources
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
-from earl_core.control.worker_environment import worker_environment
 from earl_core.selector import Hardware, StageDeployment
 from earl_core.system.errors import Cancelled
 
@@ -134,7 +133,7 @@ class WorkerGroups:
             ):
                 group = self._rebuild(key, deployment, place)
             elif key in self._released:
-                self._memory_call(key, _MEMORY[role][1], deployment)
+                self._call_quietly(group, _MEMORY[role][1], deployment)
                 self._released.discard(key)
             return group
 
@@ -183,11 +182,8 @@ class WorkerGroups:
         for key in list(self._groups):
             giving = key[0] in self._config.stages.placed.gives_way(role)
             if giving and key not in self._released and self.live(*key) is not None:
-                self._memory_call(key, _MEMORY[key[0]][0], deployment)
+                self._call_quietly(self._groups[key], _MEMORY[key[0]][0], deployment)
                 self._released.add(key)
-
-    def _memory_call(self, key: Member, method: str, deployment: StageDeployment) -> None:
-        self._call_quietly(self._groups[key], method, deployment)
 
     def _call_quietly(self, group: WorkerGroup, method: str, deployment: StageDeployment) -> None:
         group.call(
@@ -269,7 +265,7 @@ class WorkerGroups:
             name,
             _IN_ITS_PLACE,
             log_directory=self._logs,
-            environment=worker_environment(deployment.threads),
+            environment=_worker_environment(deployment.threads),
             start_timeout_seconds=self._config.deadlines.start,
             heartbeat_timeout_seconds=self._config.deadlines.heartbeat,
         )
@@ -286,22 +282,6 @@ class WorkerGroups:
         return group if group is not None and group.alive else None
 
     def call(
-        self,
-        deployment: StageDeployment,
-        role: str,
-        method: str,
-        iteration: int,
-        *,
-        stage: str | None = None,
-        **arguments: Any,
-    ) -> dict[str, Any]:
-        """Run a method in every rank of the role's group; rank 0's JSON result.
-
-        For stages whose ranks return the same. Arguments as in `call_all`.
-        """
-        return self.call_all(deployment, role, method, iteration, stage=stage, **arguments)[0]
-
-    def call_all(
         self,
         deployment: StageDeployment,
         role: str,
@@ -363,3 +343,23 @@ class WorkerGroups:
         if groups:
             with ThreadPoolExecutor(len(groups)) as pool:
                 list(pool.map(lambda group: group.stop(grace_seconds), groups))
+
+
+def _worker_environment(threads: int) -> dict[str, str]:
+    """Of a rank that computes with this many CPU threads."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        # Threads that spin at a barrier for one that lost its core slow a busy machine down
+        # tenfold; waiting costs a few microseconds.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Code of environments runs there, and has no business with the Prefect server.
+        **dict.fromkeys(
+            ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_KEY"), ""
+        ),
+        # vLLM must be gone before the supervisor loses patience, or it leaves entries in shared
+        # memory.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+    }

@@ -87,7 +87,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 def answer(groups: WorkerGroups, wanted: tuple[str, StageDeployment]) -> int:
     role, deployment = wanted
-    results: list[Any] = groups.call_all(deployment, role, "answer", 0)
+    results: list[Any] = groups.call(deployment, role, "answer", 0)
     return int(results[0])
 
 
