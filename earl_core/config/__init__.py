@@ -1,7 +1,6 @@
 """Configuration: pydantic models, loading and overrides, the resolved table. Imports no torch."""
 
-from earl_core.config.load import dump_config, load_config, parse_config
-from earl_core.config.references import check_references
+from earl_core.config.load import check_references, dump_config, load_config, parse_config
 from earl_core.config.run import RunConfig
 from earl_core.config.settings import Settings
 from earl_core.system.errors import ConfigError

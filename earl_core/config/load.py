@@ -1,4 +1,4 @@
-"""From a YAML file and `--set a.b=c` overrides to a `RunConfig`."""
+"""From a YAML file and `--set a.b=c` overrides to a `RunConfig` whose references lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from earl_core.config.refusal import refuse_override
+from earl_core.config.refusal import REFERRING, refuse_override
 from earl_core.config.run import RunConfig
-from earl_core.secrets import redact
+from earl_core.secrets import redact, resolve
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import read_file
 
@@ -86,6 +86,19 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         refuse_override(dotted.strip(), value)
         node[keys[-1]] = value
     return result
+
+
+def check_references(config: RunConfig) -> None:
+    """See that every reference leads to something here, and hide from now on what that is.
+
+    Raises `ConfigError`. Nothing is returned: the process that uses a value resolves it.
+    """
+    for key in REFERRING:
+        section, _, name = key.partition(".")
+        try:
+            resolve(getattr(getattr(config, section), name))
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
 
 
 def dump_config(config: RunConfig) -> str:

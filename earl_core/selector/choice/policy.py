@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.deployment.plan import Basis, DeploymentPlan
+from earl_core.deployment.plan import Basis, DeploymentPlan, StagePrediction
 from earl_core.selector.choice.predict import STAGES, NoFeasiblePlan, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, tokens
 from earl_core.selector.choice.search_space import offers
@@ -25,9 +25,9 @@ from earl_core.selector.choice.selection import (
     fixed_plan,
     model_length,
 )
-from earl_core.selector.choice.stage_prediction import with_predictions
 from earl_core.selector.choice.switch_cost import Move, move_between, switch_seconds
 from earl_core.selector.model.candidates import RuledOut, deployed
+from earl_core.selector.profile.observations import training_rate
 
 Policy = Callable[[SelectionInput], DeploymentPlan]
 
@@ -74,7 +74,29 @@ def fixed(given: SelectionInput) -> DeploymentPlan:
     except ValueError:
         # A mixture of experts runs as configured, though nothing can be said of it.
         return plan
-    return with_predictions(plan, predictor)
+    return _with_predictions(plan, predictor)
+
+
+def _with_predictions(plan: DeploymentPlan, predictor: Predictor) -> DeploymentPlan:
+    """The plan with what is predicted of its stages; of one that cannot run so nothing is said."""
+    found, load = {}, predictor.now
+    for stage in STAGES:
+        if stage not in plan.stages:
+            continue
+        candidate = predictor.candidate_of(plan[stage])
+        row = predictor.predict(candidate, load)
+        if all(map(math.isfinite, (row.seconds, row.peak, row.budget))):
+            rate = training_rate(load, row.seconds)
+            if stage == "rollout":
+                rate = predictor.rate(candidate, load.context, load.offered(candidate))[0]
+            found[stage] = StagePrediction(
+                seconds=row.seconds,
+                tokens_per_second=rate,
+                peak_bytes=row.peak,
+                budget_bytes=row.budget,
+                measured=min(1.0, row.measured),
+            )
+    return plan.model_copy(update={"predictions": found})
 
 
 def evaluate(predictor: Predictor) -> tuple[Rows, list[RuledOut]]:
@@ -122,7 +144,7 @@ def live_tokens(given: SelectionInput) -> DeploymentPlan:
         # A basis that followed every small step would let noise walk away with it.
         basis = given.current.basis or basis
     changes = {"stages": stages, "reasons": reasons, "policy": "live_tokens", "basis": basis}
-    return with_predictions(resting.model_copy(update=changes), predictor)
+    return _with_predictions(resting.model_copy(update=changes), predictor)
 
 
 def _current(predictor: Predictor, found: Rows) -> Combination:
@@ -267,7 +289,7 @@ def average_context(given: SelectionInput) -> DeploymentPlan:
         engines = best._replace(max_model_len=plan["rollout"].max_model_len)
         changes["stages"] = {**plan.stages, "rollout": engines}
         changes["reasons"] = {**plan.reasons, "rollout": reason}
-    return with_predictions(plan.model_copy(update=changes), predictor)
+    return _with_predictions(plan.model_copy(update=changes), predictor)
 
 
 def _range(given: SelectionInput, mean: float) -> float:

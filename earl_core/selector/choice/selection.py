@@ -14,7 +14,7 @@ from earl_core.config.selector import SelectorConfig
 from earl_core.config.settings import Settings
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.configured import configured
+from earl_core.deployment.feasibility import configured
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.choice.statistics import Statistics
