@@ -8,7 +8,7 @@ by rendering a dummy conversation and cutting after the dummy answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from earl_core.environments.base import Message
@@ -72,12 +72,11 @@ class ChatTokenizer:
 
     def first_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of the first messages, the header of the answer and its prefix."""
-        key = _key(messages)
-        tokens = self._first.get(key)
-        if tokens is None:
-            tokens = self.encode(self.render(messages)) + self.prefix_tokens
-            self._first.put(key, tokens)
-        return list(tokens)
+        return list(
+            self._first.of(
+                _key(messages), lambda: self.encode(self.render(messages)) + self.prefix_tokens
+            )
+        )
 
     def next_prompt(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """The tokens that follow an answer: only what the template adds after it.
@@ -85,22 +84,16 @@ class ChatTokenizer:
         sampled: the answer's sampled tokens (prefix not included). End-of-turn tokens at its end
         are not repeated; those that were not sampled (the answer hit its budget) are added.
         """
-        key = _key(messages)
-        tokens = self._following.get(key)
-        if tokens is None:
-            tokens = self.encode(self._after_answer(messages)) + self.prefix_tokens
-            self._following.put(key, tokens)
+        tokens = self._following.of(
+            _key(messages), lambda: self.encode(self._after_answer(messages)) + self.prefix_tokens
+        )
         return tokens[self._overlap(sampled, tokens) :]
 
     def text_of(self, sampled: Sequence[int]) -> str:
         """An answer as text for environments: the prefix in front, special tokens dropped."""
-        key = tuple(sampled)
-        text = self._texts.get(key)
-        if text is None:
-            text = self._decode_answer(list(key))
-            if len(key) <= _CACHED_ANSWER_LENGTH:
-                self._texts.put(key, text)
-        return text
+        if len(sampled) > _CACHED_ANSWER_LENGTH:
+            return self._decode_answer(list(sampled))
+        return self._texts.of(tuple(sampled), lambda: self._decode_answer(list(sampled)))
 
     def raw_text_of(self, sampled: Sequence[int]) -> str:
         """An answer as a template wants it back: end-of-turn cut off, other specials kept."""
@@ -256,11 +249,13 @@ class _SizedCache(Generic[K, V]):
     def __init__(self) -> None:
         self._values: dict[K, V] = {}
         self._size = 0
-        self.get = self._values.get
 
-    def put(self, key: K, value: V) -> None:
-        self._size += len(value) + _ENTRY_SIZE
-        if self._size > _CACHE_SIZE:
-            self._values.clear()
-            self._size = len(value) + _ENTRY_SIZE
-        self._values[key] = value
+    def of(self, key: K, make: Callable[[], V]) -> V:
+        if key not in self._values:
+            value = make()
+            self._size += len(value) + _ENTRY_SIZE
+            if self._size > _CACHE_SIZE:
+                self._values.clear()
+                self._size = len(value) + _ENTRY_SIZE
+            self._values[key] = value
+        return self._values[key]
