@@ -59,9 +59,9 @@ def test_buckets_cover_every_token_once(lengths: list[int]) -> None:
     total = sum(lengths)
     places = []
     for bucket in boundaries.buckets:
-        size = bucket.count * bucket.length
-        gather = bucket.gather
-        places.append(torch.arange(bucket.start, bucket.start + size) if gather is None else gather)
+        rows = bucket.queries
+        assert rows.count % bucket.count == 0
+        places.append(rows.of(torch.arange(total)))
     flat = torch.cat(places)
     assert flat.numel() == boundaries.padded_tokens <= total * 4 / 3 + 1
     chosen = flat if boundaries.scatter is None else flat[boundaries.scatter]

@@ -193,11 +193,11 @@ def test_a_long_sample_takes_two_calls_without_a_copy_of_its_keys(
         # Neighbouring stretches, on the last rank, are two runs all the same.
         assert len(part.calls) == 2
         for call in part.calls:
-            assert call.keys is None
-            assert call.key_start == 0
+            assert call.keys.places is None
+            assert call.keys.start == 0
         for bucket in part.buckets:
-            assert bucket.keys is None
-            assert bucket.gather is None
+            assert bucket.keys.places is None
+            assert bucket.queries.places is None
 
 
 def separate(*lengths: int) -> PrefixTree:

@@ -137,8 +137,8 @@ def test_shared_keys_for_the_varlen_kernel_are_each_runs_path() -> None:
     tree = build_tree([sample.tokens for sample in samples], 8)
     (call,) = SampleBoundaries.from_tree(tree, "meta").calls
     assert call.cu_keys.shape[0] == len(tree.runs) + 1
-    assert call.keys is not None
-    assert call.keys.shape[0] == sum(tree.path(i).size for i in range(len(tree.runs)))
+    assert call.keys.places is not None
+    assert call.keys.places.shape[0] == sum(tree.path(i).size for i in range(len(tree.runs)))
 
 
 def test_equal_samples_cost_once() -> None:

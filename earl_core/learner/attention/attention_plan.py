@@ -9,7 +9,7 @@ for the runs it has, with the keys of all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,42 +27,49 @@ def kernel_calls_wanted(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Which tokens of a pack a call takes: `count` that follow `start`, or those at `places`.
+
+    places: int64 [count]; None where the tokens lie in order.
+    """
+
+    start: int
+    count: int
+    places: torch.Tensor | None = None
+
+    def of(self, states: torch.Tensor) -> torch.Tensor:
+        """The states of these tokens, [count, ...], of [tokens, ...]."""
+        if self.places is not None:
+            return states.index_select(0, self.places)
+        return states.narrow(0, self.start, self.count)
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Runs attended in one batched call: each sees the same number of tokens before it.
 
-    count, length: the call's batch size and padded length. prefix: tokens before each run that it
-    attends to. start: first token of the bucket among the queries. gather: int64 [count * length],
-    the query of each padded position, or None when the bucket's queries lie in order and without
-    padding. key_start: likewise its first token among the keys. keys: int64 [count * (prefix +
-    length)], or None.
+    count: runs. queries: run after run, padded to one length. keys: run after run, what it sees
+    before it and itself, padded likewise.
     """
 
     count: int
-    length: int
-    prefix: int
-    start: int
-    gather: torch.Tensor | None
-    key_start: int
-    keys: torch.Tensor | None
+    queries: Rows
+    keys: Rows
 
 
 @dataclass(frozen=True)
 class KernelCall:
     """Runs that a CUDA kernel attends in one call; their queries lie in order.
 
-    start, count: the queries. key_start, key_count: the keys, which lie in order too where `keys`
-    is None; otherwise keys: int64 [key_count], their places. cu_seqlens, cu_keys: int32 [runs + 1],
-    where each run's queries and keys begin in these. longest, longest_keys: of any run.
+    cu_seqlens, cu_keys: int32 [runs + 1], where each run's queries and keys begin among these.
+    longest, longest_keys: of any run.
     """
 
-    start: int
-    count: int
+    queries: Rows
+    keys: Rows
     cu_seqlens: torch.Tensor
-    longest: int
-    key_start: int
-    key_count: int
-    keys: torch.Tensor | None
     cu_keys: torch.Tensor
+    longest: int
     longest_keys: int
 
 
@@ -141,9 +148,9 @@ class SampleBoundaries:
         """Everything of it that lies on the device."""
         held = [self.cu_seqlens, self.scatter]
         for bucket in self.buckets:
-            held += [bucket.gather, bucket.keys]
+            held += [bucket.queries.places, bucket.keys.places]
         for call in self.calls:
-            held += [call.cu_seqlens, call.cu_keys, call.keys]
+            held += [call.cu_seqlens, call.cu_keys, call.keys.places]
         return (tensor for tensor in held if tensor is not None)
 
 
@@ -195,31 +202,19 @@ def _bucket(
     steps = np.where(real, steps, 0)
     local, own = starts[:, None] + steps, places[:, None] + steps
     before = tree.path(parent) if parent >= 0 else np.empty(0, dtype=np.int64)
-    start, gather = _in_order(local, device)
-    if before.size == 0 and np.array_equal(local, own):
-        key_start, keys = start, gather
-    else:
+    rows = keys = _rows(local, device)
+    if before.size or not np.array_equal(local, own):
         tiled = np.tile(before, (members.size, 1))
-        key_start, keys = _in_order(np.concatenate([tiled, own], axis=1), device)
-    bucket = Bucket(
-        count=int(members.size),
-        length=int(sizes[0]),
-        prefix=before.size,
-        start=start,
-        gather=gather,
-        key_start=key_start,
-        keys=keys,
-    )
-    return bucket, real, local
+        keys = _rows(np.concatenate([tiled, own], axis=1), device)
+    return Bucket(int(members.size), rows, keys), real, local
 
 
-def _in_order(places: np.ndarray, device: torch.device | str) -> tuple[int, torch.Tensor | None]:
-    """The first place, and all of them unless they simply follow each other."""
+def _rows(places: np.ndarray, device: torch.device | str) -> Rows:
     flat = places.reshape(-1)
-    first = int(flat[0])
-    if np.array_equal(flat, np.arange(first, first + flat.size)):
-        return first, None
-    return first, torch.from_numpy(flat).to(device)
+    first, count = int(flat[0]), flat.size
+    if np.array_equal(flat, np.arange(first, first + count)):
+        return Rows(first, count)
+    return Rows(first, count, torch.from_numpy(flat).to(device))
 
 
 def _cumulative(sizes: np.ndarray) -> torch.Tensor:
@@ -242,26 +237,14 @@ def _kernel_calls(
     groups = _calls_without_copies(paths) if split else [range(queries.runs.size)]
     calls = []
     for group in groups:
-        first, last = group[0], group[-1]
-        sizes = queries.sizes[first : last + 1]
-        start, count = int(queries.starts[first]), int(sizes.sum())
-        cu = cu_seqlens if len(groups) == 1 else _cumulative(sizes).to(device)
-        call = KernelCall(
-            start, count, cu, int(sizes.max()), start, count, None, cu, int(sizes.max())
-        )
+        sizes = lengths = queries.sizes[group.start : group.stop]
+        rows = keys = Rows(int(queries.starts[group.start]), int(sizes.sum()))
+        cu = cu_keys = cu_seqlens if len(groups) == 1 else _cumulative(sizes).to(device)
         if paths:
             seen = [paths[index] for index in group]
-            lengths = np.array([path.size for path in seen])
-            key_start, keys = _in_order(np.concatenate(seen), device)
-            call = replace(
-                call,
-                key_start=key_start,
-                key_count=int(lengths.sum()),
-                keys=keys,
-                cu_keys=_cumulative(lengths).to(device),
-                longest_keys=int(lengths.max()),
-            )
-        calls.append(call)
+            keys, lengths = _rows(np.concatenate(seen), device), np.array([p.size for p in seen])
+            cu_keys = _cumulative(lengths).to(device)
+        calls.append(KernelCall(rows, keys, cu, cu_keys, int(sizes.max()), int(lengths.max())))
     return tuple(calls)
 
 

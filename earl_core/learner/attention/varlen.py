@@ -104,9 +104,9 @@ def _attend(
     outputs = []
     for bucket in boundaries.buckets:
         attended = varlen_dense.attend_bucket(
-            varlen_dense.queries(query, bucket),
-            varlen_dense.keys(key, bucket),
-            varlen_dense.keys(value, bucket),
+            varlen_dense.batched(query, bucket.queries, bucket.count),
+            varlen_dense.batched(key, bucket.keys, bucket.count),
+            varlen_dense.batched(value, bucket.keys, bucket.count),
             scale,
             window,
         )

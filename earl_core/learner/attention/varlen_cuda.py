@@ -65,9 +65,9 @@ def _call(
         # Before torch 2.12 the kernel takes fewer key heads without being told.
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     attended = varlen_attn(
-        _part(query, call.start, call.count),
-        _chosen(key, call),
-        _chosen(value, call),
+        call.queries.of(query),
+        call.keys.of(key),
+        call.keys.of(value),
         call.cu_seqlens,
         call.cu_keys,
         call.longest,
@@ -78,13 +78,3 @@ def _call(
     )
     assert isinstance(attended, torch.Tensor)
     return attended
-
-
-def _part(states: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    return states if count == states.shape[0] else states.narrow(0, start, count)
-
-
-def _chosen(states: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    if call.keys is not None:
-        return states.index_select(0, call.keys)
-    return _part(states, call.key_start, call.key_count)

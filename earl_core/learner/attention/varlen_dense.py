@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from earl_core.learner.attention.attention_plan import Bucket
+    from earl_core.learner.attention.attention_plan import Rows
 
 # Up to this padded length, scores as plain matrix products in float32 beat torch's fused CPU
 # kernel by 1.2 (fp32) to 4 times (bf16); they hold T * heads * 128 numbers, linear in T.
@@ -23,23 +23,9 @@ _QUERY_BLOCK = 512
 _MASKS_KEPT = 2**24
 
 
-def queries(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """[T, heads, dim] -> the bucket's [count, heads, length, dim]."""
-    if bucket.gather is None:
-        chosen = states.narrow(0, bucket.start, bucket.count * bucket.length)
-    else:
-        chosen = states.index_select(0, bucket.gather)
-    return chosen.reshape(bucket.count, bucket.length, *states.shape[1:]).transpose(1, 2)
-
-
-def keys(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """[keys, kv_heads, dim] -> the bucket's [count, kv_heads, prefix + length, dim]."""
-    if bucket.keys is None:
-        count = bucket.count * (bucket.prefix + bucket.length)
-        chosen = states.narrow(0, bucket.key_start, count)
-    else:
-        chosen = states.index_select(0, bucket.keys)
-    return chosen.reshape(bucket.count, -1, *states.shape[1:]).transpose(1, 2)
+def batched(states: torch.Tensor, rows: Rows, count: int) -> torch.Tensor:
+    """[tokens, heads, dim] -> the rows of a bucket's runs, [count, heads, length, dim]."""
+    return rows.of(states).reshape(count, -1, *states.shape[1:]).transpose(1, 2)
 
 
 def attend_bucket(
