@@ -6,7 +6,6 @@ import math
 import os
 import statistics
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,29 +18,6 @@ from earl_core.selector.profile_planner import GENERATED_SHARE, MICROBATCHES, WI
 from earl_core.system.process_memory import give_back_free_memory, private_peak_bytes
 from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.schema import SAMPLE_BITS
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What one rank goes through in one optimizer step (or in one pass of scoring).
-
-    samples: of a step. together: of a full microbatch. measured: microbatches that are timed.
-    """
-
-    context: int
-    samples: int
-    together: int
-    measured: int
-
-    @classmethod
-    def of(cls, context: int, samples: int, budget: int) -> _Sizes:
-        together = min(max(1, budget // context), samples)
-        return cls(context, samples, together, min(MICROBATCHES, math.ceil(samples / together)))
-
-    @property
-    def microbatches(self) -> float:
-        """Of a step, in units of full ones."""
-        return self.samples / self.together
 
 
 def measure_training(
@@ -66,17 +42,20 @@ def measure_training(
     settings = config.update
     steps = 1 if scoring else settings.minibatches
     share = math.ceil(samples / (steps * learner.mesh.deployment.data_parallel))
-    sizes = _Sizes.of(context, share, learner.config.max_tokens_per_microbatch)
-    made = _synthetic_samples(learner, config, context, sizes.measured * sizes.together)
+    # What a rank goes through in one step (or pass of scoring), in full microbatches.
+    together = min(max(1, learner.config.max_tokens_per_microbatch // context), share)
+    microbatches = share / together
+    measured = min(MICROBATCHES, math.ceil(microbatches))
+    made = _synthetic_samples(learner, config, context, measured * together)
     give_back_free_memory()
     microbatch = step = stage = 0.0
     if scoring or config.needs_old_logprobs:
         memory.reset_peak()
-        microbatch = _time_scoring(learner, made, sizes)
-        stage += steps * sizes.microbatches * microbatch
+        microbatch = _time_scoring(learner, made, together)
+        stage += steps * microbatches * microbatch
     if not scoring:
-        microbatch, step = _time_update(learner, made, sizes)
-        stage += settings.epochs * steps * (sizes.microbatches * microbatch + step)
+        microbatch, step = _time_update(learner, made, together)
+        stage += settings.epochs * steps * (microbatches * microbatch + step)
     return {
         "tokens_per_second": samples * context / stage,
         "peak_bytes": _peak(),
@@ -86,9 +65,9 @@ def measure_training(
     }
 
 
-def _time_scoring(learner: PolicyLearner, samples: list[TrainingSample], sizes: _Sizes) -> float:
-    """Seconds of a full microbatch."""
-    learner.score(samples[: sizes.together])
+def _time_scoring(learner: PolicyLearner, samples: list[TrainingSample], together: int) -> float:
+    """Seconds of a full microbatch, of so many samples."""
+    learner.score(samples[:together])
     clock = _Clock(learner)
     while clock.goes_on():
         learner.score(samples, on_progress=clock.microbatch_ended)
@@ -96,7 +75,7 @@ def _time_scoring(learner: PolicyLearner, samples: list[TrainingSample], sizes: 
 
 
 def _time_update(
-    learner: PolicyLearner, samples: list[TrainingSample], sizes: _Sizes
+    learner: PolicyLearner, samples: list[TrainingSample], together: int
 ) -> tuple[float, float]:
     """Seconds of a full microbatch, forward and backward, and of an optimizer step."""
     config = learner.config
@@ -104,7 +83,7 @@ def _time_update(
     learner.config = config.model_copy(update=still)
     try:
         # The first step makes the optimizer's state, and the first microbatch touches its memory.
-        learner.update(samples[: sizes.together], iteration=0)
+        learner.update(samples[:together], iteration=0)
         clock = _Clock(learner)
         while clock.goes_on():
             learner.update(
