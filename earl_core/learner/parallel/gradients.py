@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,31 +21,23 @@ from earl_core.learner.parallel.mesh import COMBINED, UpdateMesh
 from earl_core.tensors.buckets import buckets
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """A parameter, and what it means that other ranks hold it too.
-
-    counted: this rank counts its elements in a norm. copied: the tensor ranks hold copies of it.
-    """
-
-    parameter: nn.Parameter
-    counted: bool
-    copied: bool
-
-
 class Gradients:
     """The gradients of these parameters. All methods are collective over the mesh."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], mesh: UpdateMesh) -> None:
         self._mesh = mesh
         places = dict(zip(AXES, mesh.coordinates, strict=True))
-        self._trained = []
-        for parameter in parameters:
-            if parameter.requires_grad:
-                cut = _cut_dimensions(parameter)
-                counted = all(places[name] == 0 for name in AXES if name not in cut)
-                copied = mesh.deployment.tensor_parallel > 1 and "tensor_parallel" not in cut
-                self._trained.append(_Trained(parameter, counted, copied))
+        self._trained = [each for each in parameters if each.requires_grad]
+        self._counted: list[nn.Parameter] = []
+        """Those whose elements this rank counts in a norm."""
+        self._copied: list[nn.Parameter] = []
+        """Those of which the tensor ranks hold copies."""
+        for parameter in self._trained:
+            cut = _cut_dimensions(parameter)
+            if all(places[name] == 0 for name in AXES if name not in cut):
+                self._counted.append(parameter)
+            if mesh.deployment.tensor_parallel > 1 and "tensor_parallel" not in cut:
+                self._copied.append(parameter)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -55,13 +46,12 @@ class Gradients:
             return
         copies = self._mesh.group("replicas")
         if copies is not None and self._mesh.group("parameters") is None:
-            for bucket in _in_buckets(_local_gradient(each.parameter) for each in self._trained):
+            for bucket in _in_buckets(self._trained):
                 _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=copies))
         tensor = self._mesh.group("tensor_parallel")
         if tensor is not None:
             # Equal but for the order of additions on a GPU; a drift apart would never end.
-            equal = (_local_gradient(each.parameter) for each in self._trained if each.copied)
-            for bucket in _in_buckets(equal):
+            for bucket in _in_buckets(self._copied):
                 _through_flat(bucket, lambda flat: dist.broadcast(flat, group=tensor, group_src=0))
 
     @torch.no_grad()
@@ -71,8 +61,7 @@ class Gradients:
         The norm is that of the whole gradient, the same on all ranks. One that is not finite
         scales nothing.
         """
-        counted = [_local_gradient(each.parameter) for each in self._trained if each.counted]
-        norm = get_total_norm([each for each in counted if each is not None])
+        norm = get_total_norm(_local_gradients(self._counted))
         world = self._mesh.group("world")
         if world is not None:
             square = norm.to(self._mesh.device).double().square()
@@ -81,8 +70,7 @@ class Gradients:
         found = float(norm)
         scale = largest / (found + 1e-6)
         if math.isfinite(found) and scale < 1.0:
-            gradients = [_local_gradient(each.parameter) for each in self._trained]
-            torch._foreach_mul_([each for each in gradients if each is not None], scale)
+            torch._foreach_mul_(_local_gradients(self._trained), scale)
         return found
 
 
@@ -110,9 +98,15 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return local
 
 
-def _in_buckets(gradients: Iterable[torch.Tensor | None]) -> Iterator[list[torch.Tensor]]:
-    """The gradients there are, a bucket at a time; all ranks have the same ones."""
-    return buckets((each for each in gradients if each is not None), lambda each: each.nbytes)
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients there are; all ranks have the same ones."""
+    gradients = map(_local_gradient, parameters)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _in_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+    """Their gradients, a bucket at a time."""
+    return buckets(_local_gradients(parameters), lambda each: each.nbytes)
 
 
 def _through_flat(bucket: list[torch.Tensor], act: Callable[[torch.Tensor], object]) -> None:
