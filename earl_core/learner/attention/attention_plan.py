@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from earl_core.learner.attention.context_parallel import PackExchange
-from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, cut_tree
+from earl_core.learner.data.prefix_tree import PrefixTree, cut_tree, separate
 
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512
@@ -101,12 +101,7 @@ class SampleBoundaries:
         """Samples of these lengths (all positive) that share nothing, end to end."""
         if len(lengths) == 0 or min(lengths) < 1:
             raise ValueError(f"A pack needs at least one sample of at least one token: {lengths}.")
-        starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        runs = tuple(
-            TokenRun(start, int(length), 0, -1)
-            for start, length in zip(starts, lengths, strict=False)
-        )
-        return cls.from_tree(PrefixTree(runs, tuple(range(len(runs)))), device)
+        return cls.from_tree(separate(lengths), device)
 
     @classmethod
     def from_tree(

@@ -9,7 +9,7 @@ begin with are in the pack once (`prefix_tree`).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from earl_core.learner.data.prefix_tree import (
     LEAST_SHARED,
     PrefixTree,
-    TokenRun,
     build_tree,
     sort_by_prefix,
 )
@@ -205,10 +204,10 @@ def pack(
     chosen = [samples[row] for row in rows]
     tree = build_tree([sample.tokens for sample in chosen])
     tokens, position_ids = (allocate(tree.size, "int64") for _ in range(2))
-    for run, sample in _runs_with_a_sample(tree, chosen):
-        place = slice(run.start, run.start + run.length)
-        tokens[place] = sample.tokens[run.depth : run.depth + run.length]
-        position_ids[place] = np.arange(run.depth, run.depth + run.length)
+    places = [tree.positions(index) for index in range(len(chosen))]
+    for sample, place in zip(chosen, places, strict=True):
+        tokens[place] = sample.tokens
+        position_ids[place] = np.arange(place.size)
     trained = [np.flatnonzero(sample.loss_mask) for sample in chosen]
     for sample, at in zip(chosen, trained, strict=True):
         if at.size and at[0] == 0:
@@ -222,13 +221,10 @@ def pack(
     episode_ids, episode_of_row = np.unique(
         np.array([sample.episode_id for sample in chosen], dtype=np.int64), return_inverse=True
     )
-    start = 0
-    for index, (sample, at) in enumerate(zip(chosen, trained, strict=True)):
-        place = slice(start, start + at.size)
-        predictors[place] = tree.positions(index)[at - 1]
-        targets[place] = sample.tokens[at]
-        episode_index[place] = episode_of_row[index]
-        start += at.size
+    before = [place[at - 1] for place, at in zip(places, trained, strict=True)]
+    np.concatenate(before, out=predictors)
+    np.concatenate([s.tokens[at] for s, at in zip(chosen, trained, strict=True)], out=targets)
+    episode_index[:] = np.repeat(episode_of_row, counts)
     return PackedMicrobatch(
         rows=tuple(rows),
         lengths=tuple(len(sample.tokens) for sample in chosen),
@@ -244,19 +240,6 @@ def pack(
     )
 
 
-def _runs_with_a_sample(
-    tree: PrefixTree, chosen: Sequence[TrainingSample]
-) -> Iterator[tuple[TokenRun, TrainingSample]]:
-    """Every run once, with one of the samples that have it."""
-    done: set[int] = set()
-    for last, sample in zip(tree.last_run, chosen, strict=True):
-        run = last
-        while run >= 0 and run not in done:
-            done.add(run)
-            yield tree.runs[run], sample
-            run = tree.runs[run].parent
-
-
 def _trained_columns(
     chosen: Sequence[TrainingSample], count: int, allocate: Allocate
 ) -> dict[str, np.ndarray]:
@@ -267,9 +250,5 @@ def _trained_columns(
         if any(part is None for part in parts):
             continue
         column = columns[name] = allocate(count, "float32")
-        start = 0
-        for part, mask in zip(parts, masks, strict=True):
-            selected = part[mask]
-            column[start : start + selected.size] = selected
-            start += selected.size
+        np.concatenate([part[mask] for part, mask in zip(parts, masks, strict=True)], out=column)
     return columns

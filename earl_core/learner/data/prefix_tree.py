@@ -70,7 +70,7 @@ def build_tree(samples: Sequence[np.ndarray], least_shared: int = LEAST_SHARED) 
     """
     order, shared = sort_by_prefix(samples)
     if not (shared >= least_shared).any():
-        return _separate(samples)
+        return separate([len(sample) for sample in samples])
     runs: list[TokenRun] = []
     last_run = [-1] * len(samples)
     size = 0
@@ -114,12 +114,11 @@ def cut_tree(tree: PrefixTree, edges: Sequence[int]) -> PrefixTree:
     return PrefixTree(tuple(runs), tuple(last_part[run] for run in tree.last_run))
 
 
-def _separate(samples: Sequence[np.ndarray]) -> PrefixTree:
-    runs, start = [], 0
-    for sample in samples:
-        runs.append(TokenRun(start, len(sample), 0, -1))
-        start += len(sample)
-    return PrefixTree(tuple(runs), tuple(range(len(samples))))
+def separate(lengths: Sequence[int]) -> PrefixTree:
+    """The tree of samples that share nothing, end to end."""
+    starts = itertools.accumulate(lengths, initial=0)
+    runs = [TokenRun(start, n, 0, -1) for start, n in zip(starts, lengths, strict=False)]
+    return PrefixTree(tuple(runs), tuple(range(len(runs))))
 
 
 def sort_by_prefix(samples: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
