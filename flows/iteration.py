@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from prefect import State, Task, flow
 from prefect.futures import PrefectFuture
@@ -40,7 +40,6 @@ from tasks.stage import StageRef, caching, plan_of, resolve
 from tasks.trust import forget_results
 from tasks.update import update
 
-T = TypeVar("T")
 Plan = PrefectFuture[StageRef]
 
 
@@ -136,7 +135,7 @@ async def _after_select(stages: Stages, plan: Plan) -> None:
     await stages.submit(publish, ["update"], plan, updated)
 
 
-async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[T]]) -> T:
+async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[None]]) -> None:
     """Choose a plan and do `work` under it; again as often as a stage is infeasible and there is
     another candidate to try, or lost ranks and may be repeated.
 

@@ -9,20 +9,24 @@ looks at the notes and the tags of flow runs at its start and every few seconds,
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import urllib.error
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from flows import flow_notes
 from flows.flow_notes import Note
+from flows.server import ServerUnavailable, running_server
 from flows.server_access import Access
 
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 20.0
+_QUICK_SECONDS = 2.0
 
 _FLOWS = ["train", "iteration", "evaluate", "profile"]
 _OPEN = ["PENDING", "RUNNING", "CANCELLING"]
@@ -134,6 +138,20 @@ def try_to_reconcile(access: Access, runs_directory: str | Path, timeout: float 
             logger.info("corrected the state of flow run %s", flow_run)
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.debug("the states of flow runs were not looked at: %s", error)
+
+
+def settle(runs_directory: Path) -> None:
+    """Look at the flow runs of a runs directory, quickly and without a word; before any command.
+
+    Where no server runs there is nobody to tell; the next command that starts one does.
+    """
+    home = Path(os.environ.get("PREFECT_HOME") or runs_directory / "prefect")
+    if not home.is_dir():
+        return
+    with suppress(ServerUnavailable):
+        access = running_server(home, _QUICK_SECONDS)
+        if access is not None:
+            try_to_reconcile(access, runs_directory, _QUICK_SECONDS)
 
 
 _watched: set[tuple[Access, str]] = set()

@@ -38,9 +38,7 @@ from flows.server_access import (
     read_access,
     write_access,
 )
-from flows.server_process import STOP_SECONDS
-
-_START_SECONDS = 120.0
+from flows.server_process import START_SECONDS, STOP_SECONDS
 
 
 class ServerUnavailable(EarlError):
@@ -150,7 +148,7 @@ class Server:
         """Whether it was started here and its process is gone."""
         return self._process is not None and self._process.poll() is not None
 
-    def ready(self, timeout: float = _START_SECONDS) -> None:
+    def ready(self, timeout: float = START_SECONDS) -> None:
         """Wait until the server answers; raises `ServerUnavailable` with the end of its log."""
         deadline = time.monotonic() + timeout
         while not healthy(self.url, timeout=5 * PROBE_SECONDS):

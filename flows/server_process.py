@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+from earl_core.system.locks import FileLock
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
 
+START_SECONDS = 120.0
 STOP_SECONDS = 5.0
-
-
-@contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """One server at a time creates or migrates the database of a home."""
-    with (home / "starting.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _only_api(app: Application) -> Application:
@@ -59,10 +52,12 @@ def serve(descriptor: int) -> None:
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
     thread = threading.Thread(target=server.run, args=([listener],), name="server", daemon=True)
-    with _alone(Path(os.environ["PREFECT_HOME"])):
-        thread.start()
-        while thread.is_alive() and not server.started:
-            thread.join(0.05)
+    # One server at a time creates or migrates the database of a home.
+    alone = FileLock(Path(os.environ["PREFECT_HOME"]) / "starting.lock", START_SECONDS)
+    thread.start()
+    while thread.is_alive() and not server.started:
+        thread.join(0.05)
+    alone.release()
     thread.join()
 
 

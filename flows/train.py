@@ -12,10 +12,10 @@ from pydantic import Field
 from earl_core.config import RunConfig, load_config
 from earl_core.control.resume_point import StateLost, resume_point
 from earl_core.control.run_controller import RunController
-from flows.iteration import iteration
+from flows.iteration import Plan, Stages, iteration, until_done
 from flows.overrides import Overrides
-from flows.periodic_evaluation import evaluate_if_due
 from flows.running import HOOKS, opened, recorded
+from tasks.evaluate import evaluation
 from tasks.select import select_inputs
 from tasks.trust import forget_results
 
@@ -58,13 +58,13 @@ async def _train(settings: RunConfig) -> dict[str, Any]:
         returned: set[tuple[int, str, int]] = set()
         while (number := controller.next_iteration()) < settings.iterations:
             try:
-                await evaluate_if_due(controller, number)
+                await _evaluate_if_due(controller, number)
                 await iteration(run, number)
             except StateLost:
                 if not _may_go_back(controller, number, returned):
                     raise
                 controller.go_back()
-        await evaluate_if_due(controller, settings.iterations)
+        await _evaluate_if_due(controller, settings.iterations)
         forget_results(controller.run.path)
         controller.run.finish()
         return {"run": run, "iterations": settings.iterations}
@@ -85,3 +85,23 @@ def _may_go_back(
     returned.add(place)
     controller.run.note(number, "update", "state lost: back to the last checkpoint")
     return True
+
+
+async def _evaluate_if_due(controller: RunController, version: int) -> None:
+    """Evaluate policy version `version` if the configuration asks for it now.
+
+    The first and the last version are always evaluated, so that the curve has both ends.
+    """
+    every = controller.config.evaluation.every
+    last = version == controller.config.iterations
+    if not every or (version % every and not last):
+        return
+    stages = Stages(controller, version)
+
+    async def play(plan: Plan) -> None:
+        await stages.submit(evaluation, [await stages.input_weights(plan)], plan)
+
+    await until_done(stages, play)
+    metrics = stages.manifests["evaluation"].metrics
+    controller.tracker.changed()
+    controller.listener("evaluation", version, {"finished": True, "metrics": metrics})

@@ -155,18 +155,13 @@ class Profiler:
             raise ConfigError(str(error)) from error
 
     def _prepare_model(self) -> None:
-        path = Path(self.config.model.path)
-        if not (path / "config.json").is_file():
-            if self.config.model.maker is None:
-                raise ConfigError(
-                    f"model.path {str(path)!r} is not a model directory (no config.json), and "
-                    "there is no model.builder that could make it: correct the path"
-                )
+        file = Path(self.config.model.path) / "config.json"
+        if not file.is_file() and self.config.model.maker is not None:
             self._workers = ProfileWorkers(self.config, self.hardware, 0)
             try:
                 self._workers.build_model()
             finally:
-                self.close(keep_logs=not (path / "config.json").is_file())
+                self.close(keep_logs=not file.is_file())
 
     @property
     def seconds_left(self) -> float:

@@ -85,8 +85,8 @@ def write_record(run_directory: Path, record: Mapping[str, Any]) -> None:
 
 def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
     """What differs from the settings that the run last worked with, each as `name: old → new`."""
-    before = dict(_flat(record.get("settings", {})))
-    now = dict(_flat(settings_of(config)))
+    before = dict(flat(record.get("settings", {})))
+    now = dict(flat(settings_of(config)))
     return [
         f"{name}: {_shown(before, name)} → {_shown(now, name)}"
         for name in sorted(before.keys() | now.keys())
@@ -99,10 +99,11 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=set(_PLACE))
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting under its dotted name."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 

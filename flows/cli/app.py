@@ -54,7 +54,7 @@ Temperature = Annotated[
 @app.callback()
 def _before_every_command() -> None:
     if not {"-h", "--help"} & set(sys.argv):
-        from flows.cli.settling import settle
+        from flows.reaper import settle
 
         settle(Path("runs"))
 
@@ -86,7 +86,7 @@ def demo(
 ) -> None:
     """Train SmolLM2-135M at tic-tac-toe, in minutes on two CPU cores: the recipe `demo`."""
     with reported(debug):
-        from flows.cli.demo import demo as run_demo
+        from flows.cli.training import demo as run_demo
 
         given = [f"iterations={iterations}"] if iterations else []
         run_demo([*(overrides or []), *given], plain)

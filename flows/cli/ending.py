@@ -84,20 +84,15 @@ def places(run: Path, used: Server) -> list[tuple[str, str]]:
     """(what, command or address) for the run directory, MLflow and Prefect."""
     found = [("everything about the run", f"{run}/ (config.yaml, metrics.jsonl, logs/)")]
     uri = tracking_uri(run)
-    if uri is not None and uri.startswith(("http://", "https://")):
-        found.append(("metrics, plans, episodes in MLflow", uri))
-    elif uri is not None:
+    if uri is not None:
+        served = uri.startswith(("http://", "https://"))
         command = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
-        found.append(("metrics, plans, episodes in MLflow", command))
+        found.append(("metrics, plans, episodes in MLflow", uri if served else command))
+    pages = used.url.removesuffix("/api")
     if used.embedded:
-        place = (
-            ""
-            if run.parent == Path("runs")
-            else f" --runs-directory {shlex.quote(str(run.parent))}"
-        )
-        found.append(("flow runs and stages in Prefect", f"earl server{place}"))
-    else:
-        found.append(("flow runs and stages in Prefect", used.url.removesuffix("/api")))
+        elsewhere = f" --runs-directory {shlex.quote(str(run.parent))}"
+        pages = "earl server" + ("" if run.parent == Path("runs") else elsewhere)
+    found.append(("flow runs and stages in Prefect", pages))
     return found
 
 

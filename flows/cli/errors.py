@@ -44,17 +44,12 @@ def reported(debug: bool) -> Iterator[None]:
         if isinstance(error.__cause__, KeyboardInterrupt):
             print("Stopped.", file=sys.stderr)
             raise typer.Exit(130) from None
-        print_error(error, debug)
+        if debug:
+            traceback.print_exception(error)
+            if isinstance(error, WorkerCallFailed):
+                print(f"In the worker:\n{error.raised.traceback}", file=sys.stderr)
+        print(describe(error), file=sys.stderr)
         raise typer.Exit(exit_code(error)) from None
-
-
-def print_error(error: BaseException, debug: bool) -> None:
-    """Write the block to stderr."""
-    if debug:
-        traceback.print_exception(error)
-        if isinstance(error, WorkerCallFailed):
-            print(f"In the worker:\n{error.raised.traceback}", file=sys.stderr)
-    print(describe(error), file=sys.stderr)
 
 
 def exit_code(error: BaseException) -> int:

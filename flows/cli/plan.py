@@ -26,12 +26,9 @@ from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.explain import (
     PlannedLoad,
     ask,
-    candidate_rows,
-    considered,
     memory_rows,
     outcome_rows,
     plan_rows,
-    refused_rows,
     summary,
 )
 from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster, device_of
@@ -39,6 +36,7 @@ from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
 from flows.cli.runs import find_run
 from flows.cli.tables import make_console, rows_table
+from tasks.reports.plan_report import candidate_tables
 
 
 def explain_run(run: str, runs_directory: str, explain: bool) -> None:
@@ -70,7 +68,9 @@ def explain_run(run: str, runs_directory: str, explain: bool) -> None:
     _print_plan(plan, console)
     if explain:
         _print_considered(inputs[-1], plan, console)
-        _print_outcome(inputs[-1], plan, seen, console)
+        if rows := outcome_rows(inputs[-1], plan, seen):
+            console.print("\n[bold]Predicted and measured[/bold]")
+            console.print(rows_table(rows))
     _print_again(inputs[-1], plan, console)
 
 
@@ -126,15 +126,6 @@ def _print_attempt(given: SelectionInput, seen: Sequence[Observation], console: 
         own = plan.stages.get(item.stage) == item.deployment
         if own and item.kind in INFEASIBLE:
             console.print(infeasible_text(item), style="yellow", markup=False)
-
-
-def _print_outcome(
-    given: SelectionInput, plan: DeploymentPlan, seen: Sequence[Observation], console: Console
-) -> None:
-    rows = outcome_rows(given, plan, seen)
-    if rows:
-        console.print("\n[bold]Predicted and measured[/bold]")
-        console.print(rows_table(rows))
 
 
 def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
@@ -212,7 +203,7 @@ def _print_plan(plan: DeploymentPlan, console: Console) -> None:
 
 def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
     try:
-        choice = considered(given, plan)
+        tables = candidate_tables(given, plan)
     except ValueError as error:
         console.print(f"No other candidates were weighed: {error}", markup=False)
         return
@@ -220,14 +211,9 @@ def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Cons
         console.print(
             f"\nThe policy {given.selector.policy} does not weigh these; what is predicted of them:"
         )
-    for stage in choice.predictions:
-        offered = len(choice.predictions[stage])
-        console.print(f"\n[bold]{stage}[/bold], {offered} candidates")
-        console.print(rows_table(candidate_rows(choice, stage)))
-    refused = refused_rows(choice)
-    if refused:
-        console.print("\nNot offered")
-        console.print(rows_table(refused))
+    for heading, rows in tables:
+        console.print(f"\n[bold]{heading}[/bold]")
+        console.print(rows_table(rows))
 
 
 def _print_figures(hardware: Hardware, console: Console) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
+from rich.filesize import decimal
 
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
@@ -43,7 +44,7 @@ def list_shards(directory: Path) -> None:
         {
             "run": str(store.run_directory or "unknown"),
             "state": _state(store),
-            "size": megabytes(store.bytes),
+            "size": decimal(store.bytes),
             "age": duration(3600 * store.age_hours),
             "folder": str(store.directory),
         }
@@ -121,7 +122,7 @@ def _show_manifest(manifest: Manifest, console: Console) -> None:
     console.print(
         f"[bold]{manifest.stage}[/bold] of iteration {manifest.iteration}, run {manifest.run}, "
         f"policy version {manifest.policy_version}: {len(manifest.shards)} shards, {rows} rows, "
-        f"{megabytes(manifest.tensor_bytes)}",
+        f"{decimal(manifest.tensor_bytes)}",
         highlight=False,
     )
 
@@ -137,7 +138,7 @@ def _show_file(path: Path, row: int, console: Console) -> None:
 
 
 def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) -> None:
-    console.print(f"\n[bold]{path}[/bold]  {megabytes(path.stat().st_size)}", highlight=False)
+    console.print(f"\n[bold]{path}[/bold]  {decimal(path.stat().st_size)}", highlight=False)
     rows = []
     for field, column in zip(batch.schema, batch.columns, strict=True):
         count = len(column.values) if pa.types.is_large_list(field.type) else len(column)
@@ -166,8 +167,3 @@ def _list_text(values: list[Any]) -> str:
     ]
     more = f" … {len(values) - _VALUES_SHOWN} more" if len(values) > _VALUES_SHOWN else ""
     return f"[{len(values)}] {' '.join(shown)}{more}"
-
-
-def megabytes(size: float) -> str:
-    """Such as `12.3 MB`; small sizes in kB."""
-    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"

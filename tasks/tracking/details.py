@@ -11,9 +11,9 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from earl_core.config import RunConfig
+from earl_core.run.record import flat
 from earl_core.secrets import learn_url, resolve
 from earl_core.selector import Hardware
 
@@ -50,9 +50,10 @@ def sqlite_path(uri: str) -> Path | None:
 
 def parameters(config: RunConfig) -> dict[str, str]:
     """Every setting under its dotted key, as text; lists are one JSON value."""
-    flat: dict[str, str] = {}
-    _flatten("", config.model_dump(mode="json"), flat)
-    return flat
+    return {
+        name: json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+        for name, value in flat(config.model_dump(mode="json"))
+    }
 
 
 def tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
@@ -78,13 +79,3 @@ def tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            _flatten(f"{prefix}.{key}" if prefix else str(key), inner, into)
-    elif isinstance(value, Mapping | list):
-        into[prefix] = json.dumps(value)
-    else:
-        into[prefix] = str(value)

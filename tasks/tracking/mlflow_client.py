@@ -6,7 +6,6 @@ live in one process. MLflow itself is imported by `open_mlflow_run`, which is sl
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from earl_core.secrets import redact, redact_tree
+from earl_core.system.locks import FileLock
 from tasks.tracking.details import sqlite_path
 from tasks.tracking.traces import EpisodeTrace
 
@@ -247,22 +247,20 @@ def _first_use(uri: str) -> Iterator[None]:
         yield
         return
     database.parent.mkdir(parents=True, exist_ok=True)
-    with (database.parent / f".{database.name}.lock").open("w") as lock:
-        limit = time.monotonic() + _LOCKED_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > limit:
-                    raise TimeoutError(
-                        f"another process holds {lock.name} for too long: end it, or remove the "
-                        "file if no run is starting"
-                    ) from None
-                time.sleep(0.05)
+    path = database.parent / f".{database.name}.lock"
+    try:
+        lock = FileLock(path, _LOCKED_SECONDS)
+    except BlockingIOError:
+        raise TimeoutError(
+            f"another process holds {path} for too long: end it, or remove the file if no run is "
+            "starting"
+        ) from None
+    try:
         # What environments said stands in it; SQLite's other files take its mode.
         os.close(os.open(database, os.O_RDWR | os.O_CREAT, 0o600))
         yield
+    finally:
+        lock.release()
 
 
 def _patient(call: Callable[[], T]) -> T:
