@@ -10,9 +10,9 @@ from prefect import State, flow, task
 from prefect.artifacts import acreate_table_artifact
 from pydantic import Field
 
-from earl_core.config import ConfigError, RunConfig, check_references
+from earl_core.config import check_references
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
-from earl_core.run.record import config_of_run
+from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_tree
 from flows.overrides import Overrides
 from flows.running import HOOKS, heard, recorded
@@ -25,7 +25,7 @@ def play_held_out(
     """Play with the checkpoint in a worker of its own; outcomes with 95 % Wilson intervals."""
     guard_logging()
     path = Path(run)
-    config = _config_of(path, overrides)
+    config = stored_config(path, overrides)
     check_references(config)
     found = find_checkpoint(path, config, checkpoint)
     settings = config.evaluation
@@ -90,9 +90,3 @@ async def _evaluate(
         ),
     )
     return result
-
-
-def _config_of(run: Path, overrides: list[str]) -> RunConfig:
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
-    return config_of_run(run, overrides)

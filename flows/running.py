@@ -17,7 +17,7 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from prefect.states import Cancelled
 
-from earl_core.config import ConfigError, RunConfig
+from earl_core.config import RunConfig
 from earl_core.control.live import interrupt_all
 from earl_core.control.run_controller import (
     RunController,
@@ -26,7 +26,7 @@ from earl_core.control.run_controller import (
     open_controller,
 )
 from earl_core.control.worker_groups import preload_ranks
-from earl_core.run.record import config_of_run
+from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_error
 from flows import flow_notes
 from flows.flow_notes import Note
@@ -148,15 +148,7 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
     if known is not None:
         yield known
         return
-    if not (Path(run) / "config.yaml").is_file():
-        raise ConfigError(
-            f"{run} is not a run directory (no config.yaml): start the run with `earl train` or "
-            "the `train` deployment first"
-        )
-    config = config_of_run(run).model_copy(
-        update={"name": Path(run).name, "runs_directory": str(Path(run).parent)}
-    )
-    async with opened(config) as controller:
+    async with opened(stored_config(Path(run))) as controller:
         controller.single_iteration = True
         yield controller
 

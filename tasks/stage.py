@@ -51,7 +51,7 @@ def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., Stage
         return run_stage(controller, iteration, name, lambda: work(given))
 
     perform.__qualname__ = name  # Prefect makes the task's key of it
-    return task(perform, name=name, description=work.__doc__)
+    return task(name=name, description=work.__doc__)(perform)
 
 
 def plan_of(controller: RunController, reference: StageRef) -> DeploymentPlan:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import RunConfig, load_config
-from earl_core.system.errors import EarlError
+from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.files import canonical_json, read_file, write_atomic
 
 FORMAT = "earl.run/3"
@@ -66,6 +66,21 @@ def config_of_run(run_directory: str | Path, overrides: Sequence[str] = ()) -> R
     except (FileNotFoundError, RunDamaged):
         pass  # Whoever opens the run says so.
     return load_config(Path(run_directory) / "config.yaml", overrides)
+
+
+def stored_config(run_directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `config_of_run`, under the name and the place where the run lies now.
+
+    Raises `ConfigError` where no run lies.
+    """
+    if not (run_directory / "config.yaml").is_file():
+        raise ConfigError(
+            f"{run_directory} is not a run directory (no config.yaml): start the run with "
+            "`earl train` or the `train` deployment first"
+        )
+    name = run_directory.name or run_directory.resolve().name
+    place = {"name": name, "runs_directory": str(run_directory.parent)}
+    return config_of_run(run_directory, overrides).model_copy(update=place)
 
 
 def is_finished(run_directory: Path) -> bool:

@@ -153,8 +153,9 @@ def play(
 ) -> None:
     """Watch a checkpoint play game after game, or play against it."""
     with reported(debug):
+        from earl_core.run.record import stored_config
         from flows.cli.playing import play as run_play
-        from flows.cli.runs import find_run, stored_config
+        from flows.cli.runs import find_run
 
         path = find_run(run, runs_directory)
         config = stored_config(path, overrides or [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -17,20 +19,18 @@ def find_board(text: str) -> list[list[str]] | None:
     Knows both styles of the games: lines of single characters with blanks between them, and rows
     joined by `|`.
     """
-    if "\n" not in text.strip() and "|" in text:
+    if "\n" in text.strip():
+        rows = [line.split() for line in text.splitlines()]
+    else:
         rows = [list(row.strip("! ")) for row in text.split("|")]
-        return rows if _is_board(rows) else None
-    best: list[list[str]] = []
-    current: list[list[str]] = []
-    for line in [*text.splitlines(), ""]:
-        cells = line.split()
-        if len(cells) >= _LEAST_CELLS and all(len(cell) == 1 for cell in cells):
-            current.append(cells)
-            continue
-        if len(current) > len(best):
-            best = current
-        current = []
-    return best if _is_board(best) else None
+    together = [list(group) for fits, group in itertools.groupby(rows, _is_row) if fits]
+    board = max(together, key=len, default=[])
+    even = len({len(row) for row in board}) == 1
+    return board if even and len(board) >= _LEAST_ROWS else None
+
+
+def _is_row(cells: list[str]) -> bool:
+    return len(cells) >= _LEAST_CELLS and all(len(cell) == 1 for cell in cells)
 
 
 def _panel(rows: list[list[str]]) -> Panel:
@@ -45,8 +45,3 @@ def show(console: Console, text: str) -> None:
     """Print an observation: its board if it has one, else its text."""
     rows = find_board(text)
     console.print(_panel(rows) if rows else Text(text.strip(), style="dim"))
-
-
-def _is_board(rows: list[list[str]]) -> bool:
-    lengths = {len(row) for row in rows}
-    return len(rows) >= _LEAST_ROWS and len(lengths) == 1 and lengths.pop() >= _LEAST_CELLS

@@ -23,8 +23,6 @@ def draw(
     *,
     y_text: Callable[[float], str] = "{:.2f}".format,
     y_range: tuple[float, float] | None = None,
-    width: int = WIDTH,
-    height: int = HEIGHT,
 ) -> str:
     """The series in one chart; empty text when there are no points at all.
 
@@ -39,22 +37,22 @@ def draw(
     if high == low:
         low, high = low - 0.5, high + 0.5
     first, last = min(xs), max(xs)
-    grid = [[" "] * width for _ in range(height)]
+    grid = [[" "] * WIDTH for _ in range(HEIGHT)]
     for one in shown:
         for x, y in one.points:
-            column = round((x - first) / (last - first or 1) * (width - 1))
-            row = round((high - y) / (high - low) * (height - 1))
+            column = round((x - first) / (last - first or 1) * (WIDTH - 1))
+            row = round((high - y) / (high - low) * (HEIGHT - 1))
             grid[row][column] = one.mark
-    labels = {0: high, height // 2: high - (high - low) * (height // 2) / (height - 1)}
-    labels[height - 1] = low
+    labels = {0: high, HEIGHT // 2: high - (high - low) * (HEIGHT // 2) / (HEIGHT - 1)}
+    labels[HEIGHT - 1] = low
     texts = {row: y_text(value) for row, value in labels.items()}
     margin = max(map(len, texts.values()))
     lines = [
         f"{texts.get(row, ''):>{margin}} {'┤' if row in texts else '│'}{''.join(cells).rstrip()}"
         for row, cells in enumerate(grid)
     ]
-    lines.append(f"{'':>{margin}} └{'─' * width}")
+    lines.append(f"{'':>{margin}} └{'─' * WIDTH}")
     left, right = f"iteration {first:g}", f"{last:g}"
-    lines.append(f"{'':>{margin}}  {left}{right:>{max(1, width - len(left))}}")
+    lines.append(f"{'':>{margin}}  {left}{right:>{max(1, WIDTH - len(left))}}")
     lines.append(f"{'':>{margin}}  {'   '.join(f'{one.mark} {one.name}' for one in shown)}")
     return "\n".join(lines)

@@ -33,7 +33,6 @@ def run_interruptible(
     work: Callable[[], T],
     stop: Callable[[], None],
     on_signal: Callable[[], None],
-    grace_seconds: float = GRACE_SECONDS,
     check: Callable[[], None] = lambda: None,
 ) -> T:
     """Run `work` in a thread of its own and return or raise what it does.
@@ -42,7 +41,7 @@ def run_interruptible(
     install no handlers of their own. At the first SIGINT, SIGTERM or SIGHUP (unless that is
     ignored, as under `nohup`) `on_signal` and `stop` are called; `stop` again and again, for the
     work may be in the middle of opening what must be stopped. Raises `Interrupted` once it has
-    ended or `grace_seconds` are over. A second signal ends the process at once. `check` is called
+    ended or `GRACE_SECONDS` are over. A second signal ends the process at once. `check` is called
     all the while and returns at once; what it raises ends the work like a signal, and is raised
     then.
     """
@@ -74,11 +73,11 @@ def run_interruptible(
             try:
                 check()
             except Exception:
-                _stop(thread, stop, grace_seconds)
+                _stop(thread, stop)
                 raise
         if received and thread.is_alive():
             on_signal()
-            _stop(thread, stop, grace_seconds)
+            _stop(thread, stop)
             raise Interrupted(received[0], clean=not thread.is_alive())
     finally:
         for number, handler in previous.items():
@@ -103,8 +102,8 @@ def _silence_lost_terminals() -> None:
     os.close(nowhere)
 
 
-def _stop(thread: threading.Thread, stop: Callable[[], None], grace_seconds: float) -> None:
-    deadline = time.monotonic() + grace_seconds
+def _stop(thread: threading.Thread, stop: Callable[[], None]) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
 
     def again() -> None:
         while thread.is_alive():

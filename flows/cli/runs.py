@@ -5,10 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from earl_core.config import RunConfig
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.run.journal import read_lines
-from earl_core.run.record import RunDamaged, config_of_run, read_record
+from earl_core.run.record import RunDamaged, read_record
 from earl_core.system.errors import ConfigError
 from flows.cli.results import Line
 
@@ -23,14 +22,6 @@ def find_run(run: str, runs_directory: str) -> Path:
     raise ConfigError(
         f"there is no run {run!r}: give a run directory, or the name of one in "
         f"{runs_directory}/ ({listed})"
-    )
-
-
-def stored_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The run's configuration with overrides, under the name and place where it lies now."""
-    config = config_of_run(path, overrides)
-    return config.model_copy(
-        update={"name": path.resolve().name, "runs_directory": str(path.parent)}
     )
 
 

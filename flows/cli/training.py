@@ -10,7 +10,7 @@ from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.worker_groups import preload_ranks
 from earl_core.models.smollm2 import gguf_file
 from earl_core.run.lock import is_locked
-from earl_core.run.record import is_finished
+from earl_core.run.record import is_finished, stored_config
 from earl_core.run.recovery import INITIAL, go_back
 from earl_core.system.errors import EarlError, InUse
 from flows.cli.checks import configuration
@@ -19,7 +19,7 @@ from flows.cli.display import make_display
 from flows.cli.ending import print_ending, shell_name
 from flows.cli.errors import exit_code
 from flows.cli.flow_command import FlowCommand
-from flows.cli.runs import evaluations_of, find_run, iterations_of, stored_config
+from flows.cli.runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, resolved_table
 
 

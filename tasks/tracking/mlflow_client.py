@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from earl_core.secrets import redact, redact_tree
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 METRICS_PER_CALL = 1000
-_PARAMETERS_PER_CALL = 100
+"""So many its servers take at once."""
 _KEY_LIMIT = 250
 _PARAMETER_LIMIT = 6000
 _TAG_LIMIT = 8000
@@ -124,7 +123,7 @@ class MlflowRun:
         # The description belongs to whoever wrote it last in MLflow's pages.
         kept = {_DESCRIPTION} & set(found.tags)
         self.set_tags({**{k: v for k, v in tags.items() if k not in kept}, **changed})
-        self._log("params", new, _PARAMETERS_PER_CALL)
+        _patient(lambda: self._client.log_batch(self.run_id, params=new))
         return dict(found.tags)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -132,10 +131,10 @@ class MlflowRun:
         from mlflow.entities import RunTag
 
         rows = [RunTag(key[:_KEY_LIMIT], redact(value)[:_TAG_LIMIT]) for key, value in tags.items()]
-        self._log("tags", rows, _PARAMETERS_PER_CALL)
+        _patient(lambda: self._client.log_batch(self.run_id, tags=rows))
 
     def log_numbers(self, steps: Sequence[Numbers]) -> None:
-        """All metrics of these steps, in one call unless they are more than a call may hold.
+        """All metrics of these steps; MLflow makes as many calls as they need.
 
         Sending the same step twice with the same time changes nothing.
         """
@@ -146,12 +145,7 @@ class MlflowRun:
             for numbers in steps
             for name, value in numbers.finite().items()
         ]
-        self._log("metrics", rows, METRICS_PER_CALL)
-
-    def _log(self, kind: str, rows: Sequence[Any], most: int) -> None:
-        for first in range(0, len(rows), most):
-            part = {kind: rows[first : first + most]}
-            _patient(partial(self._client.log_batch, self.run_id, **part))
+        _patient(lambda: self._client.log_batch(self.run_id, metrics=rows))
 
     def log_text(self, text: str, path: str) -> None:
         """Store an artifact, replacing the one at this path."""

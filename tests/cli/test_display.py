@@ -15,7 +15,7 @@ from rich.console import Console
 
 from earl_core.config import RunConfig, load_config
 from flows.cli.board import find_board
-from flows.cli.curve import Series, draw
+from flows.cli.curve import HEIGHT, WIDTH, Series, draw
 from flows.cli.display import LiveDisplay, PlainDisplay, make_display
 from flows.cli.ending import next_commands
 from flows.cli.tables import duration
@@ -201,11 +201,11 @@ def test_a_pipe_gets_plain_lines() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(-1e6, 1e6)), min_size=1, max_size=80))
 def test_a_curve_has_its_size_and_every_extreme(points: list[tuple[float, float]]) -> None:
-    chart = draw([Series("return", "o", tuple(points))], width=40, height=8)
+    chart = draw([Series("return", "o", tuple(points))])
     lines = chart.splitlines()
-    assert len(lines) == 8 + 3
-    plot = [line.partition("┤")[2] or line.partition("│")[2] for line in lines[:8]]
-    assert all(len(row) <= 40 for row in plot)
+    assert len(lines) == HEIGHT + 3
+    plot = [line.partition("┤")[2] or line.partition("│")[2] for line in lines[:HEIGHT]]
+    assert all(len(row) <= WIDTH for row in plot)
     if max(y for _, y in points) > min(y for _, y in points):
         assert "o" in plot[0]
         assert "o" in plot[-1]

@@ -29,11 +29,12 @@ from typing import Any
 
 from earl_core.config import RunConfig
 from earl_core.control.policy_player import find_checkpoint
+from earl_core.run.record import stored_config
 from earl_core.run.shards import list_stores
 from earl_core.system.errors import EarlError
 from flows.cli.app import app
 from flows.cli.errors import describe
-from flows.cli.runs import evaluations_of, iterations_of, stored_config, tracking_uri
+from flows.cli.runs import evaluations_of, iterations_of, tracking_uri
 from tests.durability.crash_sweep import SweepFailed, import_ahead, in_child
 from tests.durability.life import Life, life_config, open_run, weights_of
 
