@@ -222,7 +222,9 @@ def test_causal_work_of_a_long_sample_is_balanced(size: int) -> None:
 
 def mesh(rank: int, size: int) -> SimpleNamespace:
     return SimpleNamespace(
-        shape=SimpleNamespace(context=size), context_rank=rank, group=lambda name: None
+        deployment=SimpleNamespace(context_parallel=size),
+        context_rank=rank,
+        group=lambda name: None,
     )
 
 
