@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -237,7 +237,7 @@ class Worker:
     def check_scattered(self, entry: ShardEntry) -> Received:
         """Compare the rows, and give them back."""
         if self.segment is None:
-            with self.store.open(entry) as mapped:
+            with closing(self.store.open(entry)) as mapped:
                 return Received(entry.rows, self._right(mapped.memory, entry))
         received = Received(entry.rows, self._right(self.segment.memory, entry))
         self.segment.abandon()

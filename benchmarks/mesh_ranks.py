@@ -59,7 +59,7 @@ def connected(shape: StageDeployment) -> UpdateMesh:
     accelerate sets the threads when it connects the ranks, so they are set after that.
     """
     mesh = create_mesh(shape)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // shape.size))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // shape.ranks))
     return mesh
 
 

@@ -156,7 +156,9 @@ async def _run(
     gigabytes = size / 1e9
     report.rows.append(_row("torch engine", seconds, memcpy, gigabytes))
     for name, mesh in MESHES.items():
-        times = in_ranks(_publish_in_ranks, mesh.size, model_size, name, str(shared / name), rounds)
+        times = in_ranks(
+            _publish_in_ranks, mesh.ranks, model_size, name, str(shared / name), rounds
+        )
         slowest = [max(each) for each in zip(*times, strict=True)]
         report.rows.append(_row(f"nobody ({name})", {"publish": slowest}, memcpy, gigabytes))
     if importlib.util.find_spec("vllm") is not None:

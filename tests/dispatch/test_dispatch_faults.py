@@ -20,7 +20,6 @@ import pytest
 
 from earl_core.dispatch import Batch, Manifest, PoolFull, ShardEntry, ShardStore
 from earl_core.dispatch.spill.spiller import Spiller
-from earl_core.dispatch.spill.storage import Spill
 from earl_core.run.journal import read_lines
 from tests.dispatch.soak import WORKERS, Board, Moment, config_in, control, produce, values_of
 from tests.dispatch.spilled import UID
@@ -226,11 +225,12 @@ def test_a_full_disk_under_the_spill_loses_nothing(
         spiller.submit(entries)
         assert not spiller.drain(60)
         assert sum("is full: free some space" in record.message for record in caplog.records) == 1
-        spill = Spill(f"file://{small_disk}/spill", UID)
-        there = [entry for entry in entries if spill.holds(entry)]
+        spilled = small_disk / "spill" / UID
+        sizes = {file.name: file.stat().st_size for file in spilled.glob("*.arrow")}
+        there = [entry for entry in entries if entry.file in sizes]
         assert spiller.spilled_bytes == sum(entry.bytes for entry in there) > 0
         assert spiller.lag_bytes == sum(e.bytes for e in entries) - spiller.spilled_bytes > 0
-        assert spill.names() == sorted(entry.file for entry in there), "no half copies stay"
+        assert sizes == {entry.file: entry.bytes for entry in there}, "no half copies stay"
         for number, entry in enumerate(entries):
             assert is_right(store, entry, 4 + 5 * number)
         # What is spilled can go from memory and comes back; what is not makes up for it later.
@@ -241,7 +241,8 @@ def test_a_full_disk_under_the_spill_loses_nothing(
         last = publish(store, 0)
         spiller.submit([last])
         assert spiller.drain(60), "there is room now"
-        assert all(spill.holds(e) for e in [last, *entries] if e not in there)
+        later = {entry.file for entry in [last, *entries] if entry not in there}
+        assert {file.name for file in spilled.glob("*.arrow")} == later
     finally:
         spiller.close(5)
         store.remove()

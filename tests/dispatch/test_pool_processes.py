@@ -90,7 +90,7 @@ def _live(pipe: Connection, directory: Path, seed: int) -> None:
             if draw.random() < 0.1:
                 continue
             path = segment.seal(f"{os.getpid():06d}-{value}-0-{segment.generation}.arrow")
-        with suppress(FileNotFoundError), map_shared(path, segment.size) as mapped:
+        with suppress(FileNotFoundError), closing(map_shared(path, segment.size)) as mapped:
             if (np.frombuffer(mapped.memory, dtype=np.uint8) != value).any():
                 raise AssertionError(f"{path} was overwritten")
         for other in visible(directory)[:3]:

@@ -251,9 +251,9 @@ def test_other_clients_read_shards_without_us(tmp_path: Path, client: str) -> No
 
 def test_the_work_does_not_grow_with_the_data() -> None:
     lengths = {f.name: np.full(4, 2**40) for f in ROLLOUT_SCHEMA if pa.types.is_large_list(f.type)}
-    skeleton = make_skeleton(
-        ROLLOUT_SCHEMA, 4, {**lengths, "finish_reason": np.zeros(4, np.int64)}, {}
-    )
+    for name in ("finish_reason", "texts", "outcome"):
+        lengths[name] = np.zeros(4, np.int64)
+    skeleton = make_skeleton(ROLLOUT_SCHEMA, 4, lengths, {})
     assert skeleton.body[1] > 2**44
     assert len(skeleton.prefix) + len(skeleton.footer) < 10_000
 

@@ -291,10 +291,10 @@ def all_cases(scratch: Path, ranks: int) -> dict[str, Any]:
     done: dict[str, Any] = {"boxes": {}, "files": {}}
     for shape in meshes(ranks):
         mesh = create_mesh(shape)
-        done["boxes"][str(shape.sizes)] = check_boxes(mesh)
-        done["files"][f"{shape.sizes}"] = check_files(mesh, scratch, tied=False)
-        if shape.tensor > 1:
-            done["files"][f"{shape.sizes} tied"] = check_files(mesh, scratch, tied=True)
+        done["boxes"][str(shape.axes)] = check_boxes(mesh)
+        done["files"][f"{shape.axes}"] = check_files(mesh, scratch, tied=False)
+        if shape.tensor_parallel > 1:
+            done["files"][f"{shape.axes} tied"] = check_files(mesh, scratch, tied=True)
         if shape == meshes(ranks)[-1]:
             done["failures"] = check_failures(mesh, scratch)
         mesh.close()

@@ -9,6 +9,7 @@ import torch
 from earl_core.learner import memory
 from earl_core.learner.model import LOGITS_PER_CHUNK
 from earl_core.selector.model.memory_model import LOGITS_AT_A_TIME
+from earl_core.system.out_of_memory import OutOfMemory
 from earl_core.system.process_memory import give_back_free_memory
 
 
@@ -34,7 +35,7 @@ def refuse_on_cuda() -> None:
 )
 def test_every_allocators_refusal_names_the_microbatch(refuse: object, asked: int | None) -> None:
     with (
-        pytest.raises(memory.OutOfMemory, match=r"microbatch 3 of 5 of 'update', 1,024 tok") as got,
+        pytest.raises(OutOfMemory, match=r"microbatch 3 of 5 of 'update', 1,024 tok") as got,
         memory.microbatch("update", 0, 3, 5, 1024),
     ):
         refuse()  # type: ignore[operator]
@@ -59,7 +60,7 @@ def test_the_fault_point_is_one_of_these_refusals(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RANK", "1")
     with memory.microbatch("update", 7, 2, 5, 10), memory.microbatch("update", 6, 3, 5, 10):
         pass
-    with pytest.raises(memory.OutOfMemory) as caught, memory.microbatch("update", 7, 3, 5, 10):
+    with pytest.raises(OutOfMemory) as caught, memory.microbatch("update", 7, 3, 5, 10):
         pass
     assert caught.value.payload["bytes_asked"] == 2**40
     monkeypatch.setenv("RANK", "0")
@@ -69,7 +70,7 @@ def test_the_fault_point_is_one_of_these_refusals(monkeypatch: pytest.MonkeyPatc
 
 def test_what_serves_a_stage_fails_as_that_stage() -> None:
     """`score` serves the reference, or the update before its first step; the rest has no name."""
-    with pytest.raises(memory.OutOfMemory) as scored, memory.guarded("reference"):  # noqa: SIM117
+    with pytest.raises(OutOfMemory) as scored, memory.guarded("reference"):  # noqa: SIM117
         with memory.microbatch("score", -1, 2, 3, 64):
             refuse_on_the_cpu()
     assert scored.value.payload == {
@@ -85,7 +86,7 @@ def test_what_serves_a_stage_fails_as_that_stage() -> None:
         refuse_in_python()
 
     for _ in range(2):
-        with pytest.raises(memory.OutOfMemory, match="'publish', outside of its micro") as caught:
+        with pytest.raises(OutOfMemory, match="'publish', outside of its micro") as caught:
             publish()
         assert caught.value.payload == {"stage": "publish", "bytes_asked": None}
     with pytest.raises(ValueError, match="other"), memory.guarded("update"):

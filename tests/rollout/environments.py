@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from earl_core.environments.base import Message, StepResult
@@ -51,9 +52,10 @@ class Fleeting:
 
     def step(self, text: str) -> StepResult:
         self._turn += 1
-        if self._turn == 2 and self._prompt == self._hanging and not self._mark.exists():
-            self._mark.touch()
-            time.sleep(3600)
+        if self._turn == 2 and self._prompt == self._hanging:
+            with suppress(FileExistsError):
+                self._mark.touch(exist_ok=False)
+                time.sleep(3600)
         message: Message = {"role": "user", "content": f"{os.getpid() % 10}"}
         return StepResult([message], 1.0, self._turn == 3, {"process": os.getpid()})
 

@@ -58,7 +58,7 @@ def test_file_round_trip_and_refusals(tmp_path: Path) -> None:
     assert pq.read_table(path).column("key").to_pylist() == ["rollout tp4"] * 2
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     path.rename(table_path(path.parent, "other"))
-    with pytest.raises(ProfileError, match="another format or fingerprint"):
+    with pytest.raises(ProfileError, match="another format or model"):
         read_table(path.parent, "other")
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(ProfileError, match="remove it"):
