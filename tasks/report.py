@@ -57,7 +57,7 @@ def _choice_metrics(controller: RunController, manifests: dict[str, Manifest]) -
 
 
 def _seen(controller: RunController, iteration: int) -> list[Observation]:
-    return [seen for seen in controller.observed.all() if seen.iteration == iteration]
+    return [seen for seen in controller.observed.through() if seen.iteration == iteration]
 
 
 def finish_iteration(

@@ -107,7 +107,7 @@ def share_profile(controller: RunController) -> None:
     A run under `fixed` measures nothing that another would choose by.
     """
     if controller.profile is not None and controller.config.selector.policy != "fixed":
-        controller.profile.share(controller.observed.all(), controller.hardware)
+        controller.profile.share(controller.observed.through(), controller.hardware)
 
 
 def _write_beside(controller: RunController, given: SelectionInput) -> None:
@@ -201,4 +201,4 @@ def _profile(controller: RunController) -> ProfileTable:
             table = ProfileTable()
         half_life = config.selector.half_life
         controller.profile = LearntProfile(controller.run, directory, mark, table, half_life)
-    return controller.profile.table(controller.observed.all(), controller.hardware)
+    return controller.profile.table(controller.observed.through(), controller.hardware)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.system.import_path import load_object
 
 _TRAINING = ("reference", "update")
 
@@ -125,12 +126,10 @@ def build(
     Threads and processes that the target starts inherit the cores. Devices are counted among those
     that CUDA_VISIBLE_DEVICES already left visible.
     """
-    from earl_core.cluster.rank_process import load_target
-
     if cores:
         os.sched_setaffinity(0, cores)
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(index) for index in range(max(gpus) + 1)]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in gpus)
-    return load_target(target)(context, deployment, **arguments)
+    return load_object(target)(context, deployment, **arguments)

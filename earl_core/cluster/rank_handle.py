@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import time
@@ -117,12 +116,6 @@ class RankHandle:
     def close(self) -> None:
         self.control.close()
         self.channel.close()
-
-    def forget_after_fork(self) -> None:
-        """In a forked child: drop the connections, so that the controller's death stays visible."""
-        for sock in (self.control, self.channel):
-            with suppress(OSError):
-                os.close(sock.detach())
 
 
 def _set_send_timeout(sock: socket.socket, seconds: float) -> None:

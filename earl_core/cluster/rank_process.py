@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import importlib
 import inspect
 import logging
 import os
@@ -31,6 +30,7 @@ from earl_core.cluster.errors import Raised
 from earl_core.secrets import guard_output
 from earl_core.system.cgroups import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.frames import Channel, WireError
+from earl_core.system.import_path import load_object
 from earl_core.system.process_memory import resident_bytes, tree_private_bytes
 from earl_core.system.process_tree import (
     ENDING_GRACE_SECONDS,
@@ -138,7 +138,7 @@ class Rank:
         )
 
         def build() -> None:
-            target = load_target(message["target"])
+            target = load_object(message["target"])
             self._target = target(context, message["deployment"], **message["arguments"])
 
         self._answer(message["id"], build)
@@ -154,7 +154,7 @@ class Rank:
                 context.cancelled.set()
 
         def invoke() -> Any:
-            return self._finish(self._method(message["method"])(**message["arguments"]))
+            return self._finish(getattr(self._target, message["method"])(**message["arguments"]))
 
         try:
             self._answer(call_id, invoke)
@@ -162,15 +162,6 @@ class Rank:
             with self._lock:
                 self._call_id = None
                 self._given_up.clear()
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        method = None if name.startswith("_") else getattr(self._target, name, None)
-        if not callable(method):
-            raise AttributeError(
-                f"{type(self._target).__name__} has no public method '{name}'. "
-                "Check the name passed to call()."
-            )
-        return cast("Callable[..., Any]", method)
 
     def _finish(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
@@ -223,17 +214,6 @@ class Rank:
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
-
-
-def load_target(target: str) -> Callable[..., Any]:
-    """Import `"package.module:Class"`; raises `ImportError` or `AttributeError`."""
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise ImportError(f"The target '{target}' must be written as 'package.module:Class'.")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return cast("Callable[..., Any]", found)
 
 
 def _watch_lifeline(fd: int, mark: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -53,13 +52,6 @@ class WorkerGroup:
         heartbeat_seconds: float = 1.0,
         heartbeat_timeout_seconds: float = 60.0,
     ) -> None:
-        if not re.fullmatch(r"[\w.-]+", role):
-            raise ValueError(f"The role '{role}' names a log file; use letters, digits, . _ and -.")
-        if heartbeat_timeout_seconds < 2 * heartbeat_seconds:
-            raise ValueError(
-                f"A heartbeat timeout of {heartbeat_timeout_seconds:g} s is too short for a "
-                f"heartbeat every {heartbeat_seconds:g} s; make it at least twice as long."
-            )
         self.role = role
         self._target = target
         self._log_directory = Path(log_directory)
@@ -116,8 +108,6 @@ class WorkerGroup:
         Raises `WorkerCallFailed` when a target cannot be imported or built, `WorkerLost` otherwise
         (its `how` is `deadline` for the start timeout); nothing is left then.
         """
-        if world_size < 1:
-            raise ValueError(f"A worker group needs at least one rank, not {world_size}.")
         abort = threading.Event()
         with self._lifecycle:
             self._stop(grace_seconds=10.0)
@@ -322,15 +312,7 @@ def _stop_all() -> None:
         group.stop(grace_seconds=5.0)
 
 
-def _forget_after_fork() -> None:
-    # A forked child must neither stop its parent's groups at exit nor keep their connections open.
-    for group in _running:
-        monitor = group._monitor
-        for rank in monitor.ranks if monitor is not None else ():
-            rank.forget_after_fork()
-        group._monitor = None
-    _running.clear()
-
-
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_forget_after_fork)
+# A forked child must not stop its parent's groups at exit. That it has their connections too does
+# no harm, because supervisors end with the fork server.
+os.register_at_fork(after_in_child=_running.clear)

@@ -106,7 +106,7 @@ class DeadlineConfig(Settings):
 
     start: float = Field(default=300.0, gt=0, description="Start of a worker group.")
     stage: float = Field(default=3600.0, gt=0, description="One stage of one iteration.")
-    heartbeat: float = Field(default=120.0, gt=0, description="A worker silent for longer is lost.")
+    heartbeat: float = Field(default=120.0, ge=2, description="A worker silent for longer is lost.")
     repeats: int = Field(
         default=3,
         ge=0,

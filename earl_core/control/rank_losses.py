@@ -22,7 +22,10 @@ def surviving(controller: RunController, iteration: int, stage: str) -> Iterator
         lost = loss_of(error)
         if lost is None or controller.stop_requested.is_set():
             raise
-        losses, most = _count(controller, iteration), controller.config.deadlines.repeats
+        with _counting:
+            controller.losses[iteration] += 1
+            losses = controller.losses[iteration]
+        most = controller.config.deadlines.repeats
         rank = "" if lost.rank is None else f" rank {lost.rank}"
         what = f"worker group '{lost.where.role}'{rank} was lost ({lost.reason.rstrip('.')})"
         if losses > most:
@@ -32,10 +35,3 @@ def surviving(controller: RunController, iteration: int, stage: str) -> Iterator
         controller.run.note(iteration, stage, text)
         controller.listener(stage, iteration, {"repeated": text})
         raise RanksLost(text) from error
-
-
-def _count(controller: RunController, iteration: int) -> int:
-    """How often stages of the iteration have lost ranks, this time included."""
-    with _counting:
-        controller.losses[iteration] += 1
-        return controller.losses[iteration]

@@ -21,7 +21,7 @@ from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import LearntProfile, RunHistory
-from earl_core.control.start_ahead import start_as_before
+from earl_core.control.start_ahead import start_ahead
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.feasibility import check_stages
 from earl_core.dispatch import Manifest, PoolFull
@@ -95,7 +95,10 @@ class RunController:
         self.model = read_model_shape(Path(self.config.model.path))
         check_stages(self.config, self.model, self.hardware)
         self._check_shared_memory()
-        start_as_before(self.groups, self.run, self.next_iteration())
+        iteration = self.next_iteration()
+        # Should another plan be chosen, a stage rebuilds its group.
+        if (sealed := self.run.plan(iteration)) is not None:
+            start_ahead(self.groups, self.run, iteration, sealed)
         self.run.store_config()
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))

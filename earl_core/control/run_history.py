@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class RunHistory:
             self._run.append_observation(seen.model_dump(mode="json"))
             self._seen.append(seen)
 
-    def through(self, iteration: int) -> list[Observation]:
+    def through(self, iteration: float = math.inf) -> list[Observation]:
         """Those up to and with this iteration, oldest first."""
         with self._lock:
             return [seen for seen in self._seen if seen.iteration <= iteration]
@@ -45,11 +46,6 @@ class RunHistory:
         with self._lock:
             fresh = self._seen[self._inherited :]
         return [seen for seen in fresh if seen.iteration <= iteration]
-
-    def all(self) -> list[Observation]:
-        """Every one, oldest first."""
-        with self._lock:
-            return list(self._seen)
 
 
 class LearntProfile:

@@ -29,13 +29,3 @@ def start_ahead(
         }
     roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
     groups.start_ahead((role, plan.stages[role]) for role in roles)
-
-
-def start_as_before(groups: WorkerGroups, run: RunDirectory, iteration: int) -> None:
-    """`start_ahead` by the plan that an earlier process has sealed, if it has.
-
-    Should another one be chosen, a stage rebuilds its group.
-    """
-    plan = run.plan(iteration)
-    if plan is not None:
-        start_ahead(groups, run, iteration, plan)

@@ -63,14 +63,20 @@ def import_object(path: str, what: str) -> Any:
             f"{what} {path!r}: EARL has a package of that name itself", remedy="rename the module"
         )
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return load_object(path)
     except Exception as error:  # code of others runs, and may raise anything
         raise ConfigError(
             f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}",
             remedy="check the path, and that its package is installed or in the working directory",
         ) from error
+
+
+def load_object(path: str) -> Any:
+    """What `package.module:name` names. Raises whatever importing it raises."""
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
     return found
 
 

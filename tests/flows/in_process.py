@@ -26,10 +26,10 @@ from typing import Any
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import Raised, Where, WorkerCallFailed
 from earl_core.cluster.rank_handle import MemoryUse
-from earl_core.cluster.rank_process import load_target
 from earl_core.cluster.rpc import Json, Progress
 from earl_core.config import load_config
 from earl_core.run.recovery import go_back
+from earl_core.system.import_path import load_object
 from flows.train import train
 
 _building = threading.Lock()
@@ -76,7 +76,7 @@ class GroupHere:
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
             with _building:
-                target = load_target(self._target_name)
+                target = load_object(self._target_name)
                 self._target = target(self._context, deployment, **arguments)
 
         try:
