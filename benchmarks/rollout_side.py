@@ -29,7 +29,8 @@ from earl_core.pretrained.model_directory import model_directory, read_model_sha
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
-from earl_core.selector import SelectionInput, select
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.system.seeds import derive_seed
 
 

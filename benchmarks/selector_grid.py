@@ -6,17 +6,13 @@ from collections.abc import Callable, Iterator
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig, VllmConfig
+from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.selector import (
-    Predictor,
-    ProfilePoint,
-    ProfileTable,
-    SelectionInput,
-    SelectorConfig,
-    Statistics,
-)
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.statistics import Statistics
 from earl_core.selector.model.catalogue import MODELS, cluster
-from earl_core.selector.profile.profile_table import key_of
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)
 RESPONSES = (8, 16, 32, 64, 128)

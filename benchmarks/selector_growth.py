@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.selector_grid import CONTEXTS, LARGE, RESPONSES, SMALL, SPEEDUP, measured, selection
-from earl_core.selector import DeploymentPlan, ProfileTable, SelectorConfig, Statistics, select
+from earl_core.config.selector import SelectorConfig
+from earl_core.deployment.plan import DeploymentPlan
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.profile.profile_table import ProfileTable
 
 SWITCH_SHARE = 0.02
 """Cost of a switch in iterations at TP 4; the paper reports none."""

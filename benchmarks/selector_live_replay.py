@@ -13,19 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from benchmarks.selector_live_table import LiveTable, Truth, from_a, from_b, offered, profile_of
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig, VllmConfig
+from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.selector import (
-    DeploymentPlan,
-    Predictor,
-    ProfileTable,
-    SelectionInput,
-    SelectorConfig,
-    StageDeployment,
-    Statistics,
-    select,
-)
-from earl_core.selector.choice.statistics import WINDOW
+from earl_core.deployment.plan import DeploymentPlan
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.statistics import WINDOW, Statistics
 from earl_core.selector.choice.switch_cost import move_between
 from earl_core.selector.model.candidates import candidate_of
 from earl_core.selector.profile.observations import (
@@ -35,6 +31,7 @@ from earl_core.selector.profile.observations import (
     refined,
     seconds_of,
 )
+from earl_core.selector.profile.profile_table import ProfileTable
 
 STAGES = ("rollout", "update")
 _OBSERVED = {"rebuild": "switched", "reshard": "resharded"}

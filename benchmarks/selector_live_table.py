@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.selector import Hardware, ModelShape, ProfilePoint, ProfileTable
-from earl_core.selector.profile.profile_table import key_of
+from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 
 
 class Cell(NamedTuple):

@@ -29,11 +29,11 @@ from benchmarks.selector_grid import (
     selection,
 )
 from benchmarks.selector_growth import SWITCH_SHARE, regrets
-from earl_core.selector import Predictor, ProfilePoint, ProfileTable
 from earl_core.selector.choice.explain import considered
+from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.model.catalogue import DEVICES
 from earl_core.selector.model.roofline import Roofline
-from earl_core.selector.profile.profile_table import key_of
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 
 
 class Ways(NamedTuple):

@@ -27,7 +27,7 @@ from earl_core.control.resume_point import resume_point
 from earl_core.control.run_controller import RunController
 from earl_core.control.start_ahead import start_ahead
 from earl_core.dispatch import Manifest
-from earl_core.selector import NoFeasiblePlan
+from earl_core.selector.choice.predict import NoFeasiblePlan
 from flows.running import HOOKS, controller_on, recorded
 from tasks.advantage import advantage
 from tasks.publish import input_weights, publish

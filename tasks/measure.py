@@ -14,24 +14,21 @@ from typing import Any
 from prefect import task
 
 from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import read_hardware
 from earl_core.control.live import find, live
 from earl_core.control.profile_workers import ProfileWorkers
+from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.pretrained.model_directory import read_model_shape
-from earl_core.selector import (
-    Hardware,
-    ModelShape,
-    ProfilePoint,
-    ProfileTable,
-    SelectionInput,
-    StageDeployment,
-)
 from earl_core.selector.choice.predict import STAGES
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.profile_table import (
     FORMAT,
     ProfileError,
+    ProfilePoint,
+    ProfileTable,
     fingerprint,
     key_of,
     only_writer,

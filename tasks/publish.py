@@ -7,13 +7,13 @@ from typing import Any
 
 from prefect import task
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.finished_stages import key_of, weights_exist
 from earl_core.control.learner import publish_weights
 from earl_core.control.observation import StageWatch
 from earl_core.control.rank_losses import surviving
 from earl_core.control.run_controller import RunController, controller_of
 from earl_core.dispatch import Manifest, ManifestError
-from earl_core.selector import StageDeployment
 from earl_core.weights.manifest import WeightsManifest
 from tasks.stage import StageRef, plan_of, resolve, run_stage
 

@@ -11,11 +11,11 @@ from prefect.artifacts import acreate_markdown_artifact
 
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from earl_core.run.keys import STAGES
 from earl_core.secrets import redact
-from earl_core.selector import DeploymentPlan
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
 from tasks.reports.plan_report import plan_page

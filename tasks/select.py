@@ -14,15 +14,12 @@ from pydantic import ValidationError
 from earl_core.control.observation import reserved_bytes
 from earl_core.control.run_controller import RunController, controller_of
 from earl_core.control.run_history import LearntProfile
-from earl_core.selector import (
-    DeploymentPlan,
-    NoFeasiblePlan,
-    ProfileTable,
-    SelectionInput,
-    Statistics,
-)
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
+from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.statistics import Statistics
 from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,
@@ -31,7 +28,7 @@ from earl_core.selector.profile.observations import (
     overflow_tokens,
     seconds_of,
 )
-from earl_core.selector.profile.profile_table import ProfileError, read_table
+from earl_core.selector.profile.profile_table import ProfileError, ProfileTable, read_table
 from earl_core.system.files import canonical_json, read_file, write_atomic
 from tasks.measure import fingerprint_of
 from tasks.stage import StageRef, run_stage

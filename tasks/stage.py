@@ -11,9 +11,9 @@ from prefect.cache_policies import CacheKeyFnPolicy
 
 from earl_core.control.rank_losses import surviving
 from earl_core.control.run_controller import RunController, Verdict, controller_of
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
-from earl_core.selector import DeploymentPlan
 from earl_core.system import fault_points
 from tasks.trust import SERIALIZER, result_directory
 

@@ -34,11 +34,11 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.reshard import reshard
 from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
-from earl_core.selector import Hardware, ModelShape
 from earl_core.selector.model.candidates import fallbacks
 from earl_core.selector.model.catalogue import memory_model
 from earl_core.selector.model.memory_model import TrainingNeeds

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from typing import NamedTuple
 
-from earl_core.selector import Hardware
+from earl_core.deployment.shapes import Hardware
 from earl_core.system.cgroups import memory_limit
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.failure_diagnosis import Infeasible, StageInfeasible, diagnose
 from earl_core.control.run_controller import RunController
-from earl_core.selector import Predictor, SelectionInput, StageDeployment
 from earl_core.selector.choice.changes import infeasible_text
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.switch_cost import move_between
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.model.roofline import Load

@@ -17,11 +17,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.cluster.errors import WorkerCallFailed
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.hardware import read_hardware
 from earl_core.control.live import live
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
+from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.shapes import Hardware
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
 from earl_core.pretrained.model_directory import read_model_shape
@@ -31,14 +35,8 @@ from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
 from earl_core.run.recovery import newest_whole
 from earl_core.run.training_state import verify_checkpoint
-from earl_core.selector import (
-    DeploymentPlan,
-    Hardware,
-    SelectionInput,
-    SelectorConfig,
-    StageDeployment,
-    select,
-)
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.selection import SelectionInput
 
 
 @dataclass(frozen=True)

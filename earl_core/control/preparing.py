@@ -12,13 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig, check_references
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import read_hardware
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.feasibility import check_devices, check_stages
+from earl_core.deployment.shapes import Hardware
 from earl_core.pretrained.model_directory import read_model_shape
-from earl_core.selector import Hardware, StageDeployment
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
 from earl_core.control.observation import StageWatch
 from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
 from earl_core.rollout import metrics
 from earl_core.rollout.rollout_stats import RolloutStats, merge
-from earl_core.selector import StageDeployment
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.episode_keeper import EpisodeKeeper
@@ -24,12 +25,12 @@ from earl_core.control.run_history import LearntProfile, RunHistory
 from earl_core.control.start_ahead import start_ahead
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.feasibility import check_stages
+from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run import RunDirectory
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
-from earl_core.selector import Hardware, ModelShape, StageDeployment
 from earl_core.system.process_memory import give_back_free_memory
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]

@@ -7,11 +7,12 @@ import math
 import threading
 from pathlib import Path
 
+from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
-from earl_core.selector import Hardware, ProfileTable
 from earl_core.selector.profile.observations import Observation, refined
 from earl_core.selector.profile.profile_table import (
     ProfileError,
+    ProfileTable,
     only_writer,
     read_table,
     write_table,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from earl_core.control.worker_groups import WorkerGroups
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.run import RunDirectory
-from earl_core.selector import DeploymentPlan
 
 
 def start_ahead(

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.placement import PLACED, Assignment, HostResources
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
-from earl_core.selector import Hardware, StageDeployment
+from earl_core.deployment.shapes import Hardware
 from earl_core.system.errors import Cancelled
 
 logger = logging.getLogger(__name__)

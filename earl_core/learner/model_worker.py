@@ -11,6 +11,7 @@ import pyarrow as pa
 from transformers.utils import logging as transformers_logging
 
 from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig, parse_config
 from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, ShardEntry
@@ -21,7 +22,6 @@ from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.shards import run_store
-from earl_core.selector import StageDeployment
 from earl_core.system.process_identity import host_name
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of

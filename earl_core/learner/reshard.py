@@ -6,13 +6,13 @@ import time
 
 import torch
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.model import checkpoint_activations
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.parallel_model import ParallelModel, build_shell
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.state.reshard import move_state
-from earl_core.selector import StageDeployment
 
 
 def reshard(

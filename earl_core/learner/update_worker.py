@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import TRAINED, by_minibatch, training_samples
@@ -29,7 +30,6 @@ from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
 from earl_core.learner.model_worker import ModelWorker, update_settings
 from earl_core.learner.reshard import reshard
-from earl_core.selector import StageDeployment
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
 from earl_core.tensors.collectives import Ranks

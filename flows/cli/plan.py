@@ -12,16 +12,10 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
+from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.dispatch import read_manifest
 from earl_core.run.journal import read_lines
-from earl_core.selector import (
-    DeploymentPlan,
-    Hardware,
-    ModelShape,
-    NoFeasiblePlan,
-    SelectionInput,
-    select,
-)
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.explain import (
     PlannedLoad,
@@ -31,6 +25,9 @@ from earl_core.selector.choice.explain import (
     plan_rows,
     summary,
 )
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster, device_of
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.run import RunDirectory
-from earl_core.selector import DeploymentPlan, NoFeasiblePlan, SelectionInput
 from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.explain import (
     Row,
@@ -16,6 +16,8 @@ from earl_core.selector.choice.explain import (
     plan_rows,
     refused_rows,
 )
+from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.files import read_file
 

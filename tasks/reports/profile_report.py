@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from earl_core.selector import NoFeasiblePlan, ProfilePoint, ProfileTable, SelectionInput
 from earl_core.selector.choice.explain import Row, summary
+from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.held_out import HeldOutError, held_out_errors
 from earl_core.selector.model.memory_model import gib
-from earl_core.selector.profile.profile_table import candidate_of_key
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, candidate_of_key
 from earl_core.selector.profile_planner import at_context
 
 _CONTEXTS = tuple(1024 * 2**power for power in range(6))

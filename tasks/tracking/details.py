@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from earl_core.config import RunConfig
+from earl_core.deployment.shapes import Hardware
 from earl_core.run.record import flat
 from earl_core.secrets import learn_url, resolve
-from earl_core.selector import Hardware
 
 PACKAGES = (
     "accelerate",

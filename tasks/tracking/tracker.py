@@ -16,9 +16,9 @@ from functools import partial
 from typing import TypeVar
 
 from earl_core.control.run_controller import Status
+from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
 from earl_core.secrets import redact
-from earl_core.selector import Hardware
 from tasks.tracking import details
 from tasks.tracking.lacking import Thing, lacking, sent_before, state_tags
 from tasks.tracking.mlflow_client import MlflowRun, open_mlflow_run

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from earl_core.config import ConfigError, load_config
-from earl_core.selector import Hardware
+from earl_core.deployment.shapes import Hardware
 from flows.cli.training import preflight
 from tests.flows.runs import LEARNING, Runs
 

@@ -17,9 +17,14 @@ import yaml
 from earl_core.cluster.errors import Raised, Where, WorkerCallFailed, WorkerLost
 from earl_core.config import parse_config
 from earl_core.control.failure_diagnosis import diagnose
+from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.rollout.errors import EngineLost
-from earl_core.selector import Hardware, ModelShape, ProfileTable
-from earl_core.selector.profile.profile_table import ProfilePoint, read_table, write_table
+from earl_core.selector.profile.profile_table import (
+    ProfilePoint,
+    ProfileTable,
+    read_table,
+    write_table,
+)
 from earl_core.system.out_of_memory import OutOfMemory
 from tasks.measure import fingerprint_of, profile_of
 from tests.flows.runs import REPOSITORY, Runs

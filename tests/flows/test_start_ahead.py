@@ -12,11 +12,12 @@ import pytest
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.fork_server import fork_server
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
 from earl_core.control import worker_groups as groups_module
 from earl_core.control.worker_groups import WorkerGroups
+from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
-from earl_core.selector import Hardware, StageDeployment
 from earl_core.system.errors import Cancelled
 from earl_core.system.process_tree import inspect
 

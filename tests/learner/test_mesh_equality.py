@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.dispatch.reads.plan import Layout
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel.tensor_parallel import check_degree
-from earl_core.selector import StageDeployment
 from earl_core.system.errors import ConfigError
 from tests.learner import mesh_ranks
 from tests.learner.cuts import mesh_of

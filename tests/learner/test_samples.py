@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.shapes import ModelShape
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import (
@@ -21,7 +22,6 @@ from earl_core.learner.data.samples import (
     training_samples,
 )
 from earl_core.learner.parallel.mesh import UpdateMesh
-from earl_core.selector import ModelShape
 from earl_core.system.process_identity import host_name
 from tests.learner.cuts import mesh_of
 from tests.learner.recorded import Recorded

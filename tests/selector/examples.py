@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.selector import SelectionInput, SelectorConfig, StageDeployment, Statistics
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.statistics import Statistics
 from earl_core.selector.model.catalogue import MODELS, cluster
 
 

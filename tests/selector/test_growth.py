@@ -7,8 +7,10 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.selector import DeploymentPlan, Hardware, NoFeasiblePlan, Predictor, select
-from earl_core.selector.choice.policy import choose_as_far_as_it_fits
+from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.shapes import Hardware
+from earl_core.selector.choice.policy import choose_as_far_as_it_fits, select
+from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
 from earl_core.selector.choice.statistics import forecast
 from tests.selector.examples import bare, given
 

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.run_history import LearntProfile
-from earl_core.selector import Hardware, ProfileTable, StageDeployment
+from earl_core.deployment.shapes import Hardware
 from earl_core.selector.profile.observations import Observation
-from earl_core.selector.profile.profile_table import only_writer, read_table, table_path
+from earl_core.selector.profile.profile_table import (
+    ProfileTable,
+    only_writer,
+    read_table,
+    table_path,
+)
 
 MARK = "0123456789abcdef"
 HOST = Hardware(cpu_cores=1, memory_bytes=2**30)

@@ -9,14 +9,11 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from earl_core.selector import (
-    Hardware,
-    Predictor,
-    ProfileTable,
-    SelectionInput,
-    StageDeployment,
-    select,
-)
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.shapes import Hardware
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,
@@ -28,7 +25,7 @@ from earl_core.selector.profile.observations import (
     seconds_of,
     training_rate,
 )
-from earl_core.selector.profile.profile_table import key_of
+from earl_core.selector.profile.profile_table import ProfileTable, key_of
 from tests.selector.examples import given
 
 UPDATE = StageDeployment(stage="update", max_tokens_per_microbatch=8192)

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import write_manifest
 from earl_core.run.journal import Journal
-from earl_core.selector import DeploymentPlan, Forbidden, NoFeasiblePlan, SelectionInput, select
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import ConfigError
 from flows.cli.app import app

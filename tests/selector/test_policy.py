@@ -10,27 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
-from earl_core.selector import (
-    DeploymentPlan,
-    Forbidden,
-    Hardware,
-    NoFeasiblePlan,
-    Predictor,
-    ProfilePoint,
-    ProfileTable,
-    SelectionInput,
-    SelectorConfig,
-    StageDeployment,
-    Statistics,
-    select,
-)
+from earl_core.deployment.plan import DeploymentPlan, Forbidden
+from earl_core.deployment.shapes import Hardware
 from earl_core.selector.choice.explain import considered
-from earl_core.selector.choice.policy import POLICIES
+from earl_core.selector.choice.policy import POLICIES, select
+from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.statistics import Statistics
 from earl_core.selector.model.candidates import rollout_candidates, training_candidates
 from earl_core.selector.model.catalogue import MODELS, cluster
 from earl_core.selector.model.memory_model import gib
-from earl_core.selector.profile.profile_table import key_of
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 from tests.selector.examples import bare, given
 
 contexts = st.floats(64, 60000)

@@ -10,21 +10,15 @@ from hypothesis import given as examples
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.stages import StagesConfig
-from earl_core.selector import (
-    Calibration,
-    Forbidden,
-    Hardware,
-    NoFeasiblePlan,
-    Peak,
-    Predictor,
-    ProfilePoint,
-    ProfileTable,
-    SelectionInput,
-    StageDeployment,
-    select,
-)
+from earl_core.deployment.plan import Forbidden
+from earl_core.deployment.shapes import Hardware
 from earl_core.selector.choice.explain import considered
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.catalogue import MODELS, cluster
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.model.sizes import (
@@ -33,7 +27,12 @@ from earl_core.selector.model.sizes import (
     logits_chunk,
     smaller_microbatches,
 )
-from earl_core.selector.profile.profile_table import candidate_of_key, key_of
+from earl_core.selector.profile.profile_table import (
+    ProfilePoint,
+    ProfileTable,
+    candidate_of_key,
+    key_of,
+)
 from tests.selector.examples import bare, given
 
 GIB = 2**30

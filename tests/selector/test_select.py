@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.selector import Hardware, ModelShape, SelectionInput, Statistics, select
+from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.statistics import Statistics
 
 SHAPE = ModelShape(
     model_type="llama",

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from earl_core.config import parse_config
+from earl_core.deployment.shapes import Hardware
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import write_episodes
-from earl_core.selector import Hardware
 from earl_core.trajectory.samples import Episode
 from tasks.tracking.tracker import Tracker
 from tests.kept import game, seal_episodes

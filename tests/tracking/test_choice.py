@@ -9,10 +9,12 @@ from xml.etree import ElementTree
 import pytest
 from mlflow import MlflowClient
 
-from earl_core.deployment.plan import StagePrediction
+from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.plan import DeploymentPlan, StagePrediction
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
-from earl_core.selector import DeploymentPlan, SelectionInput, StageDeployment, select
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import Observation
 from tasks.reports.plan_report import plan_page
 from tasks.reports.selector_chart import selector_chart

@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from earl_core.deployment.feasibility import tensor_degrees, tensor_problem
+from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.head import decoder_of, head_of
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.pretrained.huggingface import PreTrainedModel
-from earl_core.selector import ModelShape
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
