@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from earl_core.environments.base import Message, StepResult
+from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.host_keeper import HostKeeper
 from earl_core.environments.host_process import HostLost, HostSettings
 from earl_core.system.errors import ConfigError
@@ -119,9 +119,8 @@ class EnvironmentPool:
     ) -> dict[str, Any]:
         try:
             return await keeper.call(episode_id, kind, arguments)
-        except Exception as error:
-            if not isinstance(error, ValueError):
-                self._place.pop(episode_id, None)
+        except EnvironmentFailed:
+            self._place.pop(episode_id, None)
             raise
 
     def _check_started(self) -> None:

@@ -102,20 +102,16 @@ class PromptEnvironment:
         return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
 
     def _check_columns(self) -> None:
-        path, prompt, answer = (
-            self.options.path,
-            self.options.prompt_column,
-            self.options.answer_column,
-        )
+        path, named = self.options.path, ("prompt_column", "answer_column")
+        columns = {option: getattr(self.options, option) for option in named}
         for index, row in enumerate(self._rows):
-            for option, column in (("prompt_column", prompt), ("answer_column", answer)):
+            for option, column in columns.items():
                 if column is not None and column not in row:
                     raise ConfigError(
                         f"row {index} of {path} has no column {column!r}; it has {', '.join(row)}",
                         remedy=f"correct the option {option}",
                     )
-            if index == 0:
-                self._messages(row, index)
+        self._messages(self._rows[0], 0)
 
 
 def _is_message(value: Any) -> bool:
@@ -141,7 +137,12 @@ def read_rows(path: str) -> tuple[dict[str, Any], ...]:
         )
     try:
         with fsspec.open(path, "rb") as stream:
-            rows = _read_parquet(stream) if suffix == "parquet" else _read_jsonl(stream, path)
+            if suffix == "jsonl":
+                rows = _read_jsonl(stream, path)
+            else:
+                import pyarrow.parquet as pq
+
+                rows = pq.read_table(stream).to_pylist()
     except ConfigError:
         raise
     except Exception as error:
@@ -152,13 +153,6 @@ def read_rows(path: str) -> tuple[dict[str, Any], ...]:
     if not rows:
         raise ConfigError(f"the file {path!r} holds no rows: it needs at least one")
     return tuple(rows)
-
-
-def _read_parquet(stream: Any) -> list[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
-    rows: list[dict[str, Any]] = pq.read_table(stream).to_pylist()
-    return rows
 
 
 def _read_jsonl(stream: Any, path: str) -> list[dict[str, Any]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import difflib
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from earl_core.environments.base import Message, StepResult
@@ -69,7 +69,9 @@ class TextArenaEnvironment:
 
     def __init__(self, options: TextArenaOptions) -> None:
         self.options = options
-        self._opponent = _opponent(options.opponent)
+        self._opponent: Callable[[Any, str, random.Random], str] = legal_move
+        if options.opponent != "random":
+            self._opponent = import_object(options.opponent, "the option opponent")
         with self._own_random(f"textarena/check/{options.game}"):
             self._game = _make_game(options)
             self._players = _count_players(self._game, options.game)
@@ -159,34 +161,30 @@ class TextArenaEnvironment:
     def _own_random(self, seed: str | None) -> Iterator[None]:
         """Runs its block with this episode's global random state, freshly seeded or as left."""
         with _GLOBAL_RANDOM:
-            numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-            outside = (random.getstate(), numpy_random and numpy_random.get_state())
+            outside = _random_state()
             try:
                 if seed is not None:
                     random.seed(seed)
-                    if numpy_random:
-                        numpy_random.seed(_seed(seed))
+                    np.random.seed(_seed(seed))
                 elif self._random_state is not None:
-                    random.setstate(self._random_state[0])
-                    if numpy_random and self._random_state[1]:
-                        numpy_random.set_state(self._random_state[1])
+                    _set_random_state(self._random_state)
                 yield
             finally:
-                self._random_state = (random.getstate(), numpy_random and numpy_random.get_state())
-                random.setstate(outside[0])
-                if numpy_random and outside[1]:
-                    numpy_random.set_state(outside[1])
+                self._random_state = _random_state()
+                _set_random_state(outside)
+
+
+def _random_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_random_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
 
 
 def _seed(text: str) -> int:
     return random.Random(f"textarena/{text}").getrandbits(32)
-
-
-def _opponent(name: str) -> Callable[[Any, str, random.Random], str]:
-    if name == "random":
-        return legal_move
-    function: Callable[[Any, str, random.Random], str] = import_object(name, "the option opponent")
-    return function
 
 
 def _make_game(options: TextArenaOptions) -> Any:
@@ -219,15 +217,11 @@ def _make_game(options: TextArenaOptions) -> Any:
         ) from error
 
 
-def _count_players(game: Any, name: str) -> Literal[1, 2]:
+def _count_players(game: Any, name: str) -> int:
     import textarena
 
-    kinds: tuple[tuple[Literal[1, 2], type], ...] = (
-        (1, textarena.SinglePlayerState),
-        (2, textarena.TwoPlayerState),
-    )
     reasons = []
-    for players, kind in kinds:
+    for players, kind in ((1, textarena.SinglePlayerState), (2, textarena.TwoPlayerState)):
         try:
             game.reset(num_players=players, seed=0)
         except Exception as error:
