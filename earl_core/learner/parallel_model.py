@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from earl_core.learner.head import EntropyMode
-from earl_core.learner.model import PackedTensors, PolicyModule, checkpoint_activations, settle
+from earl_core.learner.model import PolicyModule, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
 from earl_core.pretrained.huggingface import PreTrainedModel
@@ -39,13 +38,6 @@ class ParallelModel:
     def sharded(self) -> bool:
         """Whether forward and backward passes wait for ranks that have other samples."""
         return isinstance(self.module, FSDPModule)
-
-    def score(
-        self, packed: PackedTensors, temperature: float, entropy: EntropyMode
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropies of this rank's trained tokens; see `logprobs_of_trained`."""
-        logprobs, entropies = self.module(packed, temperature, entropy)
-        return logprobs, entropies
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Call it before each microbatch: copies of the model exchange sums in the last only."""

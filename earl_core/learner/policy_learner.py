@@ -280,7 +280,7 @@ class PolicyLearner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies of the whole microbatch's trained tokens, [T']."""
         with self._accelerator.autocast():
-            logprobs, entropies = self.parallel.score(fed.tensors, self.temperature, entropy)
+            logprobs, entropies = self.parallel.module(fed.tensors, self.temperature, entropy)
         if entropies is not None:
             entropies = gather_trained(entropies, fed.context)
         return gather_trained(logprobs, fed.context), entropies

@@ -65,7 +65,7 @@ class ChatTokenizer:
         self._first: _SizedCache[_Key, list[int]] = _SizedCache()
         self._following: _SizedCache[_Key, list[int]] = _SizedCache()
         self._texts: _SizedCache[tuple[int, ...], str] = _SizedCache()
-        closing = self._closing_text()
+        closing = self._after_answer([], add_generation_prompt=False)
         self._end_of_turn = self.encode(closing) if closing else []
         self.prefix_stable = self._probe_stability()
         self.stop_token_ids = self._stop_tokens(stop)
@@ -140,16 +140,9 @@ class ChatTokenizer:
             return self._decode(prefix + tokens, skip_special_tokens=True)
         return self.answer_prefix + self._decode(tokens, skip_special_tokens=True)
 
-    def _answered(self, content: str) -> list[Message]:
-        return [_QUESTION, {"role": "assistant", "content": content}]
-
-    def _after_answer(self, messages: Sequence[Message]) -> str:
-        return self._cut(self.render([*self._answered(_MARK), *messages]))
-
-    def _closing_text(self) -> str:
-        return self._cut(self.render(self._answered(_MARK), add_generation_prompt=False))
-
-    def _cut(self, text: str) -> str:
+    def _after_answer(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """What the template puts after an answer that these messages follow."""
+        text = self.render([*_answered(_MARK), *messages], add_generation_prompt)
         before, found, after = text.partition(_MARK)
         if not found or _MARK in after:
             raise ConfigError(
@@ -169,10 +162,10 @@ class ChatTokenizer:
     def _probe_stability(self) -> bool:
         """Whether an answer stays in place, unchanged, when the conversation goes on."""
         for content in (_MARK, f"<think>\n{_MARK}\n</think>\n\nanswer"):
-            text = self.render(self._answered(content), add_generation_prompt=False)
+            text = self.render(_answered(content), add_generation_prompt=False)
             start, kept, _ = text.partition(content)
-            for following in ([_QUESTION], [*self._answered("answer"), _QUESTION]):
-                longer = self.render([*self._answered(content), *following])
+            for following in ([_QUESTION], [*_answered("answer"), _QUESTION]):
+                longer = self.render([*_answered(content), *following])
                 if not kept or not longer.startswith(start + content):
                     return False
         return True
@@ -237,6 +230,10 @@ class Conversation:
         if sampled and tokens and sampled[-1] == tokens[0] and tokens[0] in chat.stop_token_ids:
             tokens = tokens[1:]
         return tokens, False
+
+
+def _answered(content: str) -> list[Message]:
+    return [_QUESTION, {"role": "assistant", "content": content}]
 
 
 def _key(messages: Sequence[Message]) -> _Key:
