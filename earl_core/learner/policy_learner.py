@@ -336,14 +336,8 @@ class PolicyLearner:
         logprobs, entropy = self._forward(fed, self._algorithm.entropy_mode)
         evaluated = self._algorithm.evaluate(fed, logprobs, entropy, minibatch)
         torch.autograd.backward(evaluated.result.loss)
-        metrics.microbatch(
-            fed,
-            loss=evaluated.result.loss.detach(),
-            parts=evaluated.result.metrics,
-            log_ratio=logprobs.detach() - evaluated.old_logprobs,
-            old_logprobs=evaluated.old_logprobs if first_pass else None,
-            importance_weights=evaluated.weights,
-        )
+        log_ratio = logprobs.detach() - evaluated.old_logprobs
+        metrics.microbatch(fed, evaluated, log_ratio, compared=first_pass)
 
 
 # What a rank computes, times nothing, where others have a microbatch more than it.

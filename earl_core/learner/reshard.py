@@ -12,7 +12,7 @@ from earl_core.learner.model import checkpoint_activations
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.parallel_model import ParallelModel, build_shell
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.learner.state.reshard import move_state
+from earl_core.learner.state.reshard import Moved, move_state
 
 
 def reshard(
@@ -27,8 +27,8 @@ def reshard(
     """
     began = time.perf_counter()
     old = learner.mesh
-    parallel, state = learner.parallel, {k: dict(v) for k, v in learner.optimizer.state.items()}
-    moved_bytes = peak_bytes = 0
+    parallel = learner.parallel
+    moved = Moved({name: dict(state) for name, state in learner.optimizer.state.items()})
     if deployment.axes != old.deployment.axes:
         new = create_mesh(deployment)
         try:
@@ -36,19 +36,18 @@ def reshard(
         except BaseException:
             new.close()
             raise
-        moved = move_state(parallel.model, state, shell.model, new)
-        parallel, state = shell, moved.state
-        moved_bytes, peak_bytes = moved.moved_bytes, moved.peak_bytes
+        moved = move_state(parallel.model, moved.state, shell.model, new)
+        parallel = shell
     _take_settings(parallel, deployment, settings)
     learner.config = settings
     learner.optimizer.offload = deployment.offload_optimizer
-    learner.adopt(parallel, state)
+    learner.adopt(parallel, moved.state)
     if parallel.mesh is not old:
         old.close()
     return {
         "seconds": time.perf_counter() - began,
-        "moved_bytes": float(moved_bytes),
-        "peak_bytes": float(peak_bytes),
+        "moved_bytes": float(moved.moved_bytes),
+        "peak_bytes": float(moved.peak_bytes),
     }
 
 

@@ -11,6 +11,7 @@ import torch
 
 from earl_core.algorithms.importance import mismatch_metrics
 from earl_core.learner.data.packing import PackedMicrobatch
+from earl_core.learner.microbatch_loss import Evaluated
 from earl_core.learner.microbatch_prefetch import FedMicrobatch
 from earl_core.tensors.collectives import Ranks
 
@@ -32,27 +33,27 @@ class UpdateMetrics:
     def microbatch(
         self,
         fed: FedMicrobatch,
-        *,
-        loss: torch.Tensor,
-        parts: dict[str, torch.Tensor],
+        evaluated: Evaluated,
         log_ratio: torch.Tensor,
-        old_logprobs: torch.Tensor | None,
-        importance_weights: torch.Tensor | None,
+        *,
+        compared: bool,
     ) -> None:
-        """Add a microbatch: `loss` and `parts` are additive over a minibatch; others [T'].
+        """Add a microbatch.
 
-        old_logprobs: given when they are to be compared with the engine's.
+        log_ratio: of the policy to the one before the update, [T']. compared: whether the trainer's
+        log-probs are to be compared with the engine's.
         """
-        for name, value in {"loss": loss, **parts}.items():
+        result = evaluated.result
+        for name, value in {"loss": result.loss.detach(), **result.metrics}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
         self._log_ratio_max.append(log_ratio.max())
         packed = fed.packed
-        if old_logprobs is not None:
+        if compared:
             # Copied, because the feed uses the microbatch's memory again, and because a view keeps
             # all of a microbatch alive on the device.
-            self._pairs.append((old_logprobs.clone(), _engine_side(packed)))
-            if importance_weights is not None:
-                self._weights.append(importance_weights)
+            self._pairs.append((evaluated.old_logprobs.clone(), _engine_side(packed)))
+            if evaluated.weights is not None:
+                self._weights.append(evaluated.weights)
         self._counts.update(
             tokens=sum(packed.lengths),
             packed=packed.tokens.size,  # after sharing prefixes

@@ -282,37 +282,29 @@ def _hooked() -> bool:
         return True
 
 
+@dataclass(eq=False)
 class _GatheredAgain:
     """Stands for a layer's gathered keys and values between forward and backward pass.
 
-    Autograd saves how a view lies in them instead of the view.
+    Autograd saves how a view lies in them instead of the view. storage: where they lay in the
+    forward pass. whole: they themselves, in the backward pass.
     """
 
-    def __init__(self, local: torch.Tensor, exchange: PackExchange) -> None:
-        self._local = local
-        self._exchange = exchange
-        self._storage = 0
-        self._whole: torch.Tensor | None = None
-
-    def gathered(self, whole: torch.Tensor) -> None:
-        self._storage = whole.untyped_storage().data_ptr()
-
-    def gather(self) -> None:
-        self._whole = self._exchange.gather(self._local)
-
-    def release(self) -> None:
-        self._whole = None
+    local: torch.Tensor
+    exchange: PackExchange
+    storage: int = 0
+    whole: torch.Tensor | None = None
 
     def pack(self, tensor: torch.Tensor) -> object:
-        if tensor.untyped_storage().data_ptr() != self._storage:
+        if tensor.untyped_storage().data_ptr() != self.storage:
             return tensor
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        assert self._whole is not None, "the backward pass of attention began without its keys"
-        return self._whole.as_strided(*saved)
+        assert self.whole is not None, "the backward pass of attention began without its keys"
+        return self.whole.as_strided(*saved)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -325,13 +317,13 @@ class _GatherRows(torch.autograd.Function):
         ctx.exchange, ctx.kept = exchange, kept
         whole = exchange.gather(local)
         if kept is not None:
-            kept.gathered(whole)
+            kept.storage = whole.untyped_storage().data_ptr()
         return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if ctx.kept is not None:
-            ctx.kept.release()
+            ctx.kept.whole = None
         return ctx.exchange.sum_to_owner(gradients[0]), None, None
 
 
@@ -349,7 +341,7 @@ class _GatherAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.kept.gather()
+        ctx.kept.whole = ctx.kept.exchange.gather(ctx.kept.local)
         return gradients[0], None
 
 

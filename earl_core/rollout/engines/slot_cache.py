@@ -138,13 +138,11 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if columns > old_columns:
             wide = max(columns, old_columns + old_columns // 4)
             columns = math.ceil(wide / _GROWTH_COLUMNS) * _GROWTH_COLUMNS
-        else:
-            columns = old_columns
         self._capacity = (rows, columns)
         for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):
                 # One layer at a time, so that growing never holds two whole caches.
-                tensors[layer] = old.new_zeros(rows, old.shape[1], columns + 1, old.shape[3])
+                tensors[layer] = self._allocate(old)
                 kept = min(rows, old_rows)
                 tensors[layer][:kept, :, :old_columns] = old[:kept, :, :old_columns]
 
