@@ -76,7 +76,7 @@ class UpdateMetrics:
         own = np.concatenate([np.empty((0, 4), dtype=np.float32), *parts])
         table = np.concatenate(ranks.gather_rows(own))
         self._compared.append(table[table[:, 3] == 1.0])
-        return _mismatch(self._compared[-1])
+        return mismatch_metrics(*self._compared[-1].T[:3])
 
     def step(self, grad_norm: float, seconds: float) -> None:
         """Close a minibatch: its gradient norm before clipping, and its duration."""
@@ -97,7 +97,7 @@ class UpdateMetrics:
         if largest > -math.inf:
             metrics["ratio_max"] = float(np.exp(np.float32(largest)))
         if self._compared:
-            metrics |= _mismatch(np.concatenate(self._compared))
+            metrics |= mismatch_metrics(*np.concatenate(self._compared).T[:3])
         counts = _added(every, "counts")
         if counts["weighted"]:
             metrics["importance_weight_mean"] = counts["weights"] / counts["weighted"]
@@ -147,7 +147,3 @@ def _engine_side(packed: PackedMicrobatch) -> np.ndarray:
     return np.stack([engine, packed.position_ids[packed.predictors], current], axis=1).astype(
         np.float32
     )
-
-
-def _mismatch(compared: np.ndarray) -> dict[str, float]:
-    return mismatch_metrics(compared[:, 0], compared[:, 1], compared[:, 2])
