@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.cluster.context import WorkerContext
-from earl_core.config import parse_config
 from earl_core.environments.registry import check
+from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 
 
-class Check:
+class Check(RunWorker):
     """Runs the user's code so that the controller need not."""
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        deployment: dict[str, Any],
-        *,
-        config: dict[str, Any],
-        run_directory: str,
-    ) -> None:
-        self._config = parse_config(config)
 
     def check(self) -> dict[str, Any]:
         """Raise `ConfigError` unless the environments can be made."""

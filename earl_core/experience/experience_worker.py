@@ -10,8 +10,6 @@ import time
 from typing import Any
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from earl_core.cluster.context import WorkerContext
-from earl_core.config import parse_config
 from earl_core.dispatch import Batch
 from earl_core.dispatch.reads.plan import Layout, make_plan
 from earl_core.dispatch.reads.sources import sample_ids
@@ -20,24 +18,17 @@ from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
 from earl_core.experience.statistics import RankStatistics
 from earl_core.run.shards import run_store
+from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REWARD_SCHEMA, SAMPLE_BITS
 
 
-class ExperienceWorker:
+class ExperienceWorker(RunWorker):
     """Reads shards named by manifests, writes new columns for the same rows."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        deployment: dict[str, Any],
-        *,
-        config: dict[str, Any],
-        run_directory: str,
-    ) -> None:
-        self._context = context
-        self._config = parse_config(config)
-        self._store = run_store(run_directory, self._config)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._store = run_store(self._run_directory, self._config)
         self._verify = self._config.dispatch.verify == "always"
 
     def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:

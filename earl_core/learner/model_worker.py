@@ -10,9 +10,8 @@ import numpy as np
 import pyarrow as pa
 from transformers.utils import logging as transformers_logging
 
-from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.config import ConfigError, RunConfig, parse_config
+from earl_core.config import ConfigError, RunConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, ShardEntry
 from earl_core.dispatch.shards.manifest import parse_manifest
@@ -22,33 +21,23 @@ from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.shards import run_store
+from earl_core.run.worker import RunWorker
 from earl_core.system.process_identity import host_name
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
 
 
-class ModelWorker:
-    """One rank of a group that holds the model; constructed in the rank.
-
-    deployment: a dumped `StageDeployment`. config: a dumped `RunConfig`.
-    """
+class ModelWorker(RunWorker):
+    """One rank of a group that holds the model."""
 
     stage: ClassVar[str]
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        deployment: dict[str, Any],
-        *,
-        config: dict[str, Any],
-        run_directory: str,
-    ) -> None:
-        self._context = context
-        self._config = parse_config(config)
-        self._deployment = StageDeployment(**deployment)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        context = self._context
         self._mesh = create_mesh(self._deployment)
         self._reader = RankReader(
-            run_store(run_directory, self._config),
+            run_store(self._run_directory, self._config),
             context.hosts or (host_name(),) * context.world_size,
             _row_cost(self._config),
             verify=self._config.dispatch.verify == "always",

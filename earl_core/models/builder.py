@@ -8,29 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.context import WorkerContext
-from earl_core.config import ConfigError, parse_config
+from earl_core.config import ConfigError
+from earl_core.run.worker import RunWorker
 from earl_core.secrets import resolve
 from earl_core.system.import_path import import_object
 
 
-class ModelBuilder:
+class ModelBuilder(RunWorker):
     """The rank of the short-lived `model` worker group."""
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        deployment: dict[str, Any],
-        *,
-        config: dict[str, Any],
-        run_directory: str,
-    ) -> None:
-        self._model = parse_config(config).model
 
     def build(self) -> dict[str, Any]:
         """Make the model directory; raises `ConfigError` when that cannot work."""
-        path = Path(self._model.path)
-        maker = self._model.maker
+        model = self._config.model
+        path, maker = Path(model.path), model.maker
         if maker is None:
             raise ConfigError(
                 f"model.path {str(path)!r} is not a model directory (no config.json) and there is "
@@ -39,7 +29,7 @@ class ModelBuilder:
         build = import_object(maker, "model.builder")
         try:
             # They are the builder's; the hub takes none.
-            options = resolve(self._model.builder_options) if self._model.builder else {}
+            options = resolve(model.builder_options) if model.builder else {}
         except ConfigError as error:
             raise ConfigError(f"model.builder_options: {error}") from None
         with _alone(path):

@@ -16,9 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.context import WorkerContext
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.config import parse_config
 from earl_core.environments.base import Message
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.pretrained.model_directory import read_model_shape
@@ -33,6 +30,7 @@ from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
 from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.shards import run_store
+from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import Cancelled
 from earl_core.system.out_of_memory import OutOfMemory, guarded
@@ -51,27 +49,16 @@ take the side from the prompt's parity start with the same side as in training."
 _CANCEL_SECONDS = 0.25
 
 
-class RolloutWorker:
-    """Constructed in the rank of a `rollout` worker group.
+class RolloutWorker(RunWorker):
+    """The rank of a `rollout` worker group.
 
-    deployment: a dumped `StageDeployment`. config: a dumped `RunConfig`. Call `ensure` before
-    anything that generates. An engine that is lost, or ran out of memory, is gone at once: the next
-    `ensure` builds anew. Whatever generates raises `ContextOverflow` where the engine's context
-    ends before the model's, and `OutOfMemory` of stage `rollout`.
+    Call `ensure` before anything that generates. An engine that is lost, or ran out of memory, is
+    gone at once: the next `ensure` builds anew. Whatever generates raises `ContextOverflow` where
+    the engine's context ends before the model's, and `OutOfMemory` of stage `rollout`.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        deployment: dict[str, Any],
-        *,
-        config: dict[str, Any],
-        run_directory: str,
-    ) -> None:
-        self._context = context
-        self._deployment = StageDeployment(**deployment)
-        self._config = parse_config(config)
-        self._run_directory = Path(run_directory)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._engine: Engine | None = None
         self._chat: ChatTokenizer | None = None
         self._digest = ""
