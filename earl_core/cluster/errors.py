@@ -129,8 +129,7 @@ class WorkerLost(WorkerError):
 
     how: `lost`, or `stalled` (it sent no heartbeat for longer than the group's heartbeat timeout),
         or `deadline` (a call, or a start, took longer than it was given).
-    status: the rank's exit status, None if a signal ended it or it is not known.
-    signal: the number of the signal that ended it.
+    ended: the exit code of the rank's process, negative for a signal; None if it is not known.
     out_of_memory: whether the kernel counted an out-of-memory kill while the rank lived.
     """
 
@@ -139,14 +138,12 @@ class WorkerLost(WorkerError):
         where: Where,
         reason: str,
         how: LossKind = "lost",
-        status: int | None = None,
-        signal: int | None = None,
+        ended: int | None = None,
         out_of_memory: bool = False,
     ) -> None:
-        super().__init__(where, reason, how, status, signal, out_of_memory)
+        super().__init__(where, reason, how, ended, out_of_memory)
         self.how = how
-        self.status = status
-        self.signal = signal
+        self.ended = ended
         self.out_of_memory = out_of_memory
 
 

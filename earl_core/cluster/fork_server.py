@@ -169,11 +169,6 @@ class ForkServer:
         self._process.wait()
         self._socket.close()
 
-    def forget_after_fork(self) -> None:
-        """In a forked child: drop the connection, so that the controller's death stays visible."""
-        with suppress(OSError):
-            os.close(self._socket.detach())
-
 
 def _environment() -> dict[str, str]:
     return {
@@ -206,7 +201,9 @@ def fork_server() -> ForkServer:
 def _forget_after_fork() -> None:
     global _server
     if _server is not None:
-        _server.forget_after_fork()
+        # Or the controller's death would go unseen.
+        with suppress(OSError):
+            os.close(_server._socket.detach())
     _server = None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Mapping
@@ -70,7 +69,8 @@ class RankHandle:
         self.events = FrameBuffer()
         self.control, control_child = socket.socketpair()
         self.channel, channel_child = socket.socketpair()
-        _set_send_timeout(self.channel, send_timeout_seconds)
+        # For sends: what is read has arrived already.
+        self.channel.settimeout(send_timeout_seconds)
         given = {**environment, "PYTHONPATH": child_path(environment)}
         try:
             with open(log.path, "ab", opener=private) as output:
@@ -97,7 +97,7 @@ class RankHandle:
         """
         try:
             self.channel.sendall(frame)
-        except BlockingIOError:
+        except TimeoutError:
             return False
         except OSError:
             pass
@@ -116,9 +116,3 @@ class RankHandle:
     def close(self) -> None:
         self.control.close()
         self.channel.close()
-
-
-def _set_send_timeout(sock: socket.socket, seconds: float) -> None:
-    whole = int(seconds)
-    value = struct.pack("@ll", whole, int((seconds - whole) * 1e6) or (1 if whole == 0 else 0))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

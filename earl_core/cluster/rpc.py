@@ -147,15 +147,7 @@ def loss_error(monitor: Monitor, where: errors.Where) -> errors.WorkerError:
         # The rank writes its stacks to the log before it ends; wait, so that the tail shows them.
         monitor.condition.wait_for(lambda: rank.exit_code is not None, _DUMP_SECONDS)
     where = where if rank is None else _at(where, rank)
-    code = loss.exit_code
-    return errors.WorkerLost(
-        where,
-        loss.reason,
-        loss.kind,
-        code if code is not None and code >= 0 else None,
-        -code if code is not None and code < 0 else None,
-        loss.out_of_memory,
-    )
+    return errors.WorkerLost(where, loss.reason, loss.kind, loss.exit_code, loss.out_of_memory)
 
 
 def _at(where: errors.Where, rank: RankHandle) -> errors.Where:

@@ -205,9 +205,6 @@ class WorkerGroup:
                 rank.supervisor.kill()
             monitor.finished.wait(3 * ENDING_GRACE_SECONDS)
         monitor.join(1.0)
-        self._forget(monitor)
-
-    def _forget(self, monitor: Monitor) -> None:
         with self._condition:
             self._memory = [rank.memory for rank in monitor.ranks]
             self._monitor = None

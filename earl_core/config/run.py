@@ -13,7 +13,6 @@ from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
-from earl_core.config.experience import ExperienceConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
 from earl_core.config.rollout import EnvironmentConfig, RolloutConfig
@@ -23,6 +22,7 @@ from earl_core.config.services import (
     DeadlineConfig,
     DispatchConfig,
     EvaluationConfig,
+    ExperienceConfig,
     TrackingConfig,
 )
 from earl_core.config.settings import Settings

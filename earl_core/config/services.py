@@ -1,4 +1,4 @@
-"""Around the stages: shared memory, checkpoints, evaluation, tracking, deadlines."""
+"""Around the stages: processes of the experience, shared memory, checkpoints, tracking, waits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from pydantic import Field, PositiveInt, model_validator
 
 from earl_core.config.settings import Options, Settings
 from earl_core.system.user_directory import user_directory
+
+
+class ExperienceConfig(Settings):
+    """Each rank reads and writes the rows of its own groups only; they exchange moments."""
+
+    ranks: int = Field(
+        default=1, ge=1, description="Processes that compute rewards and advantages."
+    )
 
 
 class DispatchConfig(Settings):

@@ -85,7 +85,7 @@ class StageWatch:
             seconds=seconds,
             peak_bytes=peak,
             formula_bytes=predictor.formula_peak(candidate, load),
-            reserved_bytes=self._reserved(),
+            reserved_bytes=reserved_bytes(self._controller, self._stage),
         )
 
     def switched(self, seconds: float, kind: Kind = "switched") -> None:
@@ -164,9 +164,6 @@ class StageWatch:
             logger.debug("%s of %d is not observed: %s", self._stage, self._iteration, error)
             return None
 
-    def _reserved(self) -> float:
-        return reserved_bytes(self._controller, self._stage)
-
     def _infeasible(self, infeasible: Infeasible, load: Load | None, answered: bool) -> Observation:
         numbers: dict[str, Any] = {"longest": infeasible.tokens}
         predictor = self._predictor()
@@ -187,7 +184,7 @@ class StageWatch:
                 "peak_bytes": peak / predictor.sharers(candidate),
                 "formula_bytes": predictor.formula_peak(candidate, load),
             }
-        reserved = self._reserved()
+        reserved = reserved_bytes(self._controller, self._stage)
         return self._add(infeasible.kind, answered=answered, reserved_bytes=reserved, **numbers)
 
 

@@ -158,13 +158,12 @@ class Engines:
     deployment: StageDeployment
     job: Job
     done: list[Played] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
+    lost: dict[int, WorkerError] = field(default_factory=dict)
     _waiting: deque[Share] = field(default_factory=deque)
     _playing: dict[int, Share] = field(default_factory=dict)
     _progress: dict[int, dict[str, Any]] = field(default_factory=dict)
     _finished: list[tuple[int, float]] = field(default_factory=list)
     _built: list[float] = field(default_factory=list)
-    _losses: list[WorkerError] = field(default_factory=list)
     _shares: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _given_up: threading.Event = field(default_factory=threading.Event)
@@ -189,7 +188,7 @@ class Engines:
         watch = StageWatch(self.controller, self.deployment, self.job.iteration)
         if self._built:
             watch.switched(max(self._built))
-        for error in self._losses:
+        for error in self.lost.values():
             watch.lost_engine(error)
 
     def _name(self, share: Share) -> str:
@@ -257,8 +256,7 @@ class Engines:
         if replicas == 1:
             raise error
         with self._changed:
-            self.lost.append(member)
-            self._losses.append(error)
+            self.lost[member] = error
             left = replicas - len(self.lost)
             last = f"The last error: {error}"
             if not left and (share or self._waiting):

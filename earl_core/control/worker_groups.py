@@ -146,7 +146,14 @@ class WorkerGroups:
             old = self._groups.get(key)
         if old is not None:
             old.stop(_GRACE_SECONDS)
-        group = self._new_group(name, deployment)
+        group = WorkerGroup(
+            name,
+            _IN_ITS_PLACE,
+            log_directory=self._logs,
+            environment=_worker_environment(deployment.threads),
+            start_timeout_seconds=self._config.deadlines.start,
+            heartbeat_timeout_seconds=self._config.deadlines.heartbeat,
+        )
         with self._lock:
             self._refuse_when_stopping()
             self._groups[key], self._places[key] = group, place
@@ -156,7 +163,10 @@ class WorkerGroups:
             "target": TARGETS[role],
             "cores": list(place.cores),
             "gpus": list(place.gpus),
-            "arguments": self._arguments(),
+            "arguments": {
+                "config": self._config.model_dump(mode="json"),
+                "run_directory": str(self._directory),
+            },
         }
         group.start(deployment._asdict(), arguments, deployment.world_size)
         return group
@@ -260,22 +270,6 @@ class WorkerGroups:
     def started_ahead(self, role: str, member: int = 0) -> Ahead | None:
         """When the group was started, if that was ahead of need and nobody has asked yet."""
         return self._ahead.pop((role, member), None)
-
-    def _new_group(self, name: str, deployment: StageDeployment) -> WorkerGroup:
-        return WorkerGroup(
-            name,
-            _IN_ITS_PLACE,
-            log_directory=self._logs,
-            environment=_worker_environment(deployment.threads),
-            start_timeout_seconds=self._config.deadlines.start,
-            heartbeat_timeout_seconds=self._config.deadlines.heartbeat,
-        )
-
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "config": self._config.model_dump(mode="json"),
-            "run_directory": str(self._directory),
-        }
 
     def live(self, role: str, member: int = 0) -> WorkerGroup | None:
         """The role's group if it is alive."""

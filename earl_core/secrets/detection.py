@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 def find_secrets(value: Any, key: str = "") -> Iterator[Found]:
     """Everything in plain data that looks like a secret; references are none."""
-    yield from _walk(value, key, _last(key), False)
+    yield from _walk(value, key, key.rpartition(".")[2], False)
 
 
 def _walk(value: Any, key: str, name: str, inside: bool) -> Iterator[Found]:
@@ -141,7 +141,3 @@ def _looks_random(text: str) -> bool:
         return False
     shares = [count / len(text) for count in Counter(text).values()]
     return -sum(share * math.log2(share) for share in shares) >= _RANDOM_BITS
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]

@@ -46,12 +46,8 @@ def profile_peaks(given: SelectionInput, table: ProfileTable) -> list[Peak]:
 def held_out_errors(given: SelectionInput, table: ProfileTable) -> list[HeldOutError]:
     """By stage, for stages with at least three peaks."""
     peaks = profile_peaks(given, table)
-    found = []
-    for stage in STAGES:
-        own = [peak for peak in peaks if peak.stage == stage]
-        if len(own) >= 3:
-            found.append(_errors(stage, own))
-    return found
+    own = {stage: [peak for peak in peaks if peak.stage == stage] for stage in STAGES}
+    return [_errors(stage, mine) for stage, mine in own.items() if len(mine) >= 3]
 
 
 def _errors(stage: str, peaks: Sequence[Peak]) -> HeldOutError:

@@ -68,14 +68,12 @@ class FileLock:
 
     def __init__(self, path: Path, wait_seconds: float = 0.0) -> None:
         self.path = path
-        self._descriptor = -1
         deadline = time.monotonic() + wait_seconds
-        while self._descriptor < 0:
-            self._descriptor = self._try()
-            if self._descriptor < 0:
-                if time.monotonic() >= deadline:
-                    raise BlockingIOError(errno.EWOULDBLOCK, f"{path} is locked by another process")
-                time.sleep(_PAUSE)
+        while (descriptor := self._try()) < 0:
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(errno.EWOULDBLOCK, f"{path} is locked by another process")
+            time.sleep(_PAUSE)
+        self._descriptor = descriptor
 
     def _try(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -10,9 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _FIELD = re.compile(r"^(VmHWM|RssFile|RssShmem):\s+(\d+) kB", re.MULTILINE)
@@ -77,12 +75,6 @@ def give_back_free_memory() -> None:
     It keeps freed blocks below 32 MiB for later, gigabytes after a large microbatch, which on a CPU
     other stages cannot have meanwhile. Taking them again costs about a second for 2 GiB.
     """
-    trim = _trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _trim() -> Any:
-    """glibc's `malloc_trim`; other libraries have none."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    # Only glibc has it.
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

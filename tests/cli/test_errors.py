@@ -45,7 +45,7 @@ def test_an_unexpected_error_in_a_worker_names_place_and_log_without_traceback()
 
 
 def test_a_lost_worker_shows_the_end_of_its_log() -> None:
-    text = describe(WorkerLost(WHERE, "its process was killed by signal 9 (SIGKILL)", signal=9))
+    text = describe(WorkerLost(WHERE, "its process was killed by signal 9 (SIGKILL)", ended=-9))
     assert text.startswith("error: Worker group 'rollout'")
     assert "  | line" in text
 

@@ -82,7 +82,7 @@ def test_a_lost_worker_is_reported_while_the_others_wait_for_it(
         group.call("block", on_progress=count, **SITE)
     assert time.monotonic() - killed_at[0] < 10
     error = caught.value
-    assert (error.rank, error.signal, error.status) == (victim, signal.SIGKILL, None)
+    assert (error.rank, error.ended) == (victim, -signal.SIGKILL)
     assert not error.out_of_memory
     for part in ("'update'", f"rank {victim}", "iteration 3", "'block'"):
         assert part in str(error)
@@ -98,7 +98,7 @@ def test_an_out_of_memory_kill_of_one_rank_is_named(group: Any, fresh: Fresh) ->
             group.call("starve", rank=3, cgroup=str(cgroup), megabytes=256, **SITE)
         assert time.monotonic() - begin < 20
         assert caught.value.out_of_memory
-        assert (caught.value.rank, caught.value.signal) == (3, signal.SIGKILL)
+        assert (caught.value.rank, caught.value.ended) == (3, -signal.SIGKILL)
         assert gone_within(pids, 10)
 
 

@@ -152,9 +152,9 @@ def test_out_of_memory_is_told_from_other_failures() -> None:
     assert diagnose(WorkerCallFailed(where, refused)) is not None
     lost = Raised.of(EngineLost("gone"), out_of_memory_kills=1)
     assert diagnose(WorkerCallFailed(where, lost)) is not None
-    assert diagnose(WorkerLost(where, "killed", signal=9, out_of_memory=True))
+    assert diagnose(WorkerLost(where, "killed", ended=-9, out_of_memory=True))
     assert not diagnose(WorkerCallFailed(where, Raised.of(ValueError("no"))))
-    assert not diagnose(WorkerLost(where, "killed", signal=9))
+    assert not diagnose(WorkerLost(where, "killed", ended=-9))
     assert not diagnose(WorkerLost(where, "slow", "deadline"))
 
 

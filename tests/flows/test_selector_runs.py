@@ -211,7 +211,7 @@ class OutOfMemoryError(RuntimeError):
         (call_failed(WeightSyncError("x"), 1), "out_of_memory", ""),
         (call_failed(OSError("x"), 1), "out_of_memory", ""),
         (call_failed(ContextOverflow(9, 8, 99)), "context_overflow", "rollout"),
-        (WorkerLost(Where("w", 0, "", "", 0), "gone", "lost", None, 9, True), "out_of_memory", ""),
+        (WorkerLost(Where("w", 0, "", "", 0), "gone", "lost", -9, True), "out_of_memory", ""),
         (MemoryError(), "out_of_memory", ""),
     ],
 )
@@ -230,7 +230,7 @@ def test_what_counts_as_infeasible(error: BaseException, kind: str, stage: str) 
         call_failed(RolloutFailed("x"), 1),
         call_failed(ValueError("x"), 1),
         call_failed(EngineLost("x")),
-        WorkerLost(Where("w", 0, "", "", 0), "killed", signal=9),
+        WorkerLost(Where("w", 0, "", "", 0), "killed", ended=-9),
         ValueError("no"),
     ],
 )

@@ -135,7 +135,7 @@ def test_a_killed_rank(
     error, seconds = run_into(f"{point}@0:{rank}=kill", group, recorded, given)
     assert isinstance(error, WorkerLost)
     assert seconds < 60
-    assert (error.rank, error.signal) == (rank, 9)
+    assert (error.rank, error.ended) == (rank, -9)
     for part in (f"rank {rank}", "stage 'update' of iteration 0", "SIGKILL", "its log"):
         assert part in str(error)
     assert not group.alive

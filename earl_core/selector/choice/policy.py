@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 from earl_core.cluster.stage_deployment import StageDeployment
@@ -224,13 +223,14 @@ def _least(
     predictor: Predictor,
     options: Rows,
     current: Combination,
-    kept: Mapping[str, Prediction] = MappingProxyType({}),
+    kept: Combination | None = None,
     reluctance: float = 0.0,
 ) -> tuple[float, Combination]:
     """reluctance: seconds that a stage must gain to leave what is kept of it."""
+    held = kept or {}
 
     def key(rows: Combination) -> tuple[float, int, list[StageDeployment]]:
-        left = sum(kept.get(stage, row) is not row for stage, row in rows.items())
+        left = sum(held.get(stage, row) is not row for stage, row in rows.items())
         candidates = [row.candidate for row in rows.values()]
         cost = _cost(predictor, rows, current) + reluctance * left
         # The last part makes ties depend on the candidates alone, not on their order.

@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import Field
 
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.config.experience import ExperienceConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.selector import SelectorConfig
+from earl_core.config.services import ExperienceConfig
 from earl_core.config.settings import Settings
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
