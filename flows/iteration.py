@@ -25,7 +25,6 @@ from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, requ
 from earl_core.control.finished_stages import judge
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_controller import RunController
-from earl_core.control.start_ahead import start_ahead
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from flows.running import HOOKS, controller_on, recorded
@@ -147,9 +146,7 @@ async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[None]]) ->
     while True:
         plan = await stages.choose(infeasible)
         controller, chosen = stages.controller, plan_of(stages.controller, await result(plan))
-        await asyncio.to_thread(
-            start_ahead, controller.groups, controller.run, stages.iteration, chosen
-        )
+        await asyncio.to_thread(controller.start_ahead, chosen)
         try:
             return await work(plan)
         except StageInfeasible as error:

@@ -22,9 +22,9 @@ from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import LearntProfile, RunHistory
-from earl_core.control.start_ahead import start_ahead
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.feasibility import check_stages
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.pretrained.model_directory import read_model_shape
@@ -96,10 +96,9 @@ class RunController:
         self.model = read_model_shape(Path(self.config.model.path))
         check_stages(self.config, self.model, self.hardware)
         self._check_shared_memory()
-        iteration = self.next_iteration()
         # Should another plan be chosen, a stage rebuilds its group.
-        if (sealed := self.run.plan(iteration)) is not None:
-            start_ahead(self.groups, self.run, iteration, sealed)
+        if (sealed := self.run.plan(self.next_iteration())) is not None:
+            self.start_ahead(sealed)
         self.run.store_config()
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
@@ -125,6 +124,28 @@ class RunController:
             self.run.store.reserve(needed)
         except PoolFull as error:
             raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
+
+    def start_ahead(self, plan: DeploymentPlan) -> None:
+        """Begin to start the groups of the stages that are not sealed yet; returns at once.
+
+        In the order of need. A seal is a hint only: a stage whose seal does not count starts its
+        group itself.
+        """
+
+        def unsealed(*stages: str) -> bool:
+            paths = (self.run.stage_path(plan.iteration, stage) for stage in stages)
+            return not all(path.is_file() for path in paths)
+
+        if plan.iteration >= self.config.iterations:
+            needed = {"rollout": unsealed("evaluation")}
+        else:
+            needed = {
+                "rollout": unsealed("rollout"),
+                "reference": unsealed("reference"),
+                "update": unsealed("update", "publish"),
+            }
+        roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
+        self.groups.start_ahead((role, plan.stages[role]) for role in roles)
 
     def next_iteration(self) -> int:
         """The iteration after the last one finished here, or covered by a checkpoint."""
