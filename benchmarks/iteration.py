@@ -128,6 +128,9 @@ def fill(report: Report, earl: Measured, trl: Measured, chosen: Settings) -> Non
     }
     report.rows[:0] = [ours, theirs, ideal]
     report.headline["iteration_speedup_vs_trl"] = ratio
+    report.headline["update_in_run_over_alone"] = median(
+        [item.update_over_alone for item in earl.iterations]
+    )
     report.headline["peak_memory_of_trl_over_earl"] = trl.peak_bytes / earl.peak_bytes
     report.notes += [
         "Speedup at equal tokens: seconds per token of the games (prompts, observations and "
@@ -135,6 +138,8 @@ def fill(report: Report, earl: Measured, trl: Measured, chosen: Settings) -> Non
         "Update: scoring where needed, forward, backward, optimizer step; for TRL everything "
         "outside of its rollout_func, advantages included. Rest: EARL's other stages, publishing "
         "the weights to the engine, checkpoints as configured, tracking and Prefect.",
+        "update_in_run_over_alone: the update of a run against the second update of a fresh "
+        "process with the same samples and packs.",
         "Peak: proportional set size of all processes, EARL's with Prefect's server, MLflow and "
         "vLLM's processes.",
     ]

@@ -22,7 +22,10 @@ _TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration. stages: seconds in `rollout`, `update`, `rest`. tokens: of its games."""
+    """One iteration. stages: seconds in `rollout`, `update`, `rest`. tokens: of its games.
+
+    update_over_alone: seconds of EARL's update over those of the same samples' in a fresh process.
+    """
 
     number: int
     seconds: float
@@ -30,6 +33,7 @@ class Iteration:
     tokens: float
     games: float
     mean_return: float
+    update_over_alone: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,34 @@ def run_earl(file: Path, config: RunConfig, iterations: int, scratch: Path) -> R
             tokens=item.tokens,
             games=item.games,
             mean_return=lines[item.number]["rollout/return/mean"],
+            update_over_alone=lines[item.number]["update/seconds"]
+            / _update_alone(file, config, run / f"iterations/{item.number:06d}", scratch),
         )
         for item in read_iterations(run, range(1, iterations))
     ]
     return Round(found, trained.peak_bytes)
+
+
+def _update_alone(file: Path, config: RunConfig, iteration: Path, scratch: Path) -> float:
+    """Seconds of one warm update with an iteration's samples, by a process of nothing else."""
+    arguments, results = scratch / "alone.json", scratch / "alone.results"
+    threads = config.update.threads or read_hardware().cpu_cores
+    settings = {
+        "config": str(file),
+        "overrides": [f"update.threads={threads}"],
+        "loop": None,
+        "episodes": str(iteration / "episodes.parquet"),
+        "updates": 1,
+        "threads": threads,
+        "memory_bytes": 0,
+        "results": str(results),
+    }
+    arguments.write_text(json.dumps(settings), encoding="utf-8")
+    command = [sys.executable, "-m", "benchmarks.update_side", str(arguments)]
+    with MeasuredCommand(command, scratch / "alone.log", directory=REPOSITORY) as updated:
+        updated.wait(_TIMEOUT_SECONDS)
+    found = json.loads(results.read_text(encoding="utf-8"))
+    return float(found["updates"][0]["seconds"])
 
 
 def run_trl(

@@ -105,6 +105,36 @@ def conversations(
     return made
 
 
+def kept_episodes(file: Path) -> list[RecordedEpisode]:
+    """The samples of a run's iteration, which it keeps as `episodes.parquet`.
+
+    advantages: each episode's reward less the mean of its group, on its trained tokens.
+    """
+    table = pyarrow.parquet.read_table(file)
+    rows: list[dict[str, Any]] = table.to_pylist()
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row["group_id"], []).append(row["reward"])
+    made = []
+    for row in rows:
+        mask = np.array(row["loss_mask"], np.uint8)
+        rewards = groups[row["group_id"]]
+        advantages = np.float32(row["reward"] - sum(rewards) / len(rewards)) * mask
+        made.append(
+            RecordedEpisode(
+                episode_id=row["episode_id"],
+                group_id=row["group_id"],
+                turn_starts=tuple(row["turn_starts"]),
+                reward=row["reward"],
+                tokens=np.array(row["tokens"], np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.array(row["rollout_logprobs"], np.float32),
+                advantages=advantages,
+            )
+        )
+    return made
+
+
 def workload(tokens: int | None, count: int) -> list[RecordedEpisode]:
     """`count` recorded episodes as they are, or conversations of `tokens` tokens made of them."""
     episodes = read_episodes()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.update_episodes import RecordedEpisode, workload
+from benchmarks.update_episodes import RecordedEpisode, kept_episodes, workload
 from benchmarks.update_samples import training_samples
 from earl_core.config import load_config
 from earl_core.learner import memory
@@ -105,9 +105,11 @@ def main() -> None:
     limit_memory(settings)
     torch.set_num_threads(settings["threads"])
     side: Side = Earl(settings) if settings["loop"] is None else Plain(settings)
-    side.prepare(workload(None, settings["count"]))
+    kept = settings.get("episodes")
+    side.prepare(kept_episodes(kept) if kept else workload(None, settings["count"]))
     warm = measured(side)
-    side.prepare(workload(settings["tokens"], settings["count"]))
+    if not kept:
+        side.prepare(workload(settings["tokens"], settings["count"]))
     updates = [measured(side) for _ in range(settings["updates"])]
     found = {"warm": warm, "updates": updates, "norm": warm["norm"]}
     Path(settings["results"]).write_text(json.dumps(found), encoding="utf-8")
