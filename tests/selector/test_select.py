@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
+
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.selector.choice import selection
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.choice.statistics import Statistics
@@ -54,3 +57,9 @@ def test_context_is_raised_before_it_is_reached_and_never_lowered() -> None:
     later = given(100).model_copy(update={"current": raised})
     assert select(later)["rollout"].max_model_len == 2000
     assert select(given(8000))["rollout"].max_model_len == 8192
+
+
+def test_the_worked_example_is_true() -> None:
+    tried = doctest.testmod(selection)
+    assert tried.attempted > 4
+    assert tried.failed == 0

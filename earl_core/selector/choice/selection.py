@@ -31,6 +31,28 @@ class SelectionInput(Settings):
     hosts, where nothing is given back between stages). context_overflow: the most tokens that an
     engine of this run was built too small for. trained_share: part of the parameters that has
     gradients (1 without adapters).
+
+    A worked example, a 7B model on 8 GPUs after episodes of at most 8,000 tokens, then 100,000:
+
+        >>> from earl_core.selector.choice.policy import select
+        >>> given = SelectionInput(
+        ...     rollout=RolloutConfig(prompts_per_iteration=16, group_size=8, max_turns=20),
+        ...     selector=SelectorConfig(policy="live_tokens"),
+        ...     hardware=Hardware(
+        ...         cpu_cores=64, memory_bytes=10**12, gpus=8, gpu_memory_bytes=80 * 10**9
+        ...     ),
+        ...     model=ModelShape(
+        ...         model_type="qwen2", hidden_size=3584, intermediate_size=18944, layers=28,
+        ...         attention_heads=28, key_value_heads=4, vocabulary=152064,
+        ...         max_positions=131072,
+        ...     ),
+        ...     statistics=Statistics(context_mean=(4800.0,), context_max=(8000.0,)),
+        ... )
+        >>> select(given)["update"].label
+        'TP 2, shard 4, 8 threads, microbatch 8192'
+        >>> longer = Statistics(context_mean=(60000.0,), context_max=(100000.0,))
+        >>> select(given.model_copy(update={"statistics": longer}))["update"].label
+        'TP 1, CP 2, shard 4, 8 threads, microbatch 100352, checkpointing'
     """
 
     iteration: int = Field(default=0, ge=0)
