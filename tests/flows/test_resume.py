@@ -58,6 +58,9 @@ def test_killed_again_and_again_equals_an_undisturbed_run(
 def test_killed_in_every_stage(runs: Runs, undisturbed: Undisturbed) -> None:
     """At the seal of every stage in turn."""
     for stage in STAGES:
+        # Reward and reference run side by side: the one may be sealed when the other is killed.
+        if stage == "reference" and (1, stage) in runs.executed("sealed"):
+            continue
         runs.train(fault=f"{stage}.seal@1=kill", expect=KILLED)
         runs.wait_for_workers_to_end()
     runs.train()
