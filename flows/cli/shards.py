@@ -150,12 +150,8 @@ def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) 
     if row >= batch.num_rows:
         raise ConfigError(f"row {row} does not exist: {path} has {batch.num_rows} rows")
     console.print(f"\nRow {row} of {batch.num_rows}:", style="bold", highlight=False)
-    _print_row({name: batch.column(name)[row] for name in batch.schema.names}, console)
-
-
-def _print_row(values: dict[str, pa.Scalar], console: Console) -> None:
-    for name, scalar in values.items():
-        value = scalar.as_py()
+    for name in batch.schema.names:
+        value = batch.column(name)[row].as_py()
         text = _list_text(value) if isinstance(value, list) else str(value)
         console.print(f"  {name:<22}{text}", highlight=False, markup=False)
 

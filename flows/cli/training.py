@@ -9,12 +9,12 @@ from pathlib import Path
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.worker_groups import preload_ranks
 from earl_core.models.smollm2 import gguf_file
-from earl_core.run.lock import is_locked
+from earl_core.run.lock import in_use, is_locked
 from earl_core.run.record import is_finished, stored_config
 from earl_core.run.recovery import INITIAL, go_back
-from earl_core.system.errors import EarlError, InUse
+from earl_core.system.errors import EarlError
+from earl_core.system.packages import installed
 from flows.cli.checks import configuration
-from flows.cli.checks.packages import installed
 from flows.cli.display import make_display
 from flows.cli.ending import print_ending, shell_name
 from flows.cli.errors import exit_code
@@ -111,11 +111,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     for part in parts:
         list(part(settings))
     if is_locked(run):
-        owner = (run / "lock").read_text(encoding="utf-8").strip() or "unknown"
-        raise InUse(
-            f"the run directory {run} is in use by process {owner}: wait for it, stop it, or "
-            "choose another name with --name"
-        )
+        raise in_use(run)
 
 
 def _how_to_go_on(run: Path) -> str:

@@ -5,7 +5,6 @@ Pure functions; nothing here imports MLflow.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,6 +15,7 @@ from earl_core.config import RunConfig
 from earl_core.deployment.shapes import Hardware
 from earl_core.run.record import flat
 from earl_core.secrets import learn_url, resolve
+from earl_core.system.packages import installed
 
 PACKAGES = (
     "accelerate",
@@ -74,8 +74,6 @@ def tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
         if value != "":
             found[f"hardware.{name}"] = str(value)
     for package in PACKAGES:
-        try:
-            found[f"version.{package}"] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if version := installed(package):
+            found[f"version.{package}"] = version
     return found

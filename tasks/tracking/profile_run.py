@@ -14,14 +14,14 @@ from tasks.tracking.mlflow_client import Numbers, open_mlflow_run
 logger = logging.getLogger(__name__)
 
 
-def track(config: RunConfig, mark: str, metrics: Mapping[str, float], text: str) -> str | None:
-    """Put the metrics and the report's text into the profile's MLflow run; its id.
+def track(config: RunConfig, mark: str, metrics: Mapping[str, float], text: str) -> None:
+    """Put the metrics and the report's text into the profile's MLflow run.
 
     One run for each fingerprint, so that a profile that goes on goes on there. Never raises: a
-    tracker that is down costs a warning. None where tracking is off or did not work.
+    tracker that is down costs a warning.
     """
     if not config.tracking.enabled:
-        return None
+        return
     uri = default_uri(config)
     try:
         uid = f"profile-{mark}"
@@ -36,5 +36,3 @@ def track(config: RunConfig, mark: str, metrics: Mapping[str, float], text: str)
             redact(uri),
             redact(line)[:300],
         )
-        return None
-    return run.run_id

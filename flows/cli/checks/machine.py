@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from earl_core.control.hardware import read_hardware
+from earl_core.system.packages import installed
 from flows.cli.checks.finding import Finding, judged
-from flows.cli.checks.packages import installed
 
 _GIB = 2**30
 _LEAST_MEMORY = 2 * _GIB

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
 
 from earl_core.config import RunConfig
+from earl_core.system.packages import installed
 from flows.cli.checks.finding import Finding, Level, judged
 
 DISTRIBUTION = "earl-rl"
@@ -27,14 +28,6 @@ def check_packages(config: RunConfig | None) -> Iterator[Finding]:
     yield judged(fine, text, "use Python 3.11 or 3.12", "blocks")
     yield from _required(config is None or config.tracking.enabled)
     yield from _vllm(config)
-
-
-def installed(name: str) -> str | None:
-    """The version of an installed package, None when it is not there."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _required(tracked: bool) -> Iterator[Finding]:
