@@ -74,6 +74,8 @@ def import_object(path: str, what: str) -> Any:
 def load_object(path: str) -> Any:
     """What `package.module:name` names. Raises whatever importing it raises."""
     module, _, name = path.partition(":")
+    if not (module and name):
+        raise ImportError(f"{path!r} is no import path: write package.module:Class")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
