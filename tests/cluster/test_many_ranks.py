@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 from earl_core.cluster.errors import WorkerLost
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.system.process_tree import inspect
 from tests.cgroup import memory_cgroup
-from tests.cluster.conftest import BACKENDS, gone_within
+from tests.cluster.conftest import gone_within
 
 RANKS = 4
 TARGET = "tests.cluster.collective_target:Collective"
@@ -32,11 +33,10 @@ SITE: dict[str, Any] = {"stage": "update", "iteration": 3, "deadline_seconds": 6
 Fresh = Callable[..., list[int]]
 
 
-@pytest.fixture(scope="module", params=sorted(BACKENDS))
-def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    made = BACKENDS[request.param](
-        "update", TARGET, log_directory=tmp_path_factory.mktemp("logs"), heartbeat_seconds=0.2
-    )
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    logs = tmp_path_factory.mktemp("logs")
+    made = WorkerGroup("update", TARGET, log_directory=logs, heartbeat_seconds=0.2)
     yield made
     made.stop(grace_seconds=1)
 
