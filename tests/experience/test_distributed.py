@@ -277,7 +277,7 @@ class Ranks:
             "config": config.model_dump(mode="json"),
             "run_directory": str(self.run.path),
         }
-        self.group.start({"replicas": 3}, arguments, 3)
+        self.group.start({"stage": "experience", "replicas": 3}, arguments, 3)
 
     def call(self, method: str, manifests: list[Manifest], **more: Any) -> list[dict[str, Any]]:
         given = [manifest.model_dump(mode="json") for manifest in manifests]
