@@ -93,8 +93,9 @@ class UpdateMetrics:
         metrics = {name: total / max(1, steps) for name, total in _added(every, "sums").items()}
         if "ratio" in metrics:
             metrics["ratio_mean"] = metrics.pop("ratio")
-        largest = max(each["log_ratio_max"] for each in every)
-        if largest > -math.inf:
+        # numpy's: a NaN stays one.
+        largest = np.max([each["log_ratio_max"] for each in every])
+        if largest != -math.inf:
             metrics["ratio_max"] = float(np.exp(np.float32(largest)))
         if self._compared:
             metrics |= mismatch_metrics(*np.concatenate(self._compared).T[:3])
@@ -124,7 +125,7 @@ class UpdateMetrics:
         weighted = {"weights": float(weights.sum()), "weighted": weights.numel()}
         return {
             "sums": {name: float(value) for name, value in self._sums.items()},
-            "log_ratio_max": max(map(float, self._log_ratio_max), default=-math.inf),
+            "log_ratio_max": float(np.max([-math.inf, *map(float, self._log_ratio_max)])),
             "counts": {**self._counts, **weighted},
             "seconds": self._seconds,
         }

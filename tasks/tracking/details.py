@@ -19,7 +19,7 @@ from earl_core.system.packages import installed
 
 PACKAGES = (
     "accelerate",
-    "earl",
+    "earl-rl",
     "mlflow",
     "prefect",
     "pyarrow",

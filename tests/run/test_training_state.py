@@ -24,7 +24,6 @@ FILES = (
     "policy/model.safetensors",
     "policy/tokenizer.json",
     "optimizer.safetensors",
-    "optimizer.json",
 )
 
 
@@ -111,7 +110,9 @@ EDITS = {
     "an empty list": described(lambda content: content["files"].clear()),
     "an empty list with its digest": redescribed,
     "one file less in the list": described(lambda content: content["files"].popitem()),
-    "another size": described(lambda content: content["files"]["optimizer.json"].update(bytes=9)),
+    "another size": described(
+        lambda content: content["files"]["policy/config.json"].update(bytes=9)
+    ),
     "another version": described(lambda content: content["state"].update(policy_version=9)),
     "another format": described(lambda content: content.update(format="earl-training-state-1")),
     "no digest": described(lambda content: content.pop("digest")),
