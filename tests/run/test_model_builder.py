@@ -19,13 +19,12 @@ def build(path, **options):
 
 BUILD = """
 from pathlib import Path
-from types import SimpleNamespace
 from earl_core.models.builder import ModelBuilder
-builder = ModelBuilder.__new__(ModelBuilder)
-path = str(Path("model").absolute())
-builder._model = SimpleNamespace(
-    path=path, builder="shared:build", maker="shared:build", builder_options={}
-)
+from tests.run.test_run_directory import config_in
+path = Path("model").absolute()
+config = config_in(path.parent).model_dump(mode="json")
+config["model"] = {"path": str(path), "builder": "shared:build"}
+builder = ModelBuilder(None, {"stage": "rollout"}, config=config, run_directory="run")
 builder.build()
 """
 
