@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import shutil
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from benchmarks.harness import publish as publish_report
 from benchmarks.mesh_ranks import QUICK, SMOLLM2, ModelSize, connected, even_llama, in_ranks
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
+from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.learner.parallel.mesh import leave_world
 from earl_core.learner.parallel_model import parallelize
 from earl_core.rollout.engines.engine import Engine
@@ -53,6 +55,7 @@ async def _engine_rounds(
     """Publish and load `rounds` versions; the first into fresh pages."""
     seconds: Seconds = {"publish": [], "load": []}
     size, last = 0, None
+    pool = SegmentPool(shared, sys.maxsize)
     for version in range(1, rounds + 1):
         _change(model)
         began = time.perf_counter()
@@ -62,7 +65,7 @@ async def _engine_rounds(
         seconds["publish"].append(published - began)
         seconds["load"].append(time.perf_counter() - published)
         if last is not None:
-            last.unlink()
+            pool.release(last)
         last, size = Path(manifest.files[0].path), manifest.bytes
     return seconds, size
 
@@ -97,6 +100,7 @@ def _publish_in_ranks(size: ModelSize, name: str, shared: str, rounds: int) -> l
     """In each rank: the seconds of each publication."""
     mesh = connected(MESHES[name])
     model = parallelize(even_llama(size), mesh).model
+    pool = SegmentPool(Path(shared), sys.maxsize)
     seconds = []
     for version in range(1, rounds + 1):
         if mesh.deployment.ranks > 1:
@@ -106,7 +110,7 @@ def _publish_in_ranks(size: ModelSize, name: str, shared: str, rounds: int) -> l
         seconds.append(time.perf_counter() - began)
         older = Path(manifest.files[0].path).with_name(f"weights-{version - 1:08d}.safetensors")
         if mesh.rank == 0 and version > 1:
-            older.unlink()
+            pool.release(older)
     mesh.close()
     leave_world()
     return seconds

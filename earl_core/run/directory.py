@@ -51,7 +51,6 @@ from earl_core.run.shards import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import make_directory, write_atomic
 from earl_core.system.locks import FileLock
-from earl_core.tensors import pages
 
 logger = logging.getLogger(__name__)
 
@@ -351,7 +350,6 @@ class RunDirectory:
         """Let copies to the spill finish, give unused memory back, unlock the run."""
         try:
             self.store.trim()
-            pages.trim(self.store.directory)
             if self.spill is not None:
                 self.spill.close()
         finally:

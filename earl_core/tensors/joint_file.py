@@ -38,21 +38,21 @@ def own_shares(slices: Sequence[Slice], layout: FileLayout, ranks: Ranks) -> dic
 
 @torch.no_grad()
 def fill(
-    mapping: mmap.mmap,
+    memory: mmap.mmap | memoryview,
     places: Mapping[str, TensorPlace],
     slices: Sequence[Slice],
     mine: Mapping[str, Box],
 ) -> None:
-    """Write this rank's parts into the mapped file, cast to the file's dtypes."""
+    """Write this rank's parts into the file's memory, cast to the file's dtypes."""
     for each in slices:
         part = mine.get(each.name)
         if part is None or not part.numel:
             continue
-        whole = view(mapping, places[each.name])
+        whole = view(memory, places[each.name])
         whole[part.index].copy_(each.tensor[part.within(each.box).index])
 
 
-def digest_together(mapping: mmap.mmap, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:
+def digest_together(memory: memoryview, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:
     """`digest_of` all tensors of the file; each rank reads its share of them. Collective."""
     names = sorted(places)
     loads = [0] * ranks.size
@@ -61,7 +61,7 @@ def digest_together(mapping: mmap.mmap, places: Mapping[str, TensorPlace], ranks
         reader = loads.index(min(loads))
         loads[reader] += places[name].stop - places[name].start
         if reader == ranks.rank:
-            value = tensor_hash(view(mapping, places[name]))
+            value = tensor_hash(view(memory, places[name]))
             words = (value >> 64, value & (2**64 - 1))
             # Two's complement, for there is no unsigned sum.
             signed = [word - 2**64 if word >> 63 else word for word in words]

@@ -5,6 +5,8 @@ Only what writing in place and mapping need; format: https://github.com/huggingf
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import mmap
@@ -16,7 +18,6 @@ from pathlib import Path
 import torch
 
 from earl_core.tensors.errors import WeightsError
-from earl_core.tensors.pages import open_leased
 
 DTYPE_CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -92,12 +93,12 @@ def plan_layout(
 
 def open_file(path: Path, size: int | None = None) -> dict[str, torch.Tensor]:
     """Every tensor of a file, mapped without a copy, and copy-on-write: a stray write never reaches
-    the file. While one of them is alive, the file's pages are not used for newer weights.
+    the file. While one of them is alive, the memory of a published file is not used again.
 
     size: the bytes that the file must have. Raises `WeightsError` for a file that is damaged or has
     another size, `OSError` for one that cannot be opened.
     """
-    descriptor = open_leased(path)
+    descriptor = _open_leased(path)
     try:
         found = os.fstat(descriptor).st_size
         if size is not None and found != size:
@@ -123,6 +124,28 @@ def open_file(path: Path, size: int | None = None) -> dict[str, torch.Tensor]:
     return {name: view(mapping, place) for name, place in places.items()}
 
 
+def _open_leased(path: Path) -> int:
+    """A descriptor under a lease, which protects a published file from being released.
+
+    The lease lasts until the descriptor and every mapping made through it are gone, so also when
+    the process is killed. Raises `FileNotFoundError` when the file was released meanwhile.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # Between opening and locking it may have been released and used again.
+        there = os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except (BlockingIOError, FileNotFoundError):
+        there = False
+    except OSError:
+        # A file system without locks holds models, not published weights.
+        there = True
+    if not there:
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "the file was released", path)
+    return descriptor
+
+
 def _place(entry: Mapping[str, object], base: int, file_bytes: int) -> TensorPlace:
     dtype = DTYPES[str(entry["dtype"])]
     shape = tuple(int(size) for size in entry["shape"])  # type: ignore[attr-defined]
@@ -132,7 +155,7 @@ def _place(entry: Mapping[str, object], base: int, file_bytes: int) -> TensorPla
     return TensorPlace(dtype, shape, start, stop)
 
 
-def view(mapping: mmap.mmap, place: TensorPlace) -> torch.Tensor:
+def view(mapping: mmap.mmap | memoryview, place: TensorPlace) -> torch.Tensor:
     """The tensor's own bytes in the mapping, without a copy; it keeps the mapping alive."""
     if place.stop == place.start:
         return torch.empty(place.shape, dtype=place.dtype)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from earl_core.dispatch.segments.pool import SegmentPool
+from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
-from earl_core.tensors import pages
 from earl_core.tensors.collectives import Mesh, Ranks
 from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.joint_file import combine, digest_together, fill, own_shares, tensor_hash
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, FileLayout, plan_layout
 from earl_core.tensors.slices import local_part, slices_of
 from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest
-
-logger = logging.getLogger(__name__)
 
 
 def publish(
@@ -38,9 +38,9 @@ def publish(
     exists on any rank. Tensors that share memory are written once, under the first name. With a
     mesh all its ranks call it, and all get the manifest; file and digest are those of one process.
 
-    The memory of an older version is used again once nothing names or reads it. Nothing is visible
-    before the file is whole; a full disk or shared memory is an `OSError` on all ranks and leaves
-    nothing behind.
+    The file is a segment: the memory of a version that was released is used again. Nothing is
+    visible before the file is whole; a version that is published again takes the old one's place. A
+    full disk or shared memory is an `OSError` on all ranks, as is a directory that is no store.
     """
     ranks = Ranks(mesh)
     target = resolve_dtype(dtype)
@@ -120,36 +120,38 @@ def _write_together(
     """Every rank writes its share of the file, which the first one seals; the tensors' digest."""
     slices = ranks.do(lambda: slices_of(named_tensors))
     mine = own_shares(slices, layout, ranks)
-    claimed: pages.Pages | None = None
-
-    def claim() -> str:
-        nonlocal claimed
-        claimed = pages.take(path.parent, layout.total_bytes)
-        return str(claimed.path)
-
-    try:
-        hidden = Path(ranks.from_first(claim))
-        mapping = ranks.do(lambda: _writable(hidden, layout, ranks.first))
+    # Whoever starts a run has seen to it that the weights fit into its share of the memory.
+    pool = SegmentPool(path.parent, max_bytes=sys.maxsize)
+    segment = ranks.do(lambda: _begin(pool, layout) if ranks.first else None)
+    with segment or nullcontext():
+        unsealed = Path(ranks.from_first(lambda: str(segment.path) if segment else ""))
+        mapping = ranks.do(lambda: None if segment else _mapped(unsealed))
         try:
-            ranks.do(lambda: fill(mapping.memory, layout.places, slices, mine))
-            digest = digest_together(mapping.memory, layout.places, ranks)
+            memory = segment.memory if segment else memoryview(mapping.memory)
+            ranks.do(lambda: fill(memory, layout.places, slices, mine))
+            digest = digest_together(memory, layout.places, ranks)
         finally:
-            writable_mappings.put_back(mapping)
-        ranks.on_first(lambda: claimed.seal(path) if claimed else None)
-    except BaseException:
-        if claimed is not None:
-            claimed.discard()
-        raise
-    finally:
-        if claimed is not None:
-            claimed.close()
+            if mapping is not None:
+                writable_mappings.put_back(mapping)
+        ranks.on_first(lambda: _seal(pool, segment, path))
     return digest
 
 
-def _writable(path: Path, layout: FileLayout, first: bool) -> WritableMapping:
-    """The file mapped for writing; the mapping of pages used before has its page tables."""
+def _begin(pool: SegmentPool, layout: FileLayout) -> Segment:
+    pool.sweep_unsealed()
+    segment = pool.acquire(layout.total_bytes, exact=True)
+    segment.memory[: len(layout.prefix)] = layout.prefix
+    return segment
+
+
+def _mapped(path: Path) -> WritableMapping:
+    """Another rank's segment, mapped for writing."""
     mapping = writable_mappings.take(path, path.lstat())
     mapping.populate()
-    if first:
-        mapping.memory[: len(layout.prefix)] = layout.prefix
     return mapping
+
+
+def _seal(pool: SegmentPool, segment: Segment, path: Path) -> None:
+    if not pool.release(path):
+        path.unlink()  # a version that is published again; who reads the old one keeps it
+    segment.seal(path.name)

@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from earl_core.config import ConfigError
 from earl_core.dispatch.segments.mark import write_mark
 from earl_core.dispatch.segments.names import MARK
+from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.dispatch.spill.spiller import Spiller
 from earl_core.dispatch.spill.storage import Spill, SpillError
 from earl_core.run import RunDirectory
 from earl_core.run.record import RunDamaged, read_record, write_record
 from earl_core.run.shards import run_store, sweep, sweep_unneeded
-from earl_core.tensors import pages
+from earl_core.weights.publish import publish
 from flows.cli.shards import sweep_shards
 from tests.run.test_run_directory import config_in, seal
 
@@ -32,8 +34,6 @@ _OURS = [
     ".free.16384.77",
     ".writing.0123456789ab_1_2.17",
     ".writing.not-a-process.17",
-    ".weights-pages.1.2",
-    ".weights-linking.1",
     ".pool.lock",
     ".live",
     ".fetch.lock",
@@ -68,8 +68,7 @@ class Trees:
         run = RunDirectory.open(self.config)
         seal(run, 0, "rollout", "key")
         run.store.release(seal(run, 1, "rollout", "key").shards[0])
-        taken = pages.take(run.store.directory, 4096)
-        taken.close()
+        publish({"a": torch.zeros(9)}, run.store.directory, 3, "float32")
         run._unlock()  # as a process that was killed
         self.store = run.store
 
@@ -167,9 +166,12 @@ WAYS = {
     ],
     "adopt": lambda trees: trees.store.adopt(set()),
     "trim": lambda trees: trees.store.trim(),
-    "pages": lambda trees: pages.trim(trees.store.directory),
-    "pages of a folder": lambda trees: [pages.trim(path) for path in trees.root.iterdir()],
-    "take pages": lambda trees: pages.take(trees.store.directory, 8192).close(),
+    "trim of a folder": lambda trees: [
+        SegmentPool(path, 2**30).trim() for path in trees.root.iterdir()
+    ],
+    "publish weights": lambda trees: publish(
+        {"a": torch.zeros(9)}, trees.store.directory, 4, "float32"
+    ),
     "sweep": lambda trees: sweep(trees.root),
     "shards sweep": lambda trees: sweep_shards(trees.root),
     "remove": lambda trees: trees.store.remove(),

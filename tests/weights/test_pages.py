@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from earl_core.dispatch import ShardStore
-from earl_core.dispatch.segments.names import MARK
-from earl_core.tensors import pages
+from earl_core.dispatch.segments.names import MARK, POOL_LOCK
 from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsManifest
@@ -43,8 +42,8 @@ def visible(directory: Path) -> list[str]:
     return sorted(each.name for each in directory.iterdir() if not each.name.startswith("."))
 
 
-def hidden(directory: Path) -> int:
-    return len(list(directory.glob(".weights-pages.*")))
+def free(directory: Path) -> int:
+    return len(list(directory.glob(".free.*")))
 
 
 def drop(manifest: WeightsManifest) -> bool:
@@ -62,7 +61,7 @@ def test_two_files_serve_all_versions(tmp_path: Path) -> None:
         inodes.append(inode(current))
         assert visible(tmp_path) == [path_of(current).name]
         assert torch.equal(load_file(path_of(current))["a"], torch.full(SHAPE, float(number)))
-        assert hidden(tmp_path) <= 2
+        assert free(tmp_path) == 1
         last = current
     assert len(set(inodes)) == 2
 
@@ -72,18 +71,20 @@ def test_a_reader_keeps_the_old_weights(tmp_path: Path) -> None:
     opened = open_weights(first, verify_digest=True)
     kept = opened["a"]
     assert not drop(first)
-    path_of(first).unlink()  # who ignores leases
     second, third = version(2, tmp_path), version(3, tmp_path)
-    drop(second)
+    assert drop(second)
     fourth = version(4, tmp_path)
+    assert len({inode(each) for each in (first, third, fourth)}) == 3
+    path_of(first).unlink()  # who ignores leases
+    assert inode(version(5, tmp_path)) not in (inode(third), inode(fourth))
     assert torch.equal(kept, torch.full(SHAPE, 1.0))
-    assert inode(third) != inode(fourth)
     del opened, kept
     gc.collect()
-    drop(third)
-    assert hidden(tmp_path) == 3
-    version(5, tmp_path)
-    assert hidden(tmp_path) == 2  # more than one to use again is given back
+    assert drop(third)
+    assert drop(fourth)
+    assert free(tmp_path) == 2
+    version(6, tmp_path)
+    assert free(tmp_path) == 1
 
 
 def test_a_view_of_one_tensor_is_a_lease(tmp_path: Path) -> None:
@@ -101,7 +102,6 @@ def reader(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], WeightsManif
     manifest = version(1, tmp_path / "shared")
     script = """
 import sys
-from earl_core.tensors import pages
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsManifest
 opened = open_weights(WeightsManifest.model_validate_json(sys.argv[1]))
@@ -129,7 +129,7 @@ def test_a_reader_in_another_process_is_safe_and_its_death_frees(
     assert process.stdin is not None
     assert process.stdout is not None
     directory, first = tmp_path / "shared", inode(manifest)
-    path_of(manifest).unlink()
+    assert not drop(manifest)
     inodes = {inode(version(number, directory)) for number in (2, 3)}
     assert first not in inodes
     process.stdin.write("\n")
@@ -137,6 +137,7 @@ def test_a_reader_in_another_process_is_safe_and_its_death_frees(
     assert float(process.stdout.readline()) == float(SHAPE[0] * SHAPE[1])
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert drop(manifest)
     assert inode(version(4, directory)) == first
 
 
@@ -146,7 +147,7 @@ from pathlib import Path
 from unittest.mock import patch
 from tests.weights.test_pages import version
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
-for number, place in enumerate(("fill", "digest_together", "pages.Pages.seal")):
+for number, place in enumerate(("fill", "digest_together", "Segment.seal")):
     if os.fork() == 0:
         with patch("earl_core.weights.publish." + place, die):
             version(number + 3, Path(sys.argv[1]))
@@ -164,7 +165,7 @@ def test_a_crash_before_the_end_leaves_nothing_visible(tmp_path: Path) -> None:
     third = version(3, tmp_path)
     assert torch.equal(open_weights(third, verify_digest=True)["a"], torch.full(SHAPE, 3.0))
     assert torch.equal(open_weights(last, verify_digest=True)["a"], torch.full(SHAPE, 1.0))
-    assert hidden(tmp_path) == 2
+    assert free(tmp_path) == 0
 
 
 def test_a_version_published_again_takes_the_old_ones_place(tmp_path: Path) -> None:
@@ -176,17 +177,18 @@ def test_a_version_published_again_takes_the_old_ones_place(tmp_path: Path) -> N
     assert not open_weights(again, verify_digest=True)["a"].any()
 
 
-def test_another_size_gives_the_old_pages_back(tmp_path: Path) -> None:
+def test_weights_have_no_byte_too_many(tmp_path: Path) -> None:
     drop(version(1, tmp_path))
-    version(2, tmp_path, (50, 3))
-    assert hidden(tmp_path) == 1
+    other = version(2, tmp_path, (50, 3))
+    assert path_of(other).stat().st_size == other.bytes
+    assert load_file(path_of(other))["a"].shape == (50, 3)
 
 
 def test_pages_with_holes_are_not_used(tmp_path: Path) -> None:
     first = version(1, tmp_path)
     size = first.bytes
     drop(first)
-    (spare,) = tmp_path.glob(".weights-pages.*")
+    (spare,) = tmp_path.glob(".free.*")
     with spare.open("r+b") as file:  # as a writer that was killed while it allocated
         file.truncate(0)
         file.truncate(size)
@@ -205,28 +207,19 @@ def test_weights_that_are_written_anew_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_only_free_pages_are_given_back(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path, 2**30)
     drop(version(1, tmp_path))
     last, read = version(2, tmp_path), version(3, tmp_path)
     kept = open_weights(read)["a"]
-    path_of(read).unlink()
-    pages.trim(tmp_path)
-    assert visible(tmp_path) == [path_of(last).name]
+    assert not drop(read)
+    drop(version(4, tmp_path))
+    assert store.trim() == last.bytes
+    assert visible(tmp_path) == [path_of(last).name, path_of(read).name]
     assert torch.equal(kept, torch.full(SHAPE, 3.0))
     assert torch.equal(open_weights(last, verify_digest=True)["a"], torch.full(SHAPE, 2.0))
-    drop(last)
     del kept
     gc.collect()
-    pages.trim(tmp_path)
-    assert os.listdir(tmp_path) == [MARK]
-
-
-def test_without_hard_links_weights_are_published_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    manifest = version(1, tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [MARK, path_of(manifest).name]
-    open_weights(manifest, verify_digest=True)
+    assert drop(last)
+    assert drop(read)
+    store.trim()
+    assert sorted(os.listdir(tmp_path)) == [POOL_LOCK, MARK]

@@ -26,8 +26,6 @@ _PART = r"fetch-[0-9a-f]{16}-\d{1,9}\.part"
 _SEALED = re.compile(rf"{_SHARD}|{_PART}|weights-\d{{8,18}}\.safetensors")
 _FREE = re.compile(r"\.free\.(\d{1,20})\.(\d{1,20})")
 _WRITING = re.compile(r"\.writing\.((?:[0-9a-f]{12}|unknown)_\d{1,20}_\d{1,20})\.\d{1,20}")
-_PAGES = re.compile(r"\.weights-pages\.\d{1,20}\.\d{1,20}")
-_LINKING = re.compile(r"\.weights-linking\.\d{1,20}")
 _DONE = re.compile(r"\.fetch-[0-9a-f]{16}\.\d{1,9}\.done")
 _MARK_ASIDE = re.compile(r"\.?\.store\.json\.\d{1,20}\.\d{1,20}\.tmp")
 SHARD_PATTERN = rf"^{_SHARD}$"
@@ -65,16 +63,6 @@ def writer_of(name: str) -> str | None:
     return found[1] if found else None
 
 
-def is_pages(name: str) -> bool:
-    """Whether this is the hidden name of published weights."""
-    return _PAGES.fullmatch(name) is not None
-
-
-def is_linking(name: str) -> bool:
-    """Whether this is the name that weights have for a moment while they get their visible one."""
-    return _LINKING.fullmatch(name) is not None
-
-
 def is_unfinished_mark(name: str) -> bool:
     """Whether this is what a process that was killed while it wrote a mark may have left."""
     return _MARK_ASIDE.fullmatch(name) is not None
@@ -82,7 +70,7 @@ def is_unfinished_mark(name: str) -> bool:
 
 def is_ours(name: str) -> bool:
     """Whether any file of a store can have this name; `MARK` and `LIVE`, which go last, apart."""
-    patterns = (_SEALED, _FREE, _WRITING, _PAGES, _LINKING, _DONE, _MARK_ASIDE)
+    patterns = (_SEALED, _FREE, _WRITING, _DONE, _MARK_ASIDE)
     return name in (POOL_LOCK, FETCH_LOCK) or any(p.fullmatch(name) for p in patterns)
 
 

@@ -11,10 +11,10 @@ truncated or rewritten; they become free under an exclusive lock, which no one g
 has a lease. Because the free name follows from the inode, a process can ask for the very segments
 that it has mapped, whose page tables are built (affinity).
 
-Published weights lie in the same directory: they count for the limit, and a release removes them.
-So does anything else that lies there, but it is not ours: nothing happens to a file unless the
-directory carries our mark, the file's name is one that our code gives (`dispatch.names`) and it is
-a regular file of this user.
+Published weights are segments of exactly their size in the same directory. Whatever else lies there
+counts for the limit too, but it is not ours: nothing happens to a file unless the directory carries
+our mark, the file's name is one that our code gives (`dispatch.names`) and it is a regular file of
+this user.
 """
 
 from __future__ import annotations
@@ -70,21 +70,22 @@ class SegmentPool(PoolDirectory):
         self.wait_seconds = wait_seconds
         self.poison = poison or os.environ.get("EARL_POISON") == "1"
 
-    def acquire(self, size: int) -> Segment:
+    def acquire(self, size: int, exact: bool = False) -> Segment:
         """A segment of at least `size` bytes, in the smallest size class where there is room.
 
+        exact: of just this size, for a file whose format has no room for a gap.
         Its pages are allocated, so that writing cannot fail. A recycled one where possible, this
         process's own mappings first. Raises `PoolFull` when it fits neither within `max_bytes` nor
         on the file system before the deadline, `ValueError` for a negative size.
         """
-        wanted = size_class(size)
+        wanted = size if exact else size_class(size)
 
         def attempt() -> Segment | str:
             recycled = self._recycle(wanted)
             if recycled is not None:
                 return recycled
-            fresh = self._allocate(wanted, evict=False)
-            if isinstance(fresh, Segment):
+            fresh = self._allocate(wanted, evict=exact)
+            if exact or isinstance(fresh, Segment):
                 return fresh
             # A larger free segment beats fresh pages that cost other free ones.
             return self._recycle_larger(wanted) or self._allocate(wanted, evict=True)

@@ -188,11 +188,6 @@ def size_class(size: int) -> int:
     return -(-size // quarter) * quarter
 
 
-def is_size_class(size: int) -> bool:
-    """Whether a segment can have exactly this size."""
-    return size >= SMALLEST and size_class(size) == size
-
-
 def is_whole_segment(status: os.stat_result) -> bool:
     """Whether this is a segment with all its pages; others are removed, not recycled.
 
@@ -203,8 +198,7 @@ def is_whole_segment(status: os.stat_result) -> bool:
         is_own_file(status)
         and bool(status.st_mode & stat.S_ISVTX)
         and status.st_nlink == 1
-        and is_size_class(status.st_size)
-        and status.st_blocks * 512 >= status.st_size
+        and status.st_blocks * 512 >= status.st_size > 0
     )
 
 
