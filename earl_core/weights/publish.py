@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.dispatch.segments.segment import Segment
-from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
+from earl_core.dispatch.segments.writable_mappings import writable_mappings
 from earl_core.tensors.collectives import Mesh, Ranks
 from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.joint_file import combine, digest_together, fill, own_shares, tensor_hash
@@ -122,18 +122,15 @@ def _write_together(
     mine = own_shares(slices, layout, ranks)
     # Whoever starts a run has seen to it that the weights fit into its share of the memory.
     pool = SegmentPool(path.parent, max_bytes=sys.maxsize)
-    segment = ranks.do(lambda: _begin(pool, layout) if ranks.first else None)
-    with segment or nullcontext():
+    with ExitStack() as held:
+        segment = ranks.do(
+            lambda: held.enter_context(_begin(pool, layout)) if ranks.first else None
+        )
         unsealed = Path(ranks.from_first(lambda: str(segment.path) if segment else ""))
-        mapping = ranks.do(lambda: None if segment else _mapped(unsealed))
-        try:
-            memory = segment.memory if segment else memoryview(mapping.memory)
-            ranks.do(lambda: fill(memory, layout.places, slices, mine))
-            digest = digest_together(memory, layout.places, ranks)
-        finally:
-            if mapping is not None:
-                writable_mappings.put_back(mapping)
-        ranks.on_first(lambda: _seal(pool, segment, path))
+        memory = ranks.do(lambda: held.enter_context(_memory(segment, unsealed)))
+        ranks.do(lambda: fill(memory, layout.places, slices, mine))
+        digest = digest_together(memory, layout.places, ranks)
+        ranks.do(lambda: _seal(pool, segment, path) if segment else None)
     return digest
 
 
@@ -144,11 +141,18 @@ def _begin(pool: SegmentPool, layout: FileLayout) -> Segment:
     return segment
 
 
-def _mapped(path: Path) -> WritableMapping:
-    """Another rank's segment, mapped for writing."""
+@contextmanager
+def _memory(segment: Segment | None, path: Path) -> Iterator[memoryview]:
+    """The segment's memory, which the ranks that do not own it map by its path."""
+    if segment is not None:
+        yield segment.memory
+        return
     mapping = writable_mappings.take(path, path.lstat())
-    mapping.populate()
-    return mapping
+    try:
+        mapping.populate()
+        yield memoryview(mapping.memory)
+    finally:
+        writable_mappings.put_back(mapping)
 
 
 def _seal(pool: SegmentPool, segment: Segment, path: Path) -> None:

@@ -20,6 +20,8 @@ from earl_core.dispatch.remote import (
     TransportError,
     protocol,
 )
+from earl_core.dispatch.remote.connection import Connection
+from earl_core.dispatch.remote.questions import Question
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from earl_core.dispatch.remote.transport import Range
@@ -231,22 +233,21 @@ def test_bytes_damaged_on_the_way_are_found(entry: ShardEntry) -> None:
 def test_requests_in_flight_are_bounded(
     monkeypatch: pytest.MonkeyPatch, store: ShardStore, entry: ShardEntry
 ) -> None:
-    from earl_core.dispatch.remote.peer import Peer
-
     most: list[int] = []
-    peers: list[Peer] = []
-    original_init, original_ask = Peer.__init__, Peer.ask
+    connections: list[Connection] = []
+    original_init, original_ask = Connection.__init__, Connection.ask
 
-    def init(self: Peer, *arguments: object) -> None:
+    def init(self: Connection, *arguments: object) -> None:
         original_init(self, *arguments)  # type: ignore[arg-type]
-        peers.append(self)
+        connections.append(self)
 
-    def ask(self: Peer, deadline: float) -> None:
-        original_ask(self, deadline)
-        most.append(sum(peer.bytes_in_flight for peer in peers))
+    def ask(self: Connection, question: Question, deadline: float) -> None:
+        original_ask(self, question, deadline)
+        asked = [list(each.asked) for each in connections]
+        most.append(sum(question.size for each in asked for question in each))
 
-    monkeypatch.setattr(Peer, "__init__", init)
-    monkeypatch.setattr(Peer, "ask", ask)
+    monkeypatch.setattr(Connection, "__init__", init)
+    monkeypatch.setattr(Connection, "ask", ask)
     limits = ClientLimits(request_bytes=2**14, bytes_in_flight=2**16)
     with (
         RangeServer(store.directory, TOKEN) as one,

@@ -140,7 +140,7 @@ class RangeServer:
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         send_all(client, [protocol.HELLO.pack(protocol.MAGIC, nonce)], deadline)
         answer = bytearray(protocol.ANSWER.size)
-        if not receive(client, answer, deadline):
+        if not receive(client, [answer], deadline):
             return False
         magic, theirs, proof = protocol.ANSWER.unpack(answer)
         expected = protocol.prove(self._token, b"client", nonce, theirs)
@@ -156,10 +156,10 @@ class RangeServer:
         """Read one request and answer it; False when the connection is to end."""
         head = bytearray(protocol.REQUEST.size)
         first = memoryview(head)[:1]
-        if not receive(client, first, time.monotonic() + self.limits.idle_seconds):
+        if not receive(client, [first], time.monotonic() + self.limits.idle_seconds):
             return False
         deadline = time.monotonic() + self.limits.request_seconds
-        if not receive(client, memoryview(head)[1:], deadline):
+        if not receive(client, [memoryview(head)[1:]], deadline):
             return False
         number, size, files, ranges = protocol.read_request_head(head)
         if (
@@ -175,7 +175,7 @@ class RangeServer:
             drain(client, size)
             return False
         body = bytearray(size)
-        if not receive(client, body, deadline):
+        if not receive(client, [body], deadline):
             return False
         request = protocol.read_request(number, memoryview(body), files, ranges)
         if not self._slots.acquire(timeout=self.limits.request_seconds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Sequence
@@ -20,15 +21,23 @@ def tune(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def receive(client: socket.socket, into: bytearray | memoryview, deadline: float) -> bool:
-    """Fill `into`; False when the other side closed first. Raises `TimeoutError`."""
-    view = memoryview(into)
-    while view.nbytes:
-        client.settimeout(remaining(deadline))
-        count = client.recv_into(view)
+def receive(
+    client: socket.socket,
+    into: Sequence[bytearray | memoryview],
+    deadline: float,
+    stall_seconds: float = math.inf,
+) -> bool:
+    """Fill the parts one after the other; False when the other side closed first.
+
+    Raises `TimeoutError` at the deadline, or when nothing comes for `stall_seconds`.
+    """
+    left = [memoryview(part) for part in into if len(part)]
+    while left:
+        client.settimeout(min(remaining(deadline), stall_seconds))
+        count = client.recvmsg_into(left[:MAX_VECTOR])[0]
         if count == 0:
             return False
-        view = view[count:]
+        _advance(left, count)
     return True
 
 
@@ -37,11 +46,15 @@ def send_all(client: socket.socket, parts: Sequence[bytes | memoryview], deadlin
     left = [memoryview(part) for part in parts]
     while left:
         client.settimeout(remaining(deadline))
-        sent = client.sendmsg(left[:MAX_VECTOR])
-        while left and sent >= left[0].nbytes:
-            sent -= left.pop(0).nbytes
-        if sent:
-            left[0] = left[0][sent:]
+        _advance(left, client.sendmsg(left[:MAX_VECTOR]))
+
+
+def _advance(left: list[memoryview], count: int) -> None:
+    """Take the first `count` bytes off."""
+    while left and count >= left[0].nbytes:
+        count -= left.pop(0).nbytes
+    if count:
+        left[0] = left[0][count:]
 
 
 def remaining(deadline: float) -> float:

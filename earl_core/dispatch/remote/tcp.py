@@ -1,30 +1,26 @@
 """Ranges of shards from other hosts, over TCP.
 
-One thread reads from all hosts at the same time, straight into the final memory. When many hosts
-send to one, their packets overflow the queue of its link and TCP waits 200 ms before it tries
-again (incast). So the bytes asked for and not yet received are bounded over all hosts together,
-and every consumer starts with another producer.
+A thread for each host reads straight into the final memory. When many hosts send to one, their
+packets overflow the queue of its link and TCP waits 200 ms before it tries again (incast). So the
+bytes asked for and not yet received are bounded over all hosts together, and every consumer starts
+with another producer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import selectors
-import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from earl_core.dispatch.remote import protocol
-from earl_core.dispatch.remote.peer import Peer, cut
-from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
+from earl_core.dispatch.remote.connection import Connection
+from earl_core.dispatch.remote.questions import Question, cut
 from earl_core.dispatch.remote.transport import RemoteRead, TransportError
 from earl_core.dispatch.shards.checksums import Proof
-from earl_core.system.frames import WireError
 from earl_core.system.process_identity import host_name
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
@@ -34,6 +30,7 @@ _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 class ClientLimits:
     """How a read is cut up, and how long it may take.
 
+    bytes_in_flight: asked for and not yet received, over all hosts of a read.
     stall_seconds: how long a host that owes bytes may send none. A whole read of n bytes has to
     end within stall_seconds + n / minimum_rate (bytes/s), however steadily its bytes trickle.
     """
@@ -75,192 +72,87 @@ class TcpTransport:
     def reset(self) -> None:
         """Forget all connections without closing them."""
         self._lock = threading.Lock()
-        self._idle: dict[str, list[socket.socket]] = {}
-        self._all: set[socket.socket] = set()
+        self._idle: list[Connection] = []
+        self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     def close(self) -> None:
         """Close idle connections. Reading again opens new ones."""
         with self._lock:
-            idle = [used for found in self._idle.values() for used in found]
-            self._idle.clear()
-        for used in idle:
-            self._discard(used)
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
 
     def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
         """Fill from several hosts at the same time. proofs: by file name.
 
         Raises `TransportError`; the destinations' contents are then undefined.
         """
-        peers = []
-        for host in rotated(reads):
-            queue = cut(reads[host], proofs, self.limits.request_bytes)
-            if queue:
-                peers.append(Peer(host, queue))
-        total = sum(peer.left for peer in peers)
-        deadline = time.monotonic() + self.limits.stall_seconds + total / self.limits.minimum_rate
-        selector = selectors.DefaultSelector()
-        try:
-            self._run(peers, selector, deadline)
-        finally:
-            selector.close()
-            for peer in peers:
-                # A connection that still owes an answer is out of step.
-                if peer.connection is not None and (peer.in_flight or peer.broken):
-                    self._discard(peer.connection)
-                elif peer.connection is not None:
-                    self._give_back(peer.host, peer.connection)
-
-    def _run(self, peers: list[Peer], selector: selectors.BaseSelector, deadline: float) -> None:
-        while any(peer.left for peer in peers):
-            self._ask(peers, selector, deadline)
-            wait = min(
-                deadline, *(p.last + self.limits.stall_seconds for p in peers if p.in_flight)
-            )
-            events = selector.select(max(0.0, wait - time.monotonic()))
-            if not events and time.monotonic() >= wait:
-                raise self._timed_out(peers)
-            for key, _ in events:
-                self._take(key.data, selector, deadline)
-            if time.monotonic() > deadline:
-                raise self._timed_out(peers)
-
-    def _ask(self, peers: list[Peer], selector: selectors.BaseSelector, deadline: float) -> None:
-        """Ask while the bounds allow: who has fewest questions open, then who has most left."""
-        flying = sum(peer.bytes_in_flight for peer in peers)
-        while True:
-            able = [
-                peer
-                for peer in peers
-                if peer.queue and len(peer.in_flight) < self.limits.requests_per_host
+        limits = self.limits
+        work = {host: cut(reads[host], proofs, limits.request_bytes) for host in rotated(reads)}
+        total = sum(question.size for questions in work.values() for question in questions)
+        deadline = time.monotonic() + limits.stall_seconds + total / limits.minimum_rate
+        slots = threading.Semaphore(limits.bytes_in_flight // limits.request_bytes)
+        stop = threading.Event()
+        with ThreadPoolExecutor(max(1, len(work)), "earl-reads") as threads:
+            jobs = [
+                threads.submit(self._read, host, questions, slots, stop, deadline)
+                for host, questions in work.items()
+                if questions
             ]
-            if not able:
-                return
-            # Of equals the first in rotated order: min() keeps it.
-            peer = min(able, key=lambda one: (len(one.in_flight), -one.left))
-            size = peer.queue[0].size
-            if flying and flying + size > self.limits.bytes_in_flight:
-                return
-            flying += size
-            if peer.connection is None:
-                peer.connection, peer.reused = self._checkout(peer.host, deadline)
-                selector.register(peer.connection, selectors.EVENT_READ, peer)
             try:
-                peer.ask(deadline)
-            except OSError as error:
-                self._again(peer, selector, deadline, error)
+                wait(jobs, return_when=FIRST_EXCEPTION)
+            finally:
+                stop.set()
+        for job in jobs:
+            job.result()
 
-    def _take(self, peer: Peer, selector: selectors.BaseSelector, deadline: float) -> None:
-        try:
-            peer.take()
-        except WireError as error:
-            peer.broken = True
-            raise TransportError(
-                f"host {peer.host!r} does not speak this protocol: {error}"
-            ) from error
-        except OSError as error:
-            self._again(peer, selector, deadline, error)
-
-    def _again(
-        self, peer: Peer, selector: selectors.BaseSelector, deadline: float, error: OSError
+    def _read(
+        self,
+        host: str,
+        questions: deque[Question],
+        slots: threading.Semaphore,
+        stop: threading.Event,
+        deadline: float,
     ) -> None:
-        """A kept connection may have ended while idle: then, and only then, try a new one."""
-        assert peer.connection is not None
-        selector.unregister(peer.connection)
-        self._discard(peer.connection)
-        peer.connection = None
-        if isinstance(error, TimeoutError):
-            raise self._timed_out([peer]) from error
-        if not peer.reused:
-            raise TransportError(
-                f"the connection to host {peer.host!r} broke off ({error}): see whether its "
-                "process still runs"
-            ) from error
-        peer.rewind()
-        peer.connection, peer.reused = self._connect(peer.host, deadline), False
-        selector.register(peer.connection, selectors.EVENT_READ, peer)
+        """One host's part of a read. slots: for requests in flight, of all hosts together."""
+        connection = self._checkout(host, deadline)
+        try:
+            while (questions or connection.asked) and not stop.is_set():
+                # Whoever is owed an answer receives it before it waits for another slot.
+                patience = 0.0 if connection.asked else max(0.0, deadline - time.monotonic())
+                room = len(connection.asked) < self.limits.requests_per_host
+                if questions and room and slots.acquire(timeout=patience):
+                    connection.ask(questions.popleft(), deadline)
+                elif connection.asked:
+                    connection.take_answer(deadline)
+                    slots.release()
+                else:
+                    raise TransportError(f"host {host!r} was not asked in time: others are slow")
+        finally:
+            if connection.asked:
+                connection.close()  # it is out of step
+                slots.release(len(connection.asked))
+            else:
+                with self._lock:
+                    self._idle.append(connection)
 
-    def _timed_out(self, peers: list[Peer]) -> TransportError:
-        late = {peer.host: peer.left for peer in peers if peer.left}
-        for peer in peers:
-            peer.broken = peer.broken or bool(peer.in_flight)
-        return TransportError(
-            f"{sum(late.values()):,} bytes of {', '.join(map(repr, late))} did not come in time: "
-            "see whether these hosts are alive and their network is not overloaded"
-        )
-
-    def _checkout(self, host: str, deadline: float) -> tuple[socket.socket, bool]:
-        with self._lock:
-            idle = self._idle.get(host)
-            if idle:
-                return idle.pop(), True
-        return self._connect(host, deadline), False
-
-    def _connect(self, host: str, deadline: float) -> socket.socket:
+    def _checkout(self, host: str, deadline: float) -> Connection:
+        """A kept connection, unless it ended while idle, or a new one."""
         address = self.addresses.get(host)
         if address is None:
             raise TransportError(f"no address is known of host {host!r}: it serves no shards")
-        deadline = min(deadline, time.monotonic() + self.limits.connect_seconds)
-        try:
-            connection = socket.create_connection(address, timeout=remaining(deadline))
-        except TimeoutError as error:
-            raise TransportError(f"host {host!r} at {address} did not answer in time") from error
-        except OSError as error:
-            raise TransportError(
-                f"host {host!r} at {address} cannot be reached: {error}"
-            ) from error
-        self._all.add(connection)
-        try:
-            tune(connection)
-            self._shake_hands(connection, host, deadline)
-            connection.setblocking(False)
-        except TransportError:
-            self._discard(connection)
-            raise
-        except TimeoutError as error:
-            self._discard(connection)
-            raise TransportError(f"host {host!r} at {address} did not greet in time") from error
-        except OSError as error:
-            self._discard(connection)
-            raise TransportError(f"host {host!r} at {address} broke off: {error}") from error
-        return connection
-
-    def _shake_hands(self, connection: socket.socket, host: str, deadline: float) -> None:
-        hello, welcome = (
-            bytearray(protocol.HELLO.size),
-            bytearray(protocol.WELCOME.size),
-        )
-        if not receive(connection, hello, deadline):
-            raise TransportError(f"host {host!r} closed the connection at once: it may be full")
-        magic, theirs = protocol.HELLO.unpack(hello)
-        if magic != protocol.MAGIC:
-            raise TransportError(
-                f"what listens on host {host!r} is no range server of this version"
-            )
-        mine = secrets.token_bytes(protocol.NONCE_BYTES)
-        proof = protocol.prove(self._token, b"client", theirs, mine)
-        send_all(connection, [protocol.ANSWER.pack(protocol.MAGIC, mine, proof)], deadline)
-        if not receive(connection, welcome, deadline):
-            raise TransportError(f"host {host!r} broke the handshake off")
-        _, status, shown = protocol.WELCOME.unpack(welcome)
-        if status != protocol.Status.OK:
-            raise TransportError(
-                f"host {host!r} does not accept the token: all hosts need the same one"
-            )
-        if not protocol.same(shown, protocol.prove(self._token, b"server", theirs, mine)):
-            raise TransportError(
-                f"what answers for host {host!r} does not know the token; not trusted"
-            )
-
-    def _give_back(self, host: str, connection: socket.socket) -> None:
         with self._lock:
-            self._idle.setdefault(host, []).append(connection)
-
-    def _discard(self, connection: socket.socket) -> None:
-        self._all.discard(connection)
-        # Shutting down ends it even where a forked child still holds a copy.
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-        connection.close()
+            kept = next((one for one in self._idle if one.host == host), None)
+            if kept is not None:
+                self._idle.remove(kept)
+        if kept is not None:
+            if kept.is_alive():
+                return kept
+            kept.close()
+        soon = min(deadline, time.monotonic() + self.limits.connect_seconds)
+        made = Connection(host, address, self._token, soon, self.limits.stall_seconds)
+        self._all.add(made)
+        return made
 
 
 def rotated(hosts: Mapping[str, RemoteRead]) -> list[str]:
@@ -274,9 +166,8 @@ def rotated(hosts: Mapping[str, RemoteRead]) -> list[str]:
 def _forget_in_child() -> None:
     """A forked child holds copies of the sockets; closing them here leaves the parent's alone."""
     for transport in list(_transports):
-        for used in transport._all:
-            with contextlib.suppress(OSError):
-                os.close(used.detach())
+        for connection in list(transport._all):
+            connection.forget()
         transport.reset()
 
 
