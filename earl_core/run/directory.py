@@ -39,6 +39,7 @@ from earl_core.run.checkpoints import (
 )
 from earl_core.run.identity import check_not_copied, checked_uid, place_of
 from earl_core.run.journal import Journal
+from earl_core.run.keys import look_up
 from earl_core.run.lock import RunLock
 from earl_core.run.record import (
     RunDamaged,
@@ -116,7 +117,7 @@ class RunDirectory:
         if "settings" not in self.record:
             return
         before, now = self.record["settings"], settings_of(self.config)
-        different = [part for part in _IDENTITY if _look_up(before, part) != _look_up(now, part)]
+        different = [part for part in _IDENTITY if look_up(before, part) != look_up(now, part)]
         if different:
             raise ConfigError(
                 f"the run directory {self.path} belongs to a run with another "
@@ -364,10 +365,3 @@ class RunDirectory:
 def _holds_something(path: Path) -> bool:
     # An empty folder may be a file system that was mounted there for the run's checkpoints.
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def _look_up(mapping: dict[str, Any], dotted: str) -> Any:
-    value: Any = mapping
-    for part in dotted.split("."):
-        value = value[part]
-    return value

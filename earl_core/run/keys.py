@@ -89,10 +89,11 @@ def stage_key(
 def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
     whole = config.model_dump(mode="json")
-    return {name: _look_up(whole, name) for name in STAGE_SETTINGS[stage]}
+    return {name: look_up(whole, name) for name in STAGE_SETTINGS[stage]}
 
 
-def _look_up(mapping: dict[str, Any], dotted: str) -> Any:
+def look_up(mapping: dict[str, Any], dotted: str) -> Any:
+    """The setting of this dotted name."""
     value: Any = mapping
     for part in dotted.split("."):
         value = value[part]

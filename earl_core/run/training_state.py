@@ -4,6 +4,7 @@ parameter with its shape, and what the caller stored. It has a digest of its own
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -125,11 +126,8 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _damaged(directory: Path, what: str) -> CheckpointError:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid; struct flock of 64-bit Linux
-_PAUSE = 0.005  # seconds between tries
+_PAUSE = 0.001  # seconds between tries
 _WHOLE = 0  # a length: to the end of the file, however far it grows
 
 

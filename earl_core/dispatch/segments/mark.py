@@ -15,13 +15,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from earl_core.dispatch.segments.names import MARK, is_own_file, is_unfinished_mark
+from earl_core.dispatch.segments.names import MARK, is_unfinished_mark, own_status
 from earl_core.system.errors import NotOurs
-from earl_core.system.files import write_atomic
+from earl_core.system.files import read_file, write_atomic
 from earl_core.system.user_directory import make_parent
 
 _FORMAT = "earl.store/1"
-_MOST_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,9 @@ def read_mark(directory: Path) -> StoreMark | None:
         status = os.lstat(directory)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return None
-        content = json.loads(_read(directory / MARK))
+        if own_status(directory / MARK) is None:
+            return None
+        content = json.loads(read_file(directory / MARK))
         whose = (content["format"], content["store"], content["user"])
         if whose != (_FORMAT, _name(directory), os.geteuid()):
             return None
@@ -99,16 +100,6 @@ def _check_empty(directory: Path) -> None:
             f"{directory} holds files that are not of a store, such as {left[0]}: move them away, "
             "or choose another folder",
         )
-
-
-def _read(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not is_own_file(os.fstat(descriptor)):
-            raise OSError(errno.EINVAL, f"{path} is no plain file of this user")
-        return os.read(descriptor, _MOST_BYTES)
-    finally:
-        os.close(descriptor)
 
 
 def _name(directory: Path) -> str:

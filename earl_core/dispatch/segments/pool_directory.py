@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -22,6 +21,7 @@ from earl_core.dispatch.segments.names import (
     own_status,
     writer_of,
 )
+from earl_core.system.locks import FileLock
 from earl_core.system.process_identity import ProcessId
 
 FREE = ".free."
@@ -30,7 +30,6 @@ SEGMENT_MODE = 0o1600
 SMALLEST = max(16 * 1024, 4 * mmap.PAGESIZE)
 """Bytes of the least segment. Sizes come in four classes per octave, so that a recycled segment
 fits the next shard."""
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 _LOCK_SECONDS = 30.0  # the lock is held for microseconds; only a stopped process keeps it
 
 
@@ -137,40 +136,26 @@ class PoolDirectory:
 
         Raises `TimeoutError` when another keeps the lock for half a minute.
         """
-        descriptor = self._lock()
+        lock = self._lock()
         try:
             yield
         finally:
-            # Said, not left to closing: a child forked meanwhile has the descriptor too.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+            lock.release()
 
-    def _lock(self) -> int:
+    def _lock(self) -> FileLock:
         path = self.directory / POOL_LOCK
-        patience = time.monotonic() + _LOCK_SECONDS
         while True:
             self.make()
             try:
-                descriptor = os.open(path, _LOCK_FLAGS, 0o600)
+                return FileLock(path, _LOCK_SECONDS)
             except FileNotFoundError:
                 continue  # the store was removed at this moment
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(descriptor).st_nlink:
-                    return descriptor
             except BlockingIOError:
-                if time.monotonic() > patience:
-                    os.close(descriptor)
-                    raise TimeoutError(
-                        errno.ETIMEDOUT,
-                        f"{path} has been locked for {_LOCK_SECONDS:.0f} s: a process of this run "
-                        "hangs; look for it in /proc/locks and end it",
-                    ) from None
-                time.sleep(0.001)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"{path} has been locked for {_LOCK_SECONDS:.0f} s: a process of this run "
+                    "hangs; look for it in /proc/locks and end it",
+                ) from None
 
 
 def size_class(size: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import xxhash
@@ -49,16 +49,7 @@ class Proof:
                 f"the shard {entry.file} has no checksum yet, so its bytes cannot be proved to "
                 "another host: seal the manifest before other hosts read it"
             )
-        return cls(
-            entry.file,
-            entry.generation,
-            entry.bytes,
-            entry.body,
-            entry.checksums,
-            entry.block_bytes,
-            entry.checksum,
-            entry.layout,
-        )
+        return cls(**{field.name: getattr(entry, field.name) for field in fields(cls)})
 
 
 Checksummed = ShardEntry | Proof
@@ -92,13 +83,6 @@ def blocks_of(entry: Checksummed, spans: Iterable[Span]) -> list[int]:
     return sorted(numbers)
 
 
-def block_bounds(entry: Checksummed, number: int) -> tuple[int, int]:
-    """First byte of a block, and the byte after its last."""
-    start, length = entry.body
-    begin = start + number * entry.block_bytes
-    return begin, min(begin + entry.block_bytes, start + length)
-
-
 def verify_blocks(memory: memoryview, entry: Checksummed, spans: Sequence[Span]) -> None:
     """Check the blocks that cover these bytes of a shard's file, each once.
 
@@ -122,7 +106,8 @@ def verify_blocks(memory: memoryview, entry: Checksummed, spans: Sequence[Span])
         memory, dtype="<u8", count=entry.checksums[1] // 8, offset=entry.checksums[0]
     )
     for number in blocks_of(entry, spans):
-        begin, stop = block_bounds(entry, number)
+        begin = first + number * entry.block_bytes
+        stop = min(begin + entry.block_bytes, first + size)
         if xxhash.xxh3_64_intdigest(memory[begin:stop]) != table[1 + number]:
             raise ManifestError(
                 f"the shard {entry.file} is corrupt: bytes {begin} to {stop} do not match their "

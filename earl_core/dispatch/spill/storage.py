@@ -15,17 +15,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import xxhash
-
 from earl_core.dispatch.segments.names import is_shard, is_uid
-from earl_core.dispatch.shards.checksums import block_bounds
+from earl_core.dispatch.shards.checksums import verify_body
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import EarlError
@@ -221,15 +219,17 @@ class Spill:
                 while left and (part := source.read(min(left, 1 << 23))):
                     stream.write(part)
                     left -= len(part)
-        if left:
-            raise _corrupt(entry, self.url)
-        stream.seek(entry.checksums[0])
-        sums = _checked_table(entry, stream.read(entry.checksums[1]), self.url)
-        stream.seek(entry.body[0])
-        for number, expected in enumerate(sums):
-            start, stop = block_bounds(entry, number)
-            if xxhash.xxh3_64_intdigest(stream.read(stop - start)) != expected:
-                raise _corrupt(entry, self.url)
+        stream.flush()
+        mapping = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
+        try:
+            if left:
+                raise ManifestError("its end is missing")
+            verify_body(memoryview(mapping), entry)
+        except ManifestError as error:
+            raise ManifestError(
+                f"the shard {entry.file} in {self.url} does not match its checksums: its stage is "
+                "repeated"
+            ) from error
 
     @contextmanager
     def _storage_errors(self, what: str) -> Iterator[None]:
@@ -253,18 +253,3 @@ def _is_plain(info: dict[str, Any]) -> bool:
     """Whether this is an object, and on a file system one of this user and no link."""
     own = info.get("uid", os.geteuid()) == os.geteuid()
     return info["type"] == "file" and not info.get("islink") and own
-
-
-def _checked_table(entry: ShardEntry, table: bytes, url: str) -> list[int]:
-    if not entry.checksum or xxhash.xxh3_64_hexdigest(table) != entry.checksum:
-        raise _corrupt(entry, url)
-    layout, *sums = np.frombuffer(table, dtype="<u8").tolist()
-    if layout != entry.layout:
-        raise _corrupt(entry, url)
-    return sums
-
-
-def _corrupt(entry: ShardEntry, url: str) -> ManifestError:
-    return ManifestError(
-        f"the shard {entry.file} in {url} does not match its checksums: its stage is repeated"
-    )
