@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,10 @@ from earl_core.dispatch.reads.batch import Batch, Lease, abandon, open_shards
 from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.reads.sources import Sources
 from earl_core.dispatch.remote.incoming import incoming_of
-from earl_core.dispatch.remote.parts import Part, PartLease, PartStore, cut_parts
+from earl_core.dispatch.remote.parts import Part, PartStore, cut_parts
 from earl_core.dispatch.remote.tcp import TcpTransport
 from earl_core.dispatch.remote.transport import Range, RemoteRead
+from earl_core.dispatch.segments.leases import Mapped
 from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.shards.checksums import Proof
 from earl_core.dispatch.shards.store import ShardStore
@@ -61,9 +63,10 @@ def fetch(
     leases: list[Lease] = list(mapped.values())
     try:
         if numbers and numbers[-1] >= len(plan.entries):
-            lease = share.receive(rank, store, transport, wait_seconds)
-            leases.append(lease)
-            memories |= {len(plan.entries) + n: memory for n, memory in lease.memories().items()}
+            parts, done = share.receive(rank, store, transport, wait_seconds)
+            # Leases are closed last first: the parts are done with when no view of them is left.
+            leases += [done, *parts.values()]
+            memories |= {len(plan.entries) + n: part.memory for n, part in parts.items()}
         return Batch.over(sources, memories, leases)
     except BaseException:
         abandon(leases)
@@ -99,8 +102,9 @@ class _Share:
 
     def receive(
         self, rank: int, store: ShardStore, transport: TcpTransport, wait_seconds: float
-    ) -> PartLease:
-        """Leases on the parts that hold rows of this rank."""
+    ) -> tuple[dict[int, Mapped], ExitStack]:
+        """Leases on the parts that hold rows of this rank, by number; what to close after them, so
+        that the last rank of the host releases the parts."""
         plan = self._plan
         ranks = [other for other, name in enumerate(plan.hosts) if name == self._host]
         needs: dict[int, list[int]] = {}
@@ -121,12 +125,9 @@ class _Share:
         turn = ranks.index(rank) * len(mine) // len(ranks)
         order = [self._parts[number] for number in mine[turn:] + mine[:turn]]
         kept = PartStore(store.pool, plan.digest, self._parts, users)
-        try:
-            return PartLease(kept, rank, kept.obtain(order, rank, receive, wait_seconds))
-        except BaseException:
-            # What other ranks received must not wait for this one.
-            kept.done(rank)
-            raise
+        with ExitStack() as done:
+            done.callback(kept.done, rank)
+            return kept.obtain(order, rank, receive, wait_seconds), done.pop_all()
 
     def _read_part(self, part: Part, segment: Segment, transport: TcpTransport) -> None:
         ranges: dict[str, list[Range]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,27 +155,3 @@ class PartStore:
 
     def _mark(self, rank: int) -> Path:
         return self._pool.directory / f".fetch-{self._digest}.{rank}.done"
-
-
-class PartLease:
-    """The leases of one rank on its parts. `close` raises `BufferError` while views are alive."""
-
-    def __init__(self, store: PartStore, rank: int, mapped: Mapping[int, Mapped]) -> None:
-        self._store = store
-        self._rank = rank
-        self._mapped = dict(mapped)
-        self._open = True
-
-    def memories(self) -> dict[int, memoryview]:
-        """The parts by number, read-only."""
-        return {number: mapped.memory for number, mapped in self._mapped.items()}
-
-    def close(self) -> None:
-        """Give the leases back; the last rank of the host releases the parts."""
-        while self._mapped:
-            number = next(reversed(self._mapped))
-            self._mapped[number].close()
-            del self._mapped[number]
-        if self._open:
-            self._open = False
-            self._store.done(self._rank)

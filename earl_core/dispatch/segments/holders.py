@@ -66,29 +66,21 @@ def describe_holders(paths: Iterable[Path], most: int = 5) -> str:
     filled = sorted((path for path in sizes if sizes[path]), key=lambda path: -sizes[path])
     if not filled:
         return "It holds nothing"
-    listed = ", ".join(f"{path.name} ({sizes[path]:,})" for path in filled[:most])
-    more = f" and {len(filled) - most} smaller files" if len(filled) > most else ""
-    return f"It holds {listed}{more}. {_leases(filled, sizes, most)}"
-
-
-def _leases(filled: list[Path], sizes: dict[Path, int], most: int) -> str:
-    """Which processes keep which of the files, whoever keeps most bytes first."""
     kept: dict[int, list[Path]] = {}
     for path, pids in lease_holders(path for path in filled if path.name[0] != ".").items():
         for pid in pids:
             kept.setdefault(pid, []).append(path)
-    if not kept:
-        return "No process has a lease on any of them"
+    held = {pid: sum(sizes[path] for path in files) for pid, files in kept.items()}
+    leases = []
+    for pid in sorted(kept, key=lambda pid: -held[pid]):
+        names = [path.name for path in sorted(kept[pid], key=lambda path: -sizes[path])]
+        number = "1 file" if len(names) == 1 else f"{len(names)} files"
+        shown = f"{number}, {held[pid]:,}: {_first(names, most)}"
+        leases.append(f"{pid} {process_name(pid)!r} keeps {shown}")
+    files = _first([f"{path.name} ({sizes[path]:,})" for path in filled], most)
+    return f"It holds {files}. Leases: {_first(leases, most, '; ') or 'none'}"
 
-    def held(pid: int) -> int:
-        return sum(sizes[path] for path in kept[pid])
 
-    parts = []
-    for pid in sorted(kept, key=held, reverse=True)[:most]:
-        files = sorted(kept[pid], key=lambda path: -sizes[path])
-        number = f"{len(files)} files" if len(files) > 1 else "1 file"
-        names = ", ".join(path.name for path in files[:most])
-        rest = f" and {len(files) - most} more" if len(files) > most else ""
-        parts.append(f"{pid} {process_name(pid)!r} keeps {number}, {held(pid):,}: {names}{rest}")
-    others = f"; {len(kept) - most} more processes keep some" if len(kept) > most else ""
-    return f"Leases: {'; '.join(parts)}{others}"
+def _first(texts: list[str], most: int, between: str = ", ") -> str:
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more

@@ -38,7 +38,7 @@ from earl_core.dispatch.segments.pool_directory import (
     is_whole_segment,
     size_class,
 )
-from earl_core.dispatch.segments.segment import POISON, Segment
+from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
 from earl_core.system.errors import EarlError
 
@@ -284,22 +284,14 @@ class SegmentPool(PoolDirectory):
             if not is_whole_segment(status):
                 path.unlink()
             elif self.poison:
-                self._release_poisoned(path, descriptor, status)
+                # Filled in state writing: a crash half-way must not leave a poisoned sealed file.
+                writing, generation = self.new_writing_path()
+                os.rename(path, writing)
+                mapping = writable_mappings.take(writing, status)
+                Segment(self, writing, generation, mapping, poison=True).abandon()
             else:
                 os.rename(path, self.free_path(status))
         return True
-
-    def _release_poisoned(self, path: Path, descriptor: int, status: os.stat_result) -> None:
-        # Filled in state writing: a crash half-way must not leave a poisoned sealed file.
-        writing, _ = self.new_writing_path()
-        os.rename(path, writing)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        try:
-            mapping = writable_mappings.take(writing, status)
-            mapping.fill(POISON)
-            writable_mappings.put_back(mapping)
-        finally:
-            os.rename(writing, self.free_path(status))
 
     def _evict(self, name: str) -> bool:
         """Remove a free segment and its memory; False when another process was faster."""
