@@ -92,12 +92,6 @@ class Ranks:
         dist.all_gather(tables, table.contiguous(), group=self._group)
         return tables
 
-    def sum(self, table: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tables, in place."""
-        if self._group is not None:
-            dist.all_reduce(table, group=self._group)
-        return table
-
     def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
         """The arrays [n_r, ...] of all ranks, by rank; equal dtypes and other dimensions."""
         if self._group is None:

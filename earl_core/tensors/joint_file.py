@@ -54,39 +54,32 @@ def fill(
 
 def digest_together(memory: memoryview, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:
     """`digest_of` all tensors of the file; each rank reads its share of them. Collective."""
-    names = sorted(places)
     loads = [0] * ranks.size
-    hashes = torch.zeros(len(names), 2, dtype=torch.int64)
-    for name in sorted(names, key=lambda name: places[name].start - places[name].stop):
+    mine: dict[str, str] = {}
+    for name in sorted(places, key=lambda name: places[name].start - places[name].stop):
         reader = loads.index(min(loads))
         loads[reader] += places[name].stop - places[name].start
         if reader == ranks.rank:
-            value = tensor_hash(view(memory, places[name]))
-            words = (value >> 64, value & (2**64 - 1))
-            # Two's complement, for there is no unsigned sum.
-            signed = [word - 2**64 if word >> 63 else word for word in words]
-            hashes[names.index(name)] = torch.tensor(signed)
-    total = ranks.sum(hashes).tolist()
-    found = {
-        name: ((high % 2**64) << 64) | (low % 2**64)
-        for name, (high, low) in zip(names, total, strict=True)
-    }
-    return combine({name: (places[name].dtype, places[name].shape, found[name]) for name in names})
+            mine[name] = tensor_hash(view(memory, places[name]))
+    hashes = {name: value for each in ranks.gather_json(mine) for name, value in each.items()}
+    return combine(
+        {name: (place.dtype, place.shape, hashes[name]) for name, place in places.items()}
+    )
 
 
-def tensor_hash(tensor: torch.Tensor) -> int:
-    """xxh3_128 over a tensor's bytes."""
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """xxh3_128 over a tensor's bytes, in hex."""
     if not tensor.numel():
-        return xxhash.xxh3_128_intdigest(b"")
+        return xxhash.xxh3_128_hexdigest(b"")
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_128_intdigest(flat.numpy().data)
+    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
-def combine(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], int]]) -> str:
+def combine(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], str]]) -> str:
     """xxh3_128 over names, dtypes, shapes and hashes of tensors, by name; 32 hex digits."""
     state = xxhash.xxh3_128()
     for name in sorted(tensors):
         dtype, shape, value = tensors[name]
         dimensions = ",".join(map(str, shape))
-        state.update(f"{name}|{DTYPE_CODES[dtype]}|{dimensions}|{value:032x}|".encode())
+        state.update(f"{name}|{DTYPE_CODES[dtype]}|{dimensions}|{value}|".encode())
     return state.hexdigest()

@@ -160,7 +160,7 @@ def test_a_head_that_promises_gigabytes_is_refused_unread(
     server: RangeServer, store: ShardStore, entry: ShardEntry
 ) -> None:
     client = connect(server)
-    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 2**32 - 1, 1, 1))
+    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 2**32 - 1, 1))
     assert answer(client)[1] == protocol.Status.FAILED
     assert ended(client)
     assert serves(server, store, entry)
@@ -185,7 +185,7 @@ def test_garbage_never_ends_the_server(
     else:
         client = connect(garbage_server)
     if stage == "body":
-        head = protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, len(garbage), 1, len(garbage) % 8)
+        head = protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, len(garbage), len(garbage) % 8)
         garbage = head + garbage
     with contextlib.suppress(OSError):
         client.sendall(garbage)
@@ -236,13 +236,13 @@ def _never_answers(server: RangeServer) -> socket.socket:
 
 def _half_a_request(server: RangeServer) -> socket.socket:
     client = connect(server)
-    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 100, 1, 1)[:7])
+    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 100, 1)[:7])
     return client
 
 
 def _head_without_body(server: RangeServer) -> socket.socket:
     client = connect(server)
-    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 100, 1, 1))
+    client.sendall(protocol.REQUEST.pack(protocol.REQUEST_MARK, 1, 100, 1))
     return client
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from earl_core.dispatch.remote.transport import Range, TransportError
 from earl_core.dispatch.shards.checksums import Proof
@@ -33,19 +34,18 @@ PROOF_BYTES = 32
 HELLO = struct.Struct(f"<8s{NONCE_BYTES}s")
 ANSWER = struct.Struct(f"<8s{NONCE_BYTES}s{PROOF_BYTES}s")
 WELCOME = struct.Struct(f"<8sB{PROOF_BYTES}s")
-REQUEST = struct.Struct("<4sIIHH")  # mark, id, bytes of the body, files, ranges
+REQUEST = struct.Struct("<4sIIH")  # mark, id, bytes of the body, ranges
 RESPONSE = struct.Struct("<4sIB3xQQ")  # mark, id, status, bytes of the payload, xxh3_64 of it
-REQUEST_MARK = b"ERq1"
+REQUEST_MARK = b"ERq2"
 RESPONSE_MARK = b"ERs1"
-MAX_NAME = 255
 MAX_FILES = 256
 MAX_RANGES = 1024
 MAX_MESSAGE = 2048
 
-# name's bytes, generation, size, body, checksums, block, checksum, layout
-_FILE = struct.Struct("<H6QIQQ")
+# A request's body: the ranges, each with the number of its file, then the files' proofs as JSON.
 _RANGE = np.dtype([("file", "<u4"), ("start", "<u8"), ("length", "<u8")])
-MAX_BODY = MAX_FILES * (_FILE.size + MAX_NAME) + MAX_RANGES * _RANGE.itemsize
+_PROOFS = TypeAdapter(list[Proof])
+MAX_BODY = MAX_FILES * 1024 + MAX_RANGES * _RANGE.itemsize
 
 
 class Status(IntEnum):
@@ -85,52 +85,33 @@ def pack_request(number: int, proofs: Sequence[Proof], ranges: Sequence[Range]) 
     if len(proofs) > MAX_FILES or len(ranges) > MAX_RANGES:
         raise ValueError(f"a request has at most {MAX_FILES} files and {MAX_RANGES} ranges")
     index = {proof.file: place for place, proof in enumerate(proofs)}
-    parts = []
-    for proof in proofs:
-        name = proof.file.encode()
-        numbers = (proof.generation, proof.bytes, *proof.body, *proof.checksums)
-        sums = (int(proof.checksum, 16), proof.layout)
-        parts += [_FILE.pack(len(name), *numbers, proof.block_bytes, *sums), name]
     table = np.empty(len(ranges), dtype=_RANGE)
     table["file"] = [index[item.file] for item in ranges]
     table["start"] = [item.start for item in ranges]
     table["length"] = [item.length for item in ranges]
-    body = b"".join([*parts, table.tobytes()])
-    return REQUEST.pack(REQUEST_MARK, number, len(body), len(proofs), len(ranges)) + body
+    body = table.tobytes() + _PROOFS.dump_json(list(proofs))
+    return REQUEST.pack(REQUEST_MARK, number, len(body), len(ranges)) + body
 
 
-def read_request_head(head: bytes | bytearray) -> tuple[int, int, int, int]:
-    """(number, bytes of the body, files, ranges). Raises `WireError`."""
-    mark, number, size, files, ranges = REQUEST.unpack(head)
+def read_request_head(head: bytes | bytearray) -> tuple[int, int, int]:
+    """(number, bytes of the body, ranges). Raises `WireError`."""
+    mark, number, size, ranges = REQUEST.unpack(head)
     if mark != REQUEST_MARK:
         raise WireError("this is no request")
-    return number, size, files, ranges
+    return number, size, ranges
 
 
-def read_request(number: int, body: memoryview, files: int, ranges: int) -> Request:
-    """Parse a request's body. Raises `WireError` when its lengths contradict each other."""
-    proofs: list[Proof] = []
-    place = 0
-    for _ in range(files):
-        if place + _FILE.size > len(body):
-            raise WireError("the request is shorter than its files")
-        size, generation, length, *spans, block, checksum, layout = _FILE.unpack_from(body, place)
-        place += _FILE.size
-        name = bytes(body[place : place + size])
-        place += size
-        if size > MAX_NAME or len(name) != size:
-            raise WireError("a file name is longer than the request")
-        try:
-            text = name.decode()
-        except UnicodeDecodeError as error:
-            raise WireError("a file name is not UTF-8") from error
-        body_span, table_span = (spans[0], spans[1]), (spans[2], spans[3])
-        sums = (f"{checksum:016x}", layout)
-        proofs.append(Proof(text, generation, length, body_span, table_span, block, *sums))
-    if len(body) - place != ranges * _RANGE.itemsize:
-        raise WireError("the request's length does not match its number of ranges")
-    table = np.frombuffer(body[place:], dtype=_RANGE)
-    if len(table) and int(table["file"].max()) >= files:
+def read_request(number: int, body: bytearray, ranges: int) -> Request:
+    """Parse a request's body. Raises `WireError` when it is none."""
+    size = ranges * _RANGE.itemsize
+    if size > len(body):
+        raise WireError("the request is shorter than its ranges")
+    table = np.frombuffer(body, dtype=_RANGE, count=ranges)
+    try:
+        proofs = _PROOFS.validate_json(body[size:], strict=True)
+    except ValueError as error:
+        raise WireError("the request does not describe its files") from error
+    if len(table) and int(table["file"].max()) >= len(proofs):
         raise WireError("a range names a file that the request does not describe")
     found = tuple(
         Range(proofs[file].file, proofs[file].generation, start, length)

@@ -161,15 +161,11 @@ class RangeServer:
         deadline = time.monotonic() + self.limits.request_seconds
         if not receive(client, [memoryview(head)[1:]], deadline):
             return False
-        number, size, files, ranges = protocol.read_request_head(head)
-        if (
-            size > protocol.MAX_BODY
-            or files > protocol.MAX_FILES
-            or ranges > self.limits.max_ranges
-        ):
+        number, size, ranges = protocol.read_request_head(head)
+        if size > protocol.MAX_BODY or ranges > self.limits.max_ranges:
             refusal = TransportError(
-                f"a request of {ranges} ranges in {files} files ({size} bytes) is too large: at "
-                f"most {self.limits.max_ranges} ranges in {protocol.MAX_FILES} files are answered"
+                f"a request of {ranges} ranges ({size} bytes) is too large: at most "
+                f"{self.limits.max_ranges} ranges in {protocol.MAX_FILES} files are answered"
             )
             send_all(client, [protocol.pack_failure(number, refusal)], deadline)
             drain(client, size)
@@ -177,7 +173,7 @@ class RangeServer:
         body = bytearray(size)
         if not receive(client, [body], deadline):
             return False
-        request = protocol.read_request(number, memoryview(body), files, ranges)
+        request = protocol.read_request(number, body, ranges)
         if not self._slots.acquire(timeout=self.limits.request_seconds):
             busy = TransportError("too many requests are being answered; ask again later")
             send_all(client, [protocol.pack_failure(number, busy)], time.monotonic() + 1.0)
