@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pyarrow as pa
+
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.dispatch import Batch
 from earl_core.dispatch.reads.plan import Layout, make_plan
@@ -20,6 +22,7 @@ from earl_core.experience.statistics import RankStatistics
 from earl_core.run.shards import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
+from earl_core.trajectory.samples import Rows
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REWARD_SCHEMA, SAMPLE_BITS
 
 
@@ -38,14 +41,7 @@ class ExperienceWorker(RunWorker):
             if not len(batch):
                 return _result([], {}, 0, started)
             rows, metrics, episodes = reward_rows(batch)
-        entry = self._store.publish(
-            stage="reward",
-            iteration=self._context.iteration or 0,
-            rank=self._context.rank,
-            schema=REWARD_SCHEMA,
-            rows=rows,
-        )
-        fault_points.point("reward.written", self._context.iteration or 0)
+        entry = self._publish("reward", REWARD_SCHEMA, rows)
         return _result([entry], metrics, episodes, started)
 
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -69,15 +65,16 @@ class ExperienceWorker(RunWorker):
             )
         if not metrics["episodes_kept"]:
             return _result([], metrics, tokens, started)
-        entry = self._store.publish(
-            stage="advantage",
-            iteration=self._context.iteration or 0,
-            rank=self._context.rank,
-            schema=ADVANTAGE_SCHEMA,
-            rows=rows,
-        )
-        fault_points.point("advantage.written", self._context.iteration or 0)
+        entry = self._publish("advantage", ADVANTAGE_SCHEMA, rows)
         return _result([entry], metrics, tokens, started)
+
+    def _publish(self, stage: str, schema: pa.Schema, rows: Rows) -> ShardEntry:
+        context, iteration = self._context, self._context.iteration or 0
+        entry = self._store.publish(
+            stage=stage, iteration=iteration, rank=context.rank, schema=schema, rows=rows
+        )
+        fault_points.point(f"{stage}.written", iteration)
+        return entry
 
     def _open(self, manifests: list[dict[str, Any]]) -> Batch:
         """The rank's own rows; `manifests` begin with the rollout's.

@@ -11,7 +11,7 @@ from earl_core.system.locks import FileLock, is_held
 from earl_core.system.process_identity import start_time
 
 
-class RunLock:
+class RunLock(FileLock):
     """An exclusive lock on `<run>/lock`; the file holds the owner's pid for people to read.
 
     Raises `InUse` when another process has it, `ConfigError` when it is no plain file.
@@ -20,16 +20,12 @@ class RunLock:
     def __init__(self, run_directory: Path) -> None:
         path = run_directory / "lock"
         try:
-            self._lock = FileLock(path)
+            super().__init__(path)
         except BlockingIOError:
             raise in_use(run_directory) from None
         except OSError as error:
             raise ConfigError(f"the run cannot be locked: {error.strerror}: {path}") from error
-        self._lock.write(f"{os.getpid()}\n")
-
-    def release(self) -> None:
-        """Give the lock back; harmless when it was given back already."""
-        self._lock.release()
+        self.write(f"{os.getpid()}\n")
 
 
 def is_locked(run_directory: Path) -> bool:

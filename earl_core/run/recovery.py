@@ -35,13 +35,10 @@ def take_newest_whole(run: Path) -> None:
     stable = stable_checkpoints(run)
     if not stable:
         return
-    lock = RunLock(run)
-    try:
+    with RunLock(run):
         whole, damage = newest_whole(run, stable)
         if damage:
             _set_aside(run, whole, " ".join(damage))
-    finally:
-        lock.release()
 
 
 def newest_whole(run: Path, stable: list[int]) -> tuple[int, list[str]]:
@@ -70,8 +67,7 @@ def go_back(run: Path, iteration: int) -> None:
     Raises `CheckpointError` when that is not there or damaged, before anything is changed, and
     `InUse`.
     """
-    lock = RunLock(run)
-    try:
+    with RunLock(run):
         stable = stable_checkpoints(run)
         if iteration != INITIAL:
             if iteration not in stable:
@@ -82,8 +78,6 @@ def go_back(run: Path, iteration: int) -> None:
                 )
             verify_checkpoint(run, iteration)
         _set_aside(run, iteration, "As asked for:")
-    finally:
-        lock.release()
 
 
 def _set_aside(run: Path, last: int, reason: str) -> None:

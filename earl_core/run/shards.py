@@ -98,11 +98,6 @@ def list_stores(root: Path) -> Iterator[StoreState]:
             yield _state(Path(entry.path), mark)
 
 
-def foreign_folders(root: Path) -> list[Path]:
-    """What lies beside the stores and is none, links to folders included."""
-    return [Path(entry.path) for entry in _folders(root) if _mark(entry) is None]
-
-
 def sweep(root: Path) -> list[Path]:
     """Remove every store that no live run owns; returns them."""
     return _remove(root, [state for state in list_stores(root) if not state.live])
@@ -133,17 +128,17 @@ def _remove(root: Path, states: list[StoreState]) -> list[Path]:
             lock = FileLock(state.directory / LIVE)
         except OSError:
             continue  # claimed since it was listed, or gone
-        try:
+        with lock:
             ShardStore(state.directory, 1).remove()
-        finally:
-            lock.release()
         removed.append(state.directory)
     remove_when_empty(root)
-    _warn_of(foreign_folders(root), root)
+    _warn_of_foreign(root)
     return removed
 
 
-def _warn_of(foreign: list[Path], root: Path) -> None:
+def _warn_of_foreign(root: Path) -> None:
+    """Name what lies beside the stores and is none, links to folders included."""
+    foreign = [entry for entry in _folders(root) if _mark(entry) is None]
     if foreign:
         named = ", ".join(path.name for path in foreign[:3])
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""

@@ -15,6 +15,7 @@ import stat
 import struct
 import time
 from pathlib import Path
+from typing import Self
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid; struct flock of 64-bit Linux
 _PAUSE = 0.001  # seconds between tries
@@ -60,7 +61,7 @@ def is_held(path: Path) -> bool:
 
 
 class FileLock:
-    """A locked file, made if it was not there, until `release`.
+    """A locked file, made if it was not there, until `release`; a context manager too.
 
     Raises `BlockingIOError` when another has it for longer than `wait_seconds`, and `OSError` when
     `path` is a link, a folder or anything but a plain file.
@@ -106,3 +107,9 @@ class FileLock:
             # Said, not left to closing: a child forked meanwhile has the descriptor too.
             unlock_bytes(descriptor)
             os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()

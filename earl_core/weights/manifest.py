@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -65,7 +65,7 @@ class WeightsManifest(_Frozen):
     `config_digest` is empty when the publisher gave no model configuration.
     """
 
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     policy_version: int = Field(ge=0)
     files: tuple[WeightFile, ...] = Field(min_length=1)
     tensors: dict[str, TensorEntry] = Field(min_length=1)
@@ -75,11 +75,6 @@ class WeightsManifest(_Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> WeightsManifest:
-        if self.schema_version != 1:
-            raise ValueError(
-                f"this weights manifest has schema version {self.schema_version}, this program "
-                "reads version 1: use the program version that wrote it"
-            )
         for name, entry in self.tensors.items():
             if entry.file >= len(self.files):
                 raise ValueError(f"tensor {name} points at file {entry.file}, which is not listed")

@@ -35,13 +35,12 @@ class ServerLimits:
 
     handshake_seconds: from connecting to being welcome. idle_seconds: without a request.
     request_seconds: for the bytes of one request to come. send_seconds: for one answer to be
-    taken. max_in_flight: answers being prepared or sent at one time.
+    taken.
     """
 
     max_request_bytes: int = 4 * 2**20
     max_ranges: int = protocol.MAX_RANGES
     max_connections: int = 256
-    max_in_flight: int = 64
     handshake_seconds: float = 5.0
     idle_seconds: float = 3600.0
     request_seconds: float = 10.0
@@ -66,7 +65,6 @@ class RangeServer:
         self.directory = Path(directory)
         self.limits = limits or ServerLimits()
         self._token = token
-        self._slots = threading.BoundedSemaphore(self.limits.max_in_flight)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
         self._closed = False
@@ -174,14 +172,7 @@ class RangeServer:
         if not receive(client, [body], deadline):
             return False
         request = protocol.read_request(number, body, ranges)
-        if not self._slots.acquire(timeout=self.limits.request_seconds):
-            busy = TransportError("too many requests are being answered; ask again later")
-            send_all(client, [protocol.pack_failure(number, busy)], time.monotonic() + 1.0)
-            return True
-        try:
-            self._send(client, request)
-        finally:
-            self._slots.release()
+        self._send(client, request)
         return True
 
     def _send(self, client: socket.socket, request: protocol.Request) -> None:

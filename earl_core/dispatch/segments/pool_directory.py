@@ -8,8 +8,6 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from earl_core.dispatch.segments.mark import make_store, read_mark
@@ -130,19 +128,11 @@ class PoolDirectory:
         # A tmpfs without a limit reports no blocks at all.
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> FileLock:
         """Makes the directory, and lets one process of the run at a time count new bytes.
 
         Raises `TimeoutError` when another keeps the lock for half a minute.
         """
-        lock = self._lock()
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _lock(self) -> FileLock:
         path = self.directory / POOL_LOCK
         while True:
             self.make()
