@@ -74,15 +74,7 @@ class Ranks:
 
     def from_first(self, action: Callable[[], Any]) -> Any:
         """What the action gives on rank 0, on all ranks; it must be JSON."""
-        text = ""
-
-        def run() -> None:
-            nonlocal text
-            if self.first:
-                text = json.dumps(action())
-
-        self.do(run)
-        return json.loads(self._broadcast(text, 0))
+        return self.gather_json(self.do(action if self.first else lambda: None))[0]
 
     def gather(self, table: torch.Tensor) -> list[torch.Tensor]:
         """The tables of all ranks, by rank; all have one shape and one dtype."""
@@ -117,39 +109,21 @@ class Ranks:
         return [max(each) for each in zip(*(table.tolist() for table in every), strict=True)]
 
     def _agree(self, error: Exception | None) -> None:
-        if self._group is None:
-            if error is not None:
-                raise error
-            return
-        failed = self.gather(torch.tensor([error is not None], dtype=torch.int64))
-        where = next((rank for rank, flag in enumerate(failed) if bool(flag)), None)
-        if where is None:
-            return
-        text = self._broadcast(_described(error), where)
+        every = self.gather_json(None if error is None else _described(error))
         if error is not None:
             raise error
-        raise _rebuilt(json.loads(text), where)
-
-    def _broadcast(self, text: str, source: int) -> str:
-        if self._group is None:
-            return text
-        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        size = torch.tensor([data.numel()], dtype=torch.int64)
-        dist.broadcast(size, group=self._group, group_src=source)
-        if self.rank != source:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, group=self._group, group_src=source)
-        return data.numpy().tobytes().decode()
+        for rank, described in enumerate(every):
+            if described is not None:
+                raise _rebuilt(described, rank)
 
 
 _KNOWN = {kind.__name__: kind for kind in (CheckpointError, WeightsError)}
 
 
-def _described(error: Exception | None) -> str:
+def _described(error: Exception) -> dict[str, Any]:
     number = error.errno if isinstance(error, OSError) else None
-    kind = type(error).__name__
     message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return json.dumps({"kind": kind, "errno": number, "message": message})
+    return {"kind": type(error).__name__, "errno": number, "message": message}
 
 
 def _rebuilt(described: dict[str, Any], rank: int) -> Exception:

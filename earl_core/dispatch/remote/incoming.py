@@ -90,12 +90,8 @@ def merge(
     """
     if not len(shard):
         return shard, start, length
-    stride = int(start.max()) + 1
-    if (int(shard.max()) + 1) * stride < 2**63:
-        # One key sorts several times faster than two.
-        order = np.argsort(shard * stride + start, kind="stable")
-    else:
-        order = np.lexsort((start, shard))
+    # One key sorts several times faster than two, and shards are far smaller than 2**63 together.
+    order = np.argsort(shard * (int(start.max()) + 1) + start, kind="stable")
     shard, start, length = shard[order], start[order], length[order]
     gap = start[1:] - (start[:-1] + length[:-1])
     same = shard[1:] == shard[:-1]
