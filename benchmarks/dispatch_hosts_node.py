@@ -126,7 +126,7 @@ class Worker:
         with self._create("rollout", rows) as writer:
             for index, row in enumerate(rows):
                 for name, values in row_values(row, tokens).items():
-                    writer.row(name, index)[:] = values
+                    writer.rows(name)[index][:] = values
             entry = self.store.complete(writer.seal())
         self.made.append(entry)
         return entry

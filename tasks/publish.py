@@ -81,4 +81,4 @@ def _drop_older(controller: RunController, manifest: Manifest) -> None:
     current = {Path(file.path).name for file in weights.files}
     for path in controller.run.store.directory.glob("*.safetensors"):
         if path.name not in current:
-            controller.run.store.release_file(path)
+            controller.run.store.pool.release(path)

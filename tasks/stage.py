@@ -111,7 +111,7 @@ def _release_orphans(controller: RunController, iteration: int, stage: str, kept
     store = controller.run.store
     for path in store.directory.glob(f"{iteration:06d}-{stage}-*.arrow"):
         if path.name not in kept:
-            store.release_file(path)
+            store.pool.release(path)
 
 
 def caching(

@@ -28,13 +28,13 @@ class RunHistory:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._lock = threading.Lock()
-        self._seen = [Observation.model_validate(line) for line in run.observations()]
+        self._seen = [Observation.model_validate(line) for line in run.observations.read()]
         self._inherited = len(self._seen)
 
     def add(self, seen: Observation) -> None:
         """On disk when this returns."""
         with self._lock:
-            self._run.append_observation(seen.model_dump(mode="json"))
+            self._run.observations.append(seen.model_dump(mode="json"))
             self._seen.append(seen)
 
     def through(self, iteration: float = math.inf) -> list[Observation]:

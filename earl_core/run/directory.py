@@ -61,7 +61,10 @@ may fail, how many hosts there are and how long they may take, among others."""
 
 
 class RunDirectory:
-    """An opened run: locked by this process until `close()`."""
+    """An opened run: locked by this process until `close()`.
+
+    observations: what the selector learns from.
+    """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
@@ -94,7 +97,7 @@ class RunDirectory:
         self._verified: set[str] = set()
         self._ledger = Journal(self.path / "ledger.jsonl")
         self._metrics = Journal(self.path / "metrics.jsonl")
-        self._observations = Journal(self.path / "selector.jsonl")
+        self.observations = Journal(self.path / "selector.jsonl")
         self.logs = self.path / "logs" / f"attempt_{self.attempt}"
         self.logs.mkdir(parents=True, exist_ok=True)
 
@@ -332,14 +335,6 @@ class RunDirectory:
         latest = {line["iteration"]: line for line in self._metrics.read()}
         return [latest[iteration] for iteration in sorted(latest)]
 
-    def append_observation(self, line: dict[str, Any]) -> None:
-        """Append to what the selector learns from."""
-        self._observations.append(line)
-
-    def observations(self) -> list[dict[str, Any]]:
-        """All of them, oldest first."""
-        return self._observations.read()
-
     def finish(self) -> None:
         """The run is done: nothing of it stays in shared memory or in the spill."""
         self.update_record(finished=True)
@@ -350,7 +345,7 @@ class RunDirectory:
     def close(self) -> None:
         """Let copies to the spill finish, give unused memory back, unlock the run."""
         try:
-            self.store.trim()
+            self.store.pool.trim()
             if self.spill is not None:
                 self.spill.close()
         finally:

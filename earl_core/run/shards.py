@@ -167,7 +167,7 @@ def _state(directory: Path, mark: StoreMark) -> StoreState:
     return StoreState(
         directory=directory,
         run_directory=run_directory,
-        bytes=ShardStore(directory, 1).used_bytes(),
+        bytes=ShardStore(directory, 1).pool.used_bytes(),
         live=live or young,
         finished=run_directory is None or _finished(run_directory, directory.name),
         age_hours=age / 3600,

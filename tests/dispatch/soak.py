@@ -117,7 +117,7 @@ def produce(store: ShardStore, note: Callable[[Moment], None], **call: Any) -> s
         note(Moment.WRITING)
         writer.values("sample_id")[:] = np.arange(ROWS) + rank * ROWS
         for row, length in enumerate(lengths.tolist()):
-            writer.row(column, row)[:] = values_of(stage, iteration, rank, row, length)
+            writer.rows(column)[row][:] = values_of(stage, iteration, rank, row, length)
             time.sleep(0.0003)
         note(Moment.SEALING)
         entry = writer.seal()

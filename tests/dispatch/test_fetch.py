@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,15 @@ from earl_core.dispatch.remote import (
 from earl_core.dispatch.remote.fetch import fetch
 from earl_core.dispatch.remote.incoming import Incoming
 from earl_core.dispatch.remote.parts import cut_parts
-from tests.dispatch.hosts import Counting, Hosts, as_host, make_shard, manifest, several_hosts
+from tests.dispatch.hosts import (
+    SCHEMA,
+    Counting,
+    Hosts,
+    as_host,
+    make_shard,
+    manifest,
+    several_hosts,
+)
 from tests.dispatch.segments import free_bytes
 
 NAMES = ["a", "b", "c"]
@@ -65,13 +74,13 @@ def copied(batch: Batch) -> dict[int, dict[str, object]]:
     """Everything in a batch, by row."""
     found: dict[int, dict[str, object]] = {int(row): {} for row in batch.rows}
     for name in batch.names():
-        kind = batch.kind(name)
+        kind = SCHEMA.field(name).type
         values: Sequence[object] = (
             batch.strings(name)
-            if kind == "string"
-            else batch.scalars(name).tolist()
-            if kind == "scalar"
+            if pa.types.is_large_string(kind)
             else [view.tolist() for view in batch.list_rows(name)]
+            if pa.types.is_large_list(kind)
+            else batch.scalars(name).tolist()
         )
         for row, value in zip(batch.rows.tolist(), values, strict=True):
             found[row][name] = value
@@ -309,7 +318,7 @@ def test_a_failed_fetch_leaves_nothing_and_can_be_repeated(
                 fetch(plan, 0, store, hosts.transport())
             assert files_left(hosts) == []
     release(hosts, manifest([made.shards[1]]))
-    assert store.used_bytes() == free_bytes(store.pool)
+    assert store.pool.used_bytes() == free_bytes(store.pool)
 
 
 def test_a_live_view_keeps_the_part(hosts: Hosts) -> None:

@@ -46,8 +46,8 @@ def test_views_are_filled_in_place_row_by_row(store: ShardStore) -> None:
         lengths={"advantages": np.array([2, 0, 3])},
     ) as writer:
         writer.values("sample_id")[:] = [1, 5, 9]
-        writer.row("advantages", 0)[:] = [1, 2]
-        writer.row("advantages", 2)[1:] = [8, 9]
+        writer.rows("advantages")[0][:] = [1, 2]
+        writer.rows("advantages")[2][1:] = [8, 9]
         writer.values("advantages")[2] = 7
         assert [len(row) for row in writer.rows("advantages")] == [2, 0, 3]
         entry = store.complete(writer.seal())
@@ -98,13 +98,13 @@ def test_what_does_not_fit_the_schema_is_refused(store: ShardStore) -> None:
         with pytest.raises(ValueError, match="no numeric column"):
             writer.values("tokens")
         with pytest.raises(ValueError, match="not a list column"):
-            writer.row("sample_id", 0)
+            writer.rows("sample_id")[0]
         with pytest.raises(IndexError):
-            writer.row("advantages", 3)
+            writer.rows("advantages")[3]
         writer.values("sample_id")[:] = [3, 3, 4]
         with pytest.raises(ValueError, match="sort the rows"):
             writer.seal()
-    assert free_bytes(store.pool) == store.used_bytes()
+    assert free_bytes(store.pool) == store.pool.used_bytes()
 
 
 def test_a_sealed_shard_cannot_be_written_through_its_writer(store: ShardStore) -> None:
@@ -183,7 +183,7 @@ def test_many_threads_publish_and_complete(store: ShardStore) -> None:
 def test_another_process_reads_what_was_filled_in_place(store: ShardStore) -> None:
     with begin(store) as writer:
         fill(writer)
-        writer.row("advantages", 1)[:3] = [7, 8, 9]
+        writer.rows("advantages")[1][:3] = [7, 8, 9]
         entry = writer.seal()
         script = """
             import json, sys
@@ -255,7 +255,7 @@ def test_a_producer_killed_at_any_moment_leaves_whole_shards_or_none(
             del table
     # Whoever takes the run over finds no manifest that names them.
     assert store.adopt(set()) == visible
-    assert free_bytes(store.pool) == store.used_bytes() > 0
+    assert free_bytes(store.pool) == store.pool.used_bytes() > 0
     inode = next(store.directory.glob(".free.*")).stat().st_ino
     entry = publish(store)
     assert store.path(entry).stat().st_ino == inode
@@ -289,8 +289,8 @@ def test_a_reader_keeps_a_shard_from_being_released(store: ShardStore) -> None:
     with Batch(store, [manifest]):
         assert not store.release(manifest.shards[0])
     assert store.release(manifest.shards[0])
-    assert free_bytes(store.pool) == store.used_bytes()
-    assert store.trim() > 0
+    assert free_bytes(store.pool) == store.pool.used_bytes()
+    assert store.pool.trim() > 0
     with pytest.raises(ManifestError, match="is gone"):
         Batch(store, [manifest])
 
@@ -321,7 +321,7 @@ def test_unsealed_files_of_dead_writers_are_swept(store: ShardStore) -> None:
     child.kill()
     child.wait()
     assert store.pool.sweep_unsealed() == 1
-    assert free_bytes(store.pool) == store.used_bytes()
+    assert free_bytes(store.pool) == store.pool.used_bytes()
 
 
 def test_tensor_bytes_are_those_of_the_data(store: ShardStore) -> None:

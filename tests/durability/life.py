@@ -81,7 +81,7 @@ class Life:
         before, judged = self.prepare(number)
         updated = self._update(number, before, judged)
         self._stage(number, "publish", [updated.data_digest()], lambda key: {})
-        self.run.append_observation({"iteration": number, "seconds": 1.0})
+        self.run.observations.append({"iteration": number, "seconds": 1.0})
         self.run.append_metrics(number, {"loss": float(number)})
         self._acknowledge(f"metrics {number}")
         self.run.mark_stable(number)

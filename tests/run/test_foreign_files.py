@@ -160,12 +160,12 @@ WAYS = {
     "start and end of a run": _open_and_finish,
     "start and stop of a run": _open_and_close,
     "release": lambda trees: [
-        trees.store.release_file(path)
+        trees.store.pool.release(path)
         for path in trees.store.directory.iterdir()
         if not path.name.startswith(".")
     ],
     "adopt": lambda trees: trees.store.adopt(set()),
-    "trim": lambda trees: trees.store.trim(),
+    "trim": lambda trees: trees.store.pool.trim(),
     "trim of a folder": lambda trees: [
         SegmentPool(path, 2**30).trim() for path in trees.root.iterdir()
     ],

@@ -23,7 +23,11 @@ def test_a_torn_line_never_eats_the_next(tmp_path: Path, caplog: pytest.LogCaptu
     run = RunDirectory.open(life_config(tmp_path))
     records = [
         ("metrics.jsonl", lambda n: run.append_metrics(n, {"x": float(n)}), run.metrics),
-        ("selector.jsonl", lambda n: run.append_observation({"iteration": n}), run.observations),
+        (
+            "selector.jsonl",
+            lambda n: run.observations.append({"iteration": n}),
+            run.observations.read,
+        ),
         ("ledger.jsonl", lambda n: run.note(n, "update", "sealed"), run.ledger),
     ]
     for name, append, read in records:

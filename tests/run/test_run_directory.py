@@ -248,7 +248,7 @@ def test_stopped_runs_hold_a_bounded_number_of_bytes(tmp_path: Path) -> None:
         )
         run.close()
         stopped.append(run.store)
-    sizes = [store.used_bytes() for store in stopped]
+    sizes = [store.pool.used_bytes() for store in stopped]
     live = RunDirectory.open(config_in(tmp_path, name="live"))
 
     def retain(size: int) -> DispatchConfig:
@@ -286,7 +286,7 @@ def test_only_the_owner_reads_what_may_hold_secrets(tmp_path: Path) -> None:
     try:
         run = RunDirectory.open(config_in(tmp_path))
         run.append_metrics(0, {"x": 1.0})
-        run.append_observation({"x": 1})
+        run.observations.append({"x": 1})
         run.note(0, "rollout", "said")
         seal(run, 0, "rollout", "key")
         run.close()

@@ -49,7 +49,7 @@ def free(directory: Path) -> int:
 def drop(manifest: WeightsManifest) -> bool:
     """As a run drops an older version."""
     path = path_of(manifest)
-    return ShardStore(path.parent, 2**30).release_file(path)
+    return ShardStore(path.parent, 2**30).pool.release(path)
 
 
 def test_two_files_serve_all_versions(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_only_free_pages_are_given_back(tmp_path: Path) -> None:
     kept = open_weights(read)["a"]
     assert not drop(read)
     drop(version(4, tmp_path))
-    assert store.trim() == last.bytes
+    assert store.pool.trim() == last.bytes
     assert visible(tmp_path) == [path_of(last).name, path_of(read).name]
     assert torch.equal(kept, torch.full(SHAPE, 3.0))
     assert torch.equal(open_weights(last, verify_digest=True)["a"], torch.full(SHAPE, 2.0))
@@ -221,5 +221,5 @@ def test_only_free_pages_are_given_back(tmp_path: Path) -> None:
     gc.collect()
     assert drop(last)
     assert drop(read)
-    store.trim()
+    store.pool.trim()
     assert sorted(os.listdir(tmp_path)) == [POOL_LOCK, MARK]

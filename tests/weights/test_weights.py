@@ -206,7 +206,7 @@ def test_an_interrupted_publication_leaves_nothing(tmp_path: Path) -> None:
     bad = {"a": torch.zeros(8), "b": torch.zeros(8, device="meta")}
     with pytest.raises((NotImplementedError, RuntimeError)):
         publish(bad, tmp_path, 1, "float32")
-    ShardStore(tmp_path, 2**30).trim()
+    ShardStore(tmp_path, 2**30).pool.trim()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".pool.lock", ".store.json"]
 
 

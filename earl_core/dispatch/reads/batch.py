@@ -86,10 +86,6 @@ class Batch:
         """Columns that can be read."""
         return sorted(self._columns)
 
-    def kind(self, name: str) -> Kind:
-        """How a column is read. Raises `ValueError` for one that the batch does not have."""
-        return self._column(name).kind
-
     def row(self, name: str, index: int) -> np.ndarray:
         """Row `index` of a list column, as a read-only view."""
         buffer, start, stop = self._located(name, "list")[index]
@@ -114,14 +110,10 @@ class Batch:
         places = self._located(name, "string")
         return [buffer[start:stop].tobytes().decode() for buffer, start, stop in places]
 
-    def _column(self, name: str) -> ColumnSource:
+    def _of_kind(self, name: str, kind: Kind) -> ColumnSource:
         column = self._columns.get(name)
         if column is None:
             raise ValueError(f"the batch has no column {name!r}: it has {self.names()}")
-        return column
-
-    def _of_kind(self, name: str, kind: Kind) -> ColumnSource:
-        column = self._column(name)
         if column.kind != kind:
             raise ValueError(f"{name!r} is a {column.kind} column; use {_WAYS[column.kind]}")
         return column

@@ -73,9 +73,4 @@ def drain(client: socket.socket, size: int, seconds: float = 1.0) -> None:
     """
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + seconds
-        left = min(size, 2**20)
-        while left > 0:
-            client.settimeout(remaining(deadline))
-            count = len(client.recv(65536))
-            left = left - count if count else 0
+        receive(client, [bytearray(min(size, 2**20))], time.monotonic() + seconds)

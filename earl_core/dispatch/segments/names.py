@@ -24,7 +24,7 @@ _UID = re.compile(r"[0-9a-f]{12}")
 _SHARD = r"\d{6,18}-[A-Za-z0-9_-]{1,100}-\d{1,9}-\d{1,20}\.arrow"
 _PART = r"fetch-[0-9a-f]{16}-\d{1,9}\.part"
 _SEALED = re.compile(rf"{_SHARD}|{_PART}|weights-\d{{8,18}}\.safetensors")
-_FREE = re.compile(r"\.free\.(\d{1,20})\.(\d{1,20})")
+_FREE = re.compile(r"\.free\.\d{1,20}\.\d{1,20}")
 _WRITING = re.compile(r"\.writing\.((?:[0-9a-f]{12}|unknown)_\d{1,20}_\d{1,20})\.\d{1,20}")
 _DONE = re.compile(r"\.fetch-[0-9a-f]{16}\.\d{1,9}\.done")
 _MARK_ASIDE = re.compile(r"\.?\.store\.json\.\d{1,20}\.\d{1,20}\.tmp")
@@ -49,12 +49,6 @@ def is_shard(name: str) -> bool:
 def is_sealed(name: str) -> bool:
     """Whether a published file can have this name: a shard, a received part, weights."""
     return _SEALED.fullmatch(name) is not None
-
-
-def free_segment(name: str) -> tuple[int, int] | None:
-    """Size and inode number that the name of a free segment says."""
-    found = _FREE.fullmatch(name)
-    return (int(found[1]), int(found[2])) if found else None
 
 
 def writer_of(name: str) -> str | None:

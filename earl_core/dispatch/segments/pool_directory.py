@@ -14,7 +14,6 @@ from earl_core.dispatch.segments.mark import make_store, read_mark
 from earl_core.dispatch.segments.names import (
     MARK,
     POOL_LOCK,
-    free_segment,
     is_own_file,
     own_status,
     writer_of,
@@ -81,10 +80,9 @@ class PoolDirectory:
         """Size and name of the free segments, ascending."""
         found = []
         for name in self.names(FREE):
-            said = free_segment(name)
-            status = own_status(self.directory / name) if said is not None else None
-            if said is not None and status is not None and said == _size_and_inode(status):
-                found.append((said[0], name))
+            status = own_status(self.directory / name)
+            if status is not None and self.free_path(status).name == name:
+                found.append((status.st_size, name))
         return sorted(found)
 
     def dead_writing(self) -> list[Path]:
@@ -175,10 +173,6 @@ def is_whole_segment(status: os.stat_result) -> bool:
         and status.st_nlink == 1
         and status.st_blocks * 512 >= status.st_size > 0
     )
-
-
-def _size_and_inode(status: os.stat_result) -> tuple[int, int]:
-    return status.st_size, status.st_ino
 
 
 class _Identity:

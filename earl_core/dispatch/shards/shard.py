@@ -92,10 +92,6 @@ class ShardWriter:
         column = self._column(name)
         return self._array(column.dtype, column.values)
 
-    def row(self, name: str, index: int) -> np.ndarray:
-        """The elements of one row of a list column; writable."""
-        return self.rows(name)[index]
-
     def rows(self, name: str) -> list[np.ndarray]:
         """The elements of each row of a list column; writable."""
         column = self._column(name)

@@ -174,10 +174,6 @@ class ShardStore:
         """Let the shard's memory be used again; False when a reader still holds it."""
         return self.pool.release(self.path(entry))
 
-    def release_file(self, path: Path) -> bool:
-        """Release any sealed file of the store unless a reader holds a lease on it."""
-        return self.pool.release(path)
-
     def reserve(self, size: int) -> None:
         """Check that `size` more bytes fit, in this run's share and on the file system.
 
@@ -185,10 +181,6 @@ class ShardStore:
         """
         self.prepare()
         self.pool.reserve(size)
-
-    def used_bytes(self) -> int:
-        """Bytes of all files of this run: free, being written, sealed and others."""
-        return self.pool.used_bytes()
 
     def adopt(self, files: set[str]) -> int:
         """Release every shard that is not in `files`, which no manifest names; returns how many.
@@ -202,10 +194,6 @@ class ShardStore:
                 if is_sealed(path.name) and path.name not in files:
                     gone += self.pool.release(path)
         return gone
-
-    def trim(self) -> int:
-        """Give the free segments back to the system; returns their bytes."""
-        return self.pool.trim()
 
     def remove(self) -> None:
         """Remove everything of this run; readers keep what they have mapped."""

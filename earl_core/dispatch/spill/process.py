@@ -30,7 +30,18 @@ def _answer(
 ) -> list[str] | None:
     """Do one request; the error as (kind, message), or None."""
     try:
-        _do(spill(), directory, request)
+        what = request["do"]
+        if what == "delete":
+            spill().delete(request["files"])
+        elif what == "remove":
+            spill().remove()
+        else:
+            entry = ShardEntry.model_validate(request["entry"])
+            path = directory / entry.file
+            if what == "put":
+                spill().put(path, entry)
+            else:
+                spill().restore(entry, path)
     except SpillError as error:
         return ["spill", str(error)]
     except ManifestError as error:
@@ -38,21 +49,6 @@ def _answer(
     except OSError as error:
         return ["spill", f"{directory} cannot be used: {error}"]
     return None
-
-
-def _do(spill: Spill, directory: Path, request: dict[str, Any]) -> None:
-    what = request["do"]
-    if what == "delete":
-        spill.delete(request["files"])
-    elif what == "remove":
-        spill.remove()
-    else:
-        entry = ShardEntry.model_validate(request["entry"])
-        path = directory / entry.file
-        if what == "put":
-            spill.put(path, entry)
-        elif what == "restore":
-            spill.restore(entry, path)
 
 
 def _read_requests(into: queue.SimpleQueue[dict[str, Any]]) -> None:

@@ -13,7 +13,6 @@ its size decides whether it counts as written, its checksums whether its bytes a
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -22,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.names import is_shard, is_uid
 from earl_core.dispatch.shards.checksums import verify_body
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
@@ -78,14 +78,10 @@ class Spill:
         False when the shard was released meanwhile, so that nobody needs it. Raises `SpillError`.
         """
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            lease = map_shared(path, entry.bytes)
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # The lease came after the open: the name must still be this file's.
-            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(descriptor)):
-                return False
             with self._storage_errors("written"):
                 self._prepare()
                 if self._size(entry) != entry.bytes:
@@ -94,10 +90,8 @@ class Spill:
             if self._prepared:
                 self._forget_partial(entry, error)
             raise
-        except FileNotFoundError:
-            return False
         finally:
-            os.close(descriptor)
+            lease.close()
         return True
 
     def restore(self, entry: ShardEntry, path: Path) -> None:
