@@ -103,8 +103,11 @@ class TcpTransport:
                 wait(jobs, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()
-        for job in jobs:
-            job.result()
+        try:
+            while jobs:
+                jobs.pop(0).result()
+        finally:
+            jobs.clear()  # else an error would hold itself, and views of shards, by its traceback
 
     def _read(
         self,
