@@ -4,7 +4,7 @@
     client → server   ANSWER    magic, client's nonce, HMAC(token, "client", both nonces)
     server → client   WELCOME   status, HMAC(token, "server", both nonces)
     then, any number of times and without waiting for each other:
-    client → server   REQUEST   id, files with their proofs, ranges of them
+    client → server   REQUEST   id, ranges of files, the proofs of the files (JSON)
     server → client   RESPONSE  id, status, length, xxh3_64 of the payload; then the payload
 
 The token itself never travels, both sides prove that they know it, and the nonces make a recorded
@@ -28,7 +28,7 @@ from earl_core.dispatch.remote.transport import Range, TransportError
 from earl_core.dispatch.shards.checksums import Proof
 from earl_core.system.frames import WireError
 
-MAGIC = b"EARLRNG3"
+MAGIC = b"EARLRNG4"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HELLO = struct.Struct(f"<8s{NONCE_BYTES}s")
@@ -36,7 +36,7 @@ ANSWER = struct.Struct(f"<8s{NONCE_BYTES}s{PROOF_BYTES}s")
 WELCOME = struct.Struct(f"<8sB{PROOF_BYTES}s")
 REQUEST = struct.Struct("<4sIIH")  # mark, id, bytes of the body, ranges
 RESPONSE = struct.Struct("<4sIB3xQQ")  # mark, id, status, bytes of the payload, xxh3_64 of it
-REQUEST_MARK = b"ERq2"
+REQUEST_MARK = b"ERq1"
 RESPONSE_MARK = b"ERs1"
 MAX_FILES = 256
 MAX_RANGES = 1024
