@@ -13,7 +13,7 @@ from benchmarks.selector_grid import CONTEXTS, LARGE, RESPONSES, SMALL, SPEEDUP,
 from earl_core.config.selector import SelectorConfig
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.choice.selection import Statistics
 from earl_core.selector.profile.profile_table import ProfileTable
 
 SWITCH_SHARE = 0.02

@@ -22,7 +22,7 @@ from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware
 from earl_core.control.worker_groups import TARGETS
-from earl_core.dispatch.segments.names import new_uid
+from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.models.tiny import character_tokenizer
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.record import write_record

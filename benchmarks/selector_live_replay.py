@@ -20,8 +20,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import Predictor
-from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.choice.statistics import WINDOW, Statistics
+from earl_core.selector.choice.selection import WINDOW, SelectionInput, Statistics
 from earl_core.selector.choice.switch_cost import move_between
 from earl_core.selector.model.candidates import candidate_of
 from earl_core.selector.profile.observations import (

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from earl_core.system.files import write_atomic
-from earl_core.system.process_identity import ProcessId
+from earl_core.system.processes import ProcessId
 
 TAG = "earl"
 """Of every flow run of ours; prefect.yaml gives it to what deployments start."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from earl_core.cluster.results import merge_results
+from earl_core.cluster.rpc import merge_results
 from earl_core.config import RunConfig
 from earl_core.dispatch import Manifest
-from earl_core.experience.advantage import ADVANTAGE_RULES
-from earl_core.experience.statistics import merge_statistics
+from earl_core.experience.advantage import ADVANTAGE_RULES, merge_statistics
 from earl_core.trajectory.schema import SAMPLE_BITS
 from tasks.stage import StageInputs, stage_task
 

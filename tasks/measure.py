@@ -37,7 +37,7 @@ from earl_core.selector.profile.profile_table import (
 from earl_core.selector.profile_planner import START_SECONDS, PlaceKey, Point, grid_of, next_point
 from earl_core.system.cgroups import memory_in_use
 from earl_core.system.errors import Cancelled, InUse
-from earl_core.system.packages import installed
+from earl_core.system.import_path import installed
 
 logger = logging.getLogger(__name__)
 

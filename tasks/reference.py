@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.cluster.results import Rule, merge_results
+from earl_core.cluster.rpc import Rule, merge_results
 from earl_core.control.learner import call_together
 from earl_core.control.observation import StageWatch, load_of
 from tasks.stage import StageInputs, stage_task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.cluster.results import merge_results
+from earl_core.cluster.rpc import merge_results
 from earl_core.experience.reward import REWARD_RULES
 from tasks.stage import StageInputs, stage_task
 

@@ -18,8 +18,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
 from earl_core.selector.choice.predict import NoFeasiblePlan
-from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.profile.observations import (
     Observation,
     attempts_of,

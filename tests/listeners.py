@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from earl_core.system.process_tree import descendants
+from earl_core.system.processes import descendants
 
 _LISTENING = "0A"
 _PAUSE_SECONDS = 0.2

@@ -39,8 +39,7 @@ from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.reshard import reshard
 from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
-from earl_core.selector.model.candidates import fallbacks
-from earl_core.selector.model.catalogue import memory_model
+from earl_core.selector.model.candidates import fallbacks, memory_model
 from earl_core.selector.model.memory_model import TrainingNeeds
 from earl_core.selector.model.sizes import logits_chunk
 from earl_core.system.out_of_memory import is_out_of_memory

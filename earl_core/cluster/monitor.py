@@ -14,7 +14,7 @@ from typing import Any
 from earl_core.cluster.errors import LossKind, describe_exit
 from earl_core.cluster.rank_handle import MemoryUse, RankHandle
 from earl_core.system.frames import WireError
-from earl_core.system.process_tree import ENDING_GRACE_SECONDS, end_processes
+from earl_core.system.processes import ENDING_GRACE_SECONDS, end_processes
 
 logger = logging.getLogger(__name__)
 

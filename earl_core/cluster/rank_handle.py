@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from earl_core.cluster.errors import LogFile
 from earl_core.cluster.fork_server import fork_server
-from earl_core.cluster.logs import LogFile
 from earl_core.system.files import private
 from earl_core.system.frames import FrameBuffer, encode
 from earl_core.system.import_path import child_path
-from earl_core.system.process_tree import Process, inspect, marked, still
+from earl_core.system.processes import Process, inspect, marked, still
 
 
 @dataclass(frozen=True)

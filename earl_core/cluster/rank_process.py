@@ -31,13 +31,14 @@ from earl_core.secrets import guard_output
 from earl_core.system.cgroups import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.frames import Channel, WireError
 from earl_core.system.import_path import load_object
-from earl_core.system.process_memory import resident_bytes, tree_private_bytes
-from earl_core.system.process_tree import (
+from earl_core.system.processes import (
     ENDING_GRACE_SECONDS,
     descendants,
     end_processes,
     marked,
     prefer_as_oom_victim,
+    resident_bytes,
+    tree_private_bytes,
 )
 
 _MEMORY_SECONDS = 0.25

@@ -28,7 +28,7 @@ from setproctitle import setproctitle
 from earl_core.cluster.rendezvous import LISTENER
 from earl_core.system.cgroups import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.frames import FrameBuffer, encode
-from earl_core.system.process_tree import (
+from earl_core.system.processes import (
     ENDING_GRACE_SECONDS,
     MARK,
     become_subreaper,

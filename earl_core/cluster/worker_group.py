@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, WorkerLost
-from earl_core.cluster.logs import LogFile
+from earl_core.cluster.errors import LogFile, Where, WorkerCallFailed, WorkerError, WorkerLost
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.rank_handle import MemoryUse, RankHandle
 from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
 from earl_core.cluster.rpc import Aborted, Exchange, Json, Progress, loss_error
 from earl_core.system.frames import encode
-from earl_core.system.process_tree import ENDING_GRACE_SECONDS
+from earl_core.system.processes import ENDING_GRACE_SECONDS
 
 _running: set[WorkerGroup] = set()
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from earl_core.config.settings import Options, Settings
-from earl_core.system.user_directory import user_directory
+from earl_core.system.files import user_directory
 
 
 class ExperienceConfig(Settings):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import WorkerCallFailed
-from earl_core.cluster.results import same_results
+from earl_core.cluster.rpc import same_results
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.observation import StageWatch
 from earl_core.control.resume_point import StateLost, saved_state

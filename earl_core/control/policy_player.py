@@ -29,11 +29,14 @@ from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.errors import ContextOverflow
-from earl_core.rollout.metrics import evaluation_results
-from earl_core.rollout.rollout_stats import RolloutStats
-from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
+from earl_core.rollout.rollout_stats import RolloutStats, evaluation_results
+from earl_core.run.checkpoints import (
+    MARKER,
+    holding_checkpoint,
+    stable_checkpoints,
+    verify_checkpoint,
+)
 from earl_core.run.recovery import newest_whole
-from earl_core.run.training_state import verify_checkpoint
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
 

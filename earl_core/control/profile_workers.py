@@ -20,7 +20,7 @@ from earl_core.config.stages import StagesConfig
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.shapes import Hardware
-from earl_core.dispatch.segments.names import new_uid
+from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.run.record import write_record
 from earl_core.selector.model.candidates import deployed
 from earl_core.selector.profile_planner import (

@@ -23,7 +23,7 @@ from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
 from earl_core.control.observation import StageWatch
 from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
-from earl_core.rollout import metrics
+from earl_core.rollout import rollout_stats
 from earl_core.rollout.rollout_stats import RolloutStats, merge
 
 logger = logging.getLogger(__name__)
@@ -86,12 +86,12 @@ def play_rollout(
     job = Job("rollout", iteration, "rollout", prompts, arguments, weights.outputs["weights"])
     done, engines = run(controller, deployment, job)
     tally = merged(done)
-    metrics.check_failures(tally, config.environment.max_failed_share)
+    rollout_stats.check_failures(tally, config.environment.max_failed_share)
     shards = [entry for played in done for entry in played.result["shards"]]
     return {
         "shards": shards,
-        "metrics": {**metrics.rollout_metrics(tally), **engines.metrics()},
-        "statistics": metrics.selector_statistics(tally),
+        "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics()},
+        "statistics": rollout_stats.selector_statistics(tally),
     }
 
 
@@ -115,7 +115,7 @@ def play_evaluation(
     )
     done, engines = run(controller, deployment, job)
     tally = merged(done)
-    results = metrics.evaluation_results(tally)
+    results = rollout_stats.evaluation_results(tally)
     results["metrics"] |= engines.metrics()
     return results
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
+from earl_core.run.checkpoints import read_state, verify_training_state
 from earl_core.run.keys import STAGES
-from earl_core.run.training_state import read_state, verify_training_state
 from earl_core.system.errors import EarlError
 from earl_core.tensors.errors import CheckpointError
 

@@ -16,7 +16,6 @@ from typing import Literal, Protocol
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.episode_keeper import EpisodeKeeper
 from earl_core.control.hardware import read_hardware
 from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
@@ -29,9 +28,10 @@ from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run import RunDirectory
+from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
-from earl_core.system.process_memory import give_back_free_memory
+from earl_core.system.processes import give_back_free_memory
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run ended, in the tracker's words."""

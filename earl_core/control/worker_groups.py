@@ -289,7 +289,7 @@ class WorkerGroups:
         """Run a method in every rank of the role's group; all JSON results in rank order.
 
         `stage` names the stage in errors and progress when it is not the deployment's. Where each
-        rank did a part, `earl_core.cluster.results.merge_results` makes them one.
+        rank did a part, `earl_core.cluster.rpc.merge_results` makes them one.
         """
         group = self.get(role, deployment)
         name = stage or deployment.stage

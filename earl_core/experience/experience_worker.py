@@ -16,9 +16,8 @@ from earl_core.dispatch import Batch
 from earl_core.dispatch.reads.plan import Layout, make_plan
 from earl_core.dispatch.reads.sources import sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry, parse_manifest
-from earl_core.experience.advantage import advantage_rows, advantage_statistics
+from earl_core.experience.advantage import RankStatistics, advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
-from earl_core.experience.statistics import RankStatistics
 from earl_core.run.shards import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from earl_core.cluster.results import Rule
+from earl_core.cluster.rpc import Rule
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.trajectory.samples import Rows
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from earl_core.system import fault_points, out_of_memory
-from earl_core.system.process_memory import give_back_free_memory, reset_peaks, resident_peak_bytes
+from earl_core.system.processes import give_back_free_memory, reset_peaks, resident_peak_bytes
 
 _ADVICE = (
     "lower update.max_tokens_per_microbatch, set update.activation_checkpointing, or give the "

@@ -14,8 +14,7 @@ from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.objective import MicrobatchLoss, Objective
 from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyGradient, PPOClip
 from earl_core.config.algorithm import AlgorithmConfig
-from earl_core.learner.data.minibatches import Minibatch
-from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.data.packing import Minibatch, TrainingSample
 from earl_core.learner.head import EntropyMode
 from earl_core.learner.microbatch_prefetch import FedMicrobatch
 

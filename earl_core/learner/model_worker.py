@@ -22,7 +22,7 @@ from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.shards import run_store
 from earl_core.run.worker import RunWorker
-from earl_core.system.process_identity import host_name
+from earl_core.system.processes import host_name
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
 

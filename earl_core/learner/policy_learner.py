@@ -18,13 +18,14 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
-from earl_core.learner.data.minibatches import (
+from earl_core.learner.data.packing import (
     Minibatch,
+    TrainingSample,
     episodes_on_several,
+    plan_shared,
     sample_table,
     split_table,
 )
-from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.head import EntropyMode
 from earl_core.learner.microbatch_loss import Algorithm
 from earl_core.learner.microbatch_prefetch import FedMicrobatch, Feed

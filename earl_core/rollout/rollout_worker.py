@@ -19,7 +19,7 @@ from typing import Any
 from earl_core.environments.base import Message
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.pretrained.model_directory import read_model_shape
-from earl_core.rollout import metrics
+from earl_core.rollout import rollout_stats
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
@@ -34,7 +34,7 @@ from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import Cancelled
 from earl_core.system.out_of_memory import OutOfMemory, guarded
-from earl_core.system.process_memory import give_back_free_memory, reset_peaks, resident_peak_bytes
+from earl_core.system.processes import give_back_free_memory, reset_peaks, resident_peak_bytes
 from earl_core.system.seeds import derive_seed
 from earl_core.trajectory.samples import Episode, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
@@ -159,7 +159,7 @@ class RolloutWorker(RunWorker):
         settings = self._settings(config.rollout.temperature, whole)
         episodes, tally = await self._play(specs, settings, {})
         if whole == len(specs):
-            metrics.check_failures(tally, config.environment.max_failed_share)
+            rollout_stats.check_failures(tally, config.environment.max_failed_share)
         with guarded("rollout", "writing the samples"):
             fault_points.point(f"rollout.played{first_prompt}", iteration)
             entry = run_store(self._run_directory, config).publish(
@@ -207,10 +207,10 @@ class RolloutWorker(RunWorker):
         temperature: float | None = None,
         options: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Play one episode and return its transcript (see `metrics.example`)."""
+        """Play one episode and return its transcript (see `rollout_stats.example`)."""
         spec = EpisodeSpec(prompt, prompt, prompt, seed)
         episodes, _ = await self._play([spec], self._settings(temperature), options or {})
-        return metrics.example(episodes[0])
+        return rollout_stats.example(episodes[0])
 
     async def answer(
         self, messages: list[Message], seed: int, temperature: float | None = None

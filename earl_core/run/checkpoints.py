@@ -1,17 +1,28 @@
-"""The checkpoints of a run as files: their markers, holding one, removing one, what a kill left."""
+"""The checkpoints of a run as files: description, markers, holding, removal, leftovers of a kill.
+
+`state.json` describes a checkpoint: every file of it with size and checksum, every parameter with
+its shape, and what the caller stored. It has a digest of its own. No torch.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
+
+import xxhash
 
 from earl_core.config import ConfigError
-from earl_core.system.files import is_regular, sync
+from earl_core.system.errors import NotOurs
+from earl_core.system.files import canonical_json, is_regular, read_file, sync
+from earl_core.tensors.errors import CheckpointError
 
 MARKER = "STABLE"
 
@@ -85,3 +96,119 @@ def remove_leftovers(run_directory: Path) -> None:
         for path in run_directory.glob(f"{folder}/.*.tmp"):
             if _ASIDE.fullmatch(path.name) and is_regular(path):
                 path.unlink(missing_ok=True)
+
+
+FORMAT = "earl-training-state-2"
+
+DESCRIPTION = "state.json"
+
+_NOT_LISTED = (DESCRIPTION, MARKER)
+
+
+def describe_state(
+    directory: Path, state: Mapping[str, Any], parameters: Mapping[str, list[int]]
+) -> None:
+    """Write `state.json` about all files that lie in the directory; call it last.
+
+    state: JSON-able things of the caller. parameters: shapes by name.
+    """
+    files = {
+        name: {"bytes": (directory / name).stat().st_size, "xxh3": _checksum(directory / name)}
+        for name in sorted(_files_in(directory))
+    }
+    content = {"format": FORMAT, "state": state, "parameters": parameters, "files": files}
+    content["digest"] = _digest(content)
+    (directory / DESCRIPTION).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """The content of `state.json`: state, parameters, files. Checks it, and that the files it
+    lists are there at full size and no others; their bytes are `verify_files`'s.
+
+    Raises `CheckpointError`.
+    """
+    content = _content(directory)
+    found = _files_in(directory)
+    for name in sorted(content["files"].keys() | found.keys()):
+        listed = content["files"].get(name)
+        if listed is None:
+            raise _damaged(directory, f"{name} is not among the files that were written")
+        if found.get(name) != listed["bytes"]:
+            raise _damaged(directory, f"{name} is missing or not what was written")
+    return content
+
+
+def verify_files(directory: Path, files: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Compare files with the checksums of `read_state`; raises `CheckpointError`."""
+    for name, listed in files:
+        if _checksum(directory / name) != listed["xxh3"]:
+            raise _damaged(directory, f"{name} is missing or not what was written")
+
+
+def verify_training_state(directory: Path) -> dict[str, Any]:
+    """Check sizes and checksums of all files; returns the caller's `state`.
+
+    Raises `CheckpointError` for a missing, damaged, foreign or additional file.
+    """
+    content = read_state(directory)
+    verify_files(directory, content["files"].items())
+    return cast(dict[str, Any], content["state"])
+
+
+def verify_checkpoint(run_directory: Path, iteration: int) -> dict[str, Any]:
+    """`verify_training_state` of the checkpoint of an iteration, which must be that iteration's."""
+    directory = run_directory / "checkpoints" / f"{iteration:06d}"
+    state = verify_training_state(directory)
+    if state.get("policy_version") != iteration + 1:
+        raise _damaged(
+            directory, f"it holds policy version {state.get('policy_version')}, not {iteration + 1}"
+        )
+    return state
+
+
+def _content(directory: Path) -> dict[str, Any]:
+    path = directory / DESCRIPTION
+    try:
+        content = json.loads(read_file(path))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{directory} is no complete checkpoint: it has no {DESCRIPTION}."
+        ) from error
+    except (NotOurs, NotADirectoryError, ValueError) as error:
+        raise _damaged(directory, f"{DESCRIPTION} cannot be read ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{directory} is no training state of format {FORMAT}.")
+    if content.pop("digest", None) != _digest(content):
+        raise _damaged(directory, f"{DESCRIPTION} is not what was written")
+    return content
+
+
+def _files_in(directory: Path) -> dict[str, int]:
+    """Sizes in bytes of all files, by path; -1 for what is no regular file, such as a link."""
+    found = {}
+    # A folder that cannot be listed is not an empty one.
+    for folder, folders, names in os.walk(directory, onerror=_refuse):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        for name in [*names, *links]:
+            path = Path(folder) / name
+            found[path.relative_to(directory).as_posix()] = (
+                path.stat().st_size if is_regular(path) else -1
+            )
+    return {name: size for name, size in found.items() if name not in _NOT_LISTED}
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(canonical_json(content))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def _damaged(directory: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"The checkpoint {directory} is damaged: {what}.")

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
-from earl_core.dispatch.segments.names import new_uid
+from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.dispatch.shards.manifest import write_manifest
 from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.checkpoints import (
@@ -37,13 +37,15 @@ from earl_core.run.checkpoints import (
     remove_leftovers,
     stable_checkpoints,
 )
-from earl_core.run.identity import check_not_copied, checked_uid, place_of
 from earl_core.run.journal import Journal
 from earl_core.run.keys import look_up
 from earl_core.run.lock import RunLock
 from earl_core.run.record import (
     RunDamaged,
     changed_settings,
+    check_not_copied,
+    checked_uid,
+    place_of,
     read_record,
     settings_of,
     write_record,

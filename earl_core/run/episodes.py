@@ -3,13 +3,15 @@
 One row per sample, ascending by `sample_id`: the columns of the rollout
 (`earl_core.trajectory.schema`), `texts` as a list, and `reward`, the episode's. Texts and outcomes
 pass the redactor. Failed episodes have no samples, and are not there. The file is whole or absent,
-and names the data that it was made of.
+and names the data that it was made of. `EpisodeKeeper` writes it while the update goes on.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore
-from earl_core.dispatch.shards.arrow_file import open_batch
+from earl_core.dispatch.shards.shard import open_batch
+from earl_core.run import RunDirectory
 from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic
@@ -150,3 +153,42 @@ def _with_texts(table: pa.Table) -> pa.Table:
             table.schema.get_field_index(name), field, pa.array(values, field.type)
         )
     return table
+
+
+logger = logging.getLogger(__name__)
+
+
+class EpisodeKeeper:
+    """Writes one iteration's episodes at a time, as `tracking.keep_episodes` asks.
+
+    What goes wrong costs a warning and a line of the ledger, never the run.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._thread: threading.Thread | None = None
+
+    def begin(self, rollout: Manifest, reward: Manifest) -> None:
+        """Keep the episodes of these sealed stages; returns at once."""
+        if self._run.config.tracking.keep_episodes != "none":
+            self.settle()
+            self._thread = threading.Thread(
+                target=self._keep, args=(rollout, reward), name="earl-episodes", daemon=True
+            )
+            self._thread.start()
+
+    def settle(self) -> None:
+        """Wait for what was begun, a stage's deadline at most."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(self._run.config.deadlines.stage)
+
+    def _keep(self, rollout: Manifest, reward: Manifest) -> None:
+        run, tracking, iteration = self._run, self._run.config.tracking, rollout.iteration
+        most = tracking.keep_episodes if isinstance(tracking.keep_episodes, int) else None
+        try:
+            write_episodes(run.episodes_path(iteration), run.store, rollout, reward, most)
+            remove_oldest(run.path, tracking.keep_episodes_bytes)
+        except Exception as error:
+            logger.warning("the episodes of iteration %d were not kept: %s", iteration, error)
+            run.note(iteration, "episodes", f"not kept: {error}")

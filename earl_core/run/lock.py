@@ -8,7 +8,7 @@ from pathlib import Path
 from earl_core.config import ConfigError
 from earl_core.system.errors import InUse
 from earl_core.system.locks import FileLock, is_held
-from earl_core.system.process_identity import start_time
+from earl_core.system.processes import start_time
 
 
 class RunLock(FileLock):

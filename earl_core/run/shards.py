@@ -11,16 +11,20 @@ from pathlib import Path
 
 from earl_core.config.run import RunConfig
 from earl_core.config.services import DispatchConfig
-from earl_core.dispatch.segments.mark import StoreMark, read_mark, write_mark
-from earl_core.dispatch.segments.names import LIVE, is_uid
+from earl_core.dispatch.segments.pool_directory import (
+    LIVE,
+    StoreMark,
+    is_uid,
+    read_mark,
+    write_mark,
+)
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.dispatch.spill.spiller import Spiller
-from earl_core.run.identity import check_other_place, read_uid
 from earl_core.run.lock import is_locked
-from earl_core.run.record import RunDamaged, read_record
+from earl_core.run.record import RunDamaged, check_other_place, read_record, read_uid
 from earl_core.system.errors import InUse
+from earl_core.system.files import remove_when_empty
 from earl_core.system.locks import FileLock, is_held
-from earl_core.system.user_directory import remove_when_empty
 
 logger = logging.getLogger(__name__)
 

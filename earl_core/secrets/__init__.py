@@ -3,10 +3,16 @@
 Every layer and every process may import it.
 """
 
-from earl_core.secrets.detection import find_secrets
-from earl_core.secrets.names import is_reference, is_secret_name
-from earl_core.secrets.output import guard_logging, guard_output
-from earl_core.secrets.redactor import learn, learn_url, redact, redact_error, redact_tree
+from earl_core.secrets.detection import find_secrets, is_reference, is_secret_name
+from earl_core.secrets.redactor import (
+    guard_logging,
+    guard_output,
+    learn,
+    learn_url,
+    redact,
+    redact_error,
+    redact_tree,
+)
 from earl_core.secrets.references import resolve
 
 __all__ = [

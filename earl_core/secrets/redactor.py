@@ -1,4 +1,4 @@
-"""The one redactor: it hides secrets in what is stored or shown.
+"""The one redactor: it hides secrets in what is stored, shown, printed or logged.
 
 It knows values: those that this process resolved from references, and the secrets in its
 environment. What looks like a secret by itself is hidden too, so that one that came another way
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import re
+import sys
 import threading
+import traceback
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from earl_core.secrets import detection
-from earl_core.secrets.names import is_reference, is_secret_name, is_secret_parameter
+from earl_core.secrets.detection import is_reference, is_secret_name, is_secret_parameter
 from earl_core.system.errors import EarlError
 
 HIDDEN = "(hidden)"
@@ -115,3 +118,58 @@ def _hide_recognisable(text: str) -> str:
         text = detection.USERINFO.sub(rf"\1{HIDDEN}", text)
         text = detection.PARAMETER.sub(parameter, text)
     return detection.ASSIGNMENT.sub(assignment, text) if "=" in text else text
+
+
+def guard_output() -> None:
+    """Hide secrets in everything that Python code of this process prints or logs from now on."""
+    if not isinstance(sys.stdout, RedactedStream):
+        sys.stdout, sys.stderr = RedactedStream(sys.stdout), RedactedStream(sys.stderr)
+    guard_logging()
+
+
+def guard_logging() -> None:
+    """Hide secrets in all log records of this process, whoever handles them."""
+    factory = logging.getLogRecordFactory()
+    if getattr(factory, "redacts", False):
+        return
+
+    def make(*arguments: Any, **named: Any) -> logging.LogRecord:
+        record = factory(*arguments, **named)
+        _redact_record(record)
+        return record
+
+    make.redacts = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(make)
+
+
+def _redact_record(record: logging.LogRecord) -> None:
+    try:
+        text = record.getMessage()
+    except Exception:  # a wrong format string; logging itself says so when it is handled
+        return
+    shown = redact(text)
+    if shown != text:
+        # Otherwise left alone: some formatters read the arguments.
+        record.msg, record.args = shown, ()
+    if record.exc_info and record.exc_info[0] is not None:
+        record.exc_text = redact("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
+
+
+class RedactedStream:
+    """A text stream that redacts what is written to it; all else is the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the redacted text; the length that was asked for, as callers expect."""
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write each line redacted."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from earl_core.secrets.names import is_reference
+from earl_core.secrets.detection import is_reference
 from earl_core.secrets.redactor import learn
 from earl_core.system.errors import ConfigError
 

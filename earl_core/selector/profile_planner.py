@@ -19,8 +19,7 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.settings import Settings
 from earl_core.selector.choice.predict import STAGES, Predictor
 from earl_core.selector.choice.search_space import offers
-from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.sizes import powers
 from earl_core.selector.profile.profile_table import (
     ProfilePoint,

@@ -9,9 +9,9 @@ is a box: a contiguous range in each dimension. Files and new meshes only need b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -199,3 +199,25 @@ def shares(boxes: Sequence[Box]) -> list[Box]:
     for rank, box in enumerate(boxes):
         holders.setdefault(box, []).append(rank)
     return [box.part(holders[box].index(rank), len(holders[box])) for rank, box in enumerate(boxes)]
+
+
+_T = TypeVar("_T")
+
+BUCKET_BYTES = 2**26
+"""Large enough for a network or a bus, small next to a model."""
+
+
+def buckets(
+    items: Iterable[_T], nbytes: Callable[[_T], int], most: int = BUCKET_BYTES
+) -> Iterator[list[_T]]:
+    """The items in order, in lists of at most `most` bytes; one that is larger is alone in its."""
+    bucket: list[_T] = []
+    size = 0
+    for item in items:
+        if bucket and size + nbytes(item) > most:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += nbytes(item)
+    if bucket:
+        yield bucket

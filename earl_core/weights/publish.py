@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from earl_core.dispatch.segments.pool import SegmentPool
-from earl_core.dispatch.segments.segment import Segment
-from earl_core.dispatch.segments.writable_mappings import writable_mappings
+from earl_core.dispatch.segments.segment import Segment, writable_mappings
 from earl_core.tensors.collectives import Mesh, Ranks
 from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.joint_file import combine, digest_together, fill, own_shares, tensor_hash

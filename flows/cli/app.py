@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from earl_core.system.user_directory import user_directory
+from earl_core.system.files import user_directory
 from flows.cli.errors import reported
 
 app = typer.Typer(
@@ -155,7 +155,7 @@ def play(
     with reported(debug):
         from earl_core.run.record import stored_config
         from flows.cli.playing import play as run_play
-        from flows.cli.runs import find_run
+        from flows.cli.serving import find_run
 
         path = find_run(run, runs_directory)
         config = stored_config(path, overrides or [])

@@ -28,10 +28,10 @@ from earl_core.selector.choice.explain import (
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster, device_of
+from earl_core.selector.model.candidates import DEVICES, MODELS, cluster, device_of
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
-from flows.cli.runs import find_run
+from flows.cli.serving import find_run
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
 

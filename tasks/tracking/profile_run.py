@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from earl_core.config import RunConfig
 from earl_core.secrets import redact
-from tasks.tracking.details import default_uri
-from tasks.tracking.mlflow_client import Numbers, open_mlflow_run
+from tasks.tracking.mlflow_client import Numbers, default_uri, open_mlflow_run
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from earl_core.control.run_controller import Status
 from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
 from earl_core.secrets import redact
-from tasks.tracking import details
+from tasks.tracking import mlflow_client
 from tasks.tracking.lacking import Thing, lacking, sent_before, state_tags
 from tasks.tracking.mlflow_client import MlflowRun, open_mlflow_run
 
@@ -65,7 +65,7 @@ class Tracker:
         flush_seconds: float = 30.0,
     ) -> None:
         self._run, self._hardware = run, hardware
-        self._uri = details.default_uri(run.config)
+        self._uri = mlflow_client.default_uri(run.config)
         self._retry_seconds, self._flush_seconds = retry_seconds, flush_seconds
         self._wake = threading.Condition()
         self._news = self._taken = 0
@@ -181,9 +181,9 @@ class Tracker:
         def connect() -> tuple[MlflowRun, dict[str, str]]:
             experiment = run.config.tracking.experiment
             mlflow = open_mlflow_run(self._uri, experiment, run.config.name, run.uid, known)
-            tags = details.tags(run.path, run.uid, self._hardware)
+            tags = mlflow_client.tags(run.path, run.uid, self._hardware)
             tags["earl.attempt"] = str(run.attempt)
-            return mlflow, mlflow.describe(details.parameters(run.config), tags)
+            return mlflow, mlflow.describe(mlflow_client.parameters(run.config), tags)
 
         mlflow, tags = self._call(connect)
         self._sent, self._tags = sent_before(run, tags), {}

@@ -17,7 +17,7 @@ from earl_core.config import RunConfig, load_config
 from flows.cli.board import find_board
 from flows.cli.curve import HEIGHT, WIDTH, Series, draw
 from flows.cli.display import LiveDisplay, PlainDisplay, make_display
-from flows.cli.ending import next_commands
+from flows.cli.errors import next_commands
 from flows.cli.tables import duration
 from tests.cli.conftest import CONFIG
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import load_config
-from earl_core.dispatch.segments.mark import write_mark
+from earl_core.dispatch.segments.pool_directory import write_mark
 from flows.cli.checks import packages
 from flows.cli.checks.configuration import check_configuration
 from flows.cli.checks.services import check_services
@@ -53,7 +53,7 @@ def test_libraries_that_break_vllm_are_found(monkeypatch: pytest.MonkeyPatch) ->
             raise PackageNotFoundError(name)
         return known[name]
 
-    monkeypatch.setattr("earl_core.system.packages.version", version)
+    monkeypatch.setattr("earl_core.system.import_path.version", version)
     wants = ["prefect==3.7.7", "torch>=2.11,<2.13", "vllm==0.32.0; extra == 'vllm'"]
     monkeypatch.setattr(packages, "requires", lambda name: wants)
     wanting = load_config(CONFIG, ["rollout.engine=vllm"])
@@ -72,7 +72,7 @@ def test_vllm_that_is_missing_blocks_only_who_wants_it(monkeypatch: pytest.Monke
     def version(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("earl_core.system.packages.version", version)
+    monkeypatch.setattr("earl_core.system.import_path.version", version)
     for engine, level in (("vllm", "blocks"), ("torch", "note")):
         config = load_config(CONFIG, [f"rollout.engine={engine}"])
         found = [f for f in packages.check_packages(config) if "vLLM is not installed" in f.text]

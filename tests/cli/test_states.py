@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.run.record import write_record
-from earl_core.system.process_identity import ProcessId
+from earl_core.system.processes import ProcessId
 from flows import flow_notes, reaper, server
 from flows.flow_notes import Note, owner_tags
 from flows.server_access import Access
@@ -28,7 +28,7 @@ def access(prefect_server: server.Server) -> Access:
 @pytest.fixture(scope="module")
 def gone() -> str:
     """A process that has ended."""
-    known = "from earl_core.system.process_identity import ProcessId; print(ProcessId.current())"
+    known = "from earl_core.system.processes import ProcessId; print(ProcessId.current())"
     shown = subprocess.run(
         [sys.executable, "-c", known], capture_output=True, text=True, check=True
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster.worker_group import WorkerGroup
-from earl_core.system.process_tree import inspect
+from earl_core.system.processes import inspect
 
 TARGET = "tests.cluster.targets:Target"
 MakeGroup = Callable[..., Any]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster.errors import WorkerLost
-from earl_core.system.process_tree import descendants
+from earl_core.system.processes import descendants
 from tests.cluster.conftest import MakeGroup, gone_within
 
 ENVIRONMENT = {

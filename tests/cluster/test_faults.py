@@ -17,7 +17,7 @@ import pytest
 
 from earl_core.cluster.errors import WorkerCallFailed, WorkerLost
 from earl_core.cluster.fork_server import fork_server
-from earl_core.system.process_tree import inspect
+from earl_core.system.processes import inspect
 from tests.cgroup import memory_cgroup
 from tests.cluster.conftest import MakeGroup, gone_within
 

@@ -22,7 +22,7 @@ import pytest
 
 from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.worker_group import WorkerGroup
-from earl_core.system.process_tree import inspect
+from earl_core.system.processes import inspect
 from tests.cgroup import memory_cgroup
 from tests.cluster.conftest import gone_within
 

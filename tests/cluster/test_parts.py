@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.cluster.logs import LogFile
+from earl_core.cluster.errors import LogFile
 from earl_core.system.frames import FrameBuffer, WireError, encode
-from earl_core.system.process_tree import descendants, end_processes, inspect
+from earl_core.system.processes import descendants, end_processes, inspect
 from tests.cluster.targets import SLEEPER, STUBBORN
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

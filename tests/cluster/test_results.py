@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.cluster.results import Rule, merge_results, same_results
+from earl_core.cluster.rpc import Rule, merge_results, same_results
 
 RULES: dict[str, Rule] = {
     "mean": "mean",

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_core.dispatch.segments.holders import process_name
-from earl_core.dispatch.segments.leases import map_shared
+from earl_core.dispatch.segments.leases import map_shared, process_name
 from earl_core.dispatch.segments.pool import PoolFull, SegmentPool
 from tests.dispatch.segments import (
     MIB,

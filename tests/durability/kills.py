@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import yaml
 
-from earl_core.run.training_state import verify_training_state
+from earl_core.run.checkpoints import verify_training_state
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "EARL_CAMPAIGN"

@@ -14,8 +14,8 @@ from pathlib import Path
 from earl_core.config import RunConfig, parse_config
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory, stage_key
+from earl_core.run.checkpoints import describe_state, verify_training_state
 from earl_core.run.recovery import take_newest_whole
-from earl_core.run.training_state import describe_state, verify_training_state
 from earl_core.system.files import remove, sync, write_all
 from earl_core.tensors.errors import CheckpointError
 from earl_core.trajectory.samples import Episode, Sample, rollout_rows

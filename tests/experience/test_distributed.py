@@ -16,18 +16,19 @@ from hypothesis import strategies as st
 from earl_core.algorithms.advantage_batch import filter_episodes
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.cluster.errors import WorkerCallFailed
-from earl_core.cluster.results import merge_results
+from earl_core.cluster.rpc import merge_results
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.experience.advantage import (
     ADVANTAGE_RULES,
+    RankStatistics,
     advantage_rows,
     advantage_statistics,
+    merge_statistics,
 )
 from earl_core.experience.reward import REWARD_RULES
-from earl_core.experience.statistics import RankStatistics, merge_statistics
 from earl_core.run import RunDirectory
 from earl_core.run.shards import run_store
 from earl_core.system.errors import EarlError

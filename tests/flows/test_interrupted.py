@@ -17,7 +17,7 @@ import yaml
 
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.control.worker_groups import TARGETS
-from earl_core.experience.statistics import merge_statistics
+from earl_core.experience.advantage import merge_statistics
 from tests.flows.runs import KILLED, Runs
 from tests.flows.server import ask, flow_runs
 

@@ -10,7 +10,7 @@ import pytest
 from earl_core.config import ConfigError
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.run import RunDirectory
-from earl_core.run.training_state import describe_state
+from earl_core.run.checkpoints import describe_state
 from tests.flows.test_refused_runs import config_in
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_core.run.training_state import verify_training_state
+from earl_core.run.checkpoints import verify_training_state
 from tests.flows.runs import KILLED, LEARNING, Runs
 from tests.flows.runs import STAGES as ALL_STAGES
 

@@ -16,7 +16,7 @@ from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import ConfigError, RunConfig, load_config, parse_config
 from earl_core.control.run_controller import close_controller, open_controller
 from earl_core.run import RunDirectory
-from earl_core.run.training_state import describe_state
+from earl_core.run.checkpoints import describe_state
 from flows.iteration import iteration
 from tasks.tracking.tracker import Tracker
 

@@ -19,7 +19,7 @@ from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
 from earl_core.system.errors import Cancelled
-from earl_core.system.process_tree import inspect
+from earl_core.system.processes import inspect
 
 ROLLOUT = ("rollout", StageDeployment(stage="rollout"))
 UPDATE = ("update", StageDeployment(stage="update"))

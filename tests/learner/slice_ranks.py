@@ -34,7 +34,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from earl_core.dispatch.segments.names import MARK
+from earl_core.dispatch.segments.pool_directory import MARK
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh, leave_world
 from earl_core.learner.parallel_model import build_shell, parallelize
 from earl_core.learner.reshard import reshard

@@ -14,7 +14,7 @@ import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.run.training_state import verify_training_state
+from earl_core.run.checkpoints import verify_training_state
 from earl_core.system.files import canonical_json
 from earl_core.tensors.errors import CheckpointError
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs

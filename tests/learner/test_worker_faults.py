@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost
-from earl_core.cluster.results import same_results
+from earl_core.cluster.rpc import same_results
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.system.out_of_memory import OutOfMemory
 from tests.cluster.conftest import gone_within

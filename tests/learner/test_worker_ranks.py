@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from earl_core.cluster.results import same_results
+from earl_core.cluster.rpc import same_results
 from earl_core.dispatch import Batch
 from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
 from tests.learner.recorded import Recorded

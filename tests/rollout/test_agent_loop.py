@@ -14,8 +14,12 @@ from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.load_meter import LoadMeter
-from earl_core.rollout.metrics import example, rollout_metrics, selector_statistics
-from earl_core.rollout.rollout_stats import RolloutStats
+from earl_core.rollout.rollout_stats import (
+    RolloutStats,
+    example,
+    rollout_metrics,
+    selector_statistics,
+)
 from earl_core.trajectory.samples import FAILED_REASONS, Episode, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from earl_core.algorithms.moments import Moments
 from earl_core.rollout.load_meter import LoadMeter, RolloutLoad
-from earl_core.rollout.metrics import evaluation_results, rollout_metrics, wilson_interval
-from earl_core.rollout.rollout_stats import RolloutStats, merge
+from earl_core.rollout.rollout_stats import (
+    RolloutStats,
+    evaluation_results,
+    merge,
+    rollout_metrics,
+    wilson_interval,
+)
 from earl_core.trajectory.samples import Episode, Sample
 
 GAME = st.tuples(

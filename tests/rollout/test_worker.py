@@ -18,13 +18,14 @@ from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError
 from earl_core.rollout.errors import RolloutFailed
-from earl_core.rollout.metrics import (
+from earl_core.rollout.rollout_stats import (
+    RolloutStats,
     check_failures,
     evaluation_results,
+    merge,
     rollout_metrics,
     selector_statistics,
 )
-from earl_core.rollout.rollout_stats import RolloutStats, merge
 from earl_core.rollout.rollout_worker import HELD_OUT_PROMPTS, RolloutWorker
 from earl_core.run.record import write_record
 from earl_core.system.errors import Cancelled

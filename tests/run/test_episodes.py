@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from earl_core.control.episode_keeper import EpisodeKeeper
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import (
     SCHEMA,
+    EpisodeKeeper,
     EpisodesDamaged,
     read_episodes,
     remove_oldest,

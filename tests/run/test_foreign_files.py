@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from earl_core.config import ConfigError
-from earl_core.dispatch.segments.mark import write_mark
-from earl_core.dispatch.segments.names import MARK
 from earl_core.dispatch.segments.pool import SegmentPool
+from earl_core.dispatch.segments.pool_directory import MARK, write_mark
 from earl_core.dispatch.spill.spiller import Spiller
 from earl_core.dispatch.spill.storage import Spill, SpillError
 from earl_core.run import RunDirectory

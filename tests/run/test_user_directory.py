@@ -11,7 +11,7 @@ import pytest
 from earl_core.config.services import DispatchConfig
 from earl_core.run import RunDirectory
 from earl_core.run.shards import sweep
-from earl_core.system import user_directory as module
+from earl_core.system import files as module
 from earl_core.system.errors import NotOurs
 from flows.cli.checks.shared_memory import check_shared_memory
 from tests.run.test_run_directory import config_in, seal

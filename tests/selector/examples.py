@@ -8,9 +8,8 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.choice.statistics import Statistics
-from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.choice.selection import SelectionInput, Statistics
+from earl_core.selector.model.candidates import MODELS, cluster
 
 
 def given(

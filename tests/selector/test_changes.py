@@ -11,7 +11,7 @@ from earl_core.config.selector import SelectorConfig
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.choice.selection import Statistics
 from earl_core.selector.profile.observations import Observation
 from tests.selector.examples import given
 

@@ -11,7 +11,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits, select
 from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
-from earl_core.selector.choice.statistics import forecast
+from earl_core.selector.choice.selection import forecast
 from tests.selector.examples import bare, given
 
 

@@ -18,10 +18,13 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import POLICIES, select
 from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
-from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.choice.statistics import Statistics
-from earl_core.selector.model.candidates import rollout_candidates, training_candidates
-from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.choice.selection import SelectionInput, Statistics
+from earl_core.selector.model.candidates import (
+    MODELS,
+    cluster,
+    rollout_candidates,
+    training_candidates,
+)
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 from tests.selector.examples import bare, given

@@ -9,8 +9,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.choice import selection
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.choice.selection import SelectionInput, Statistics
 
 SHAPE = ModelShape(
     model_type="llama",

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from earl_core.dispatch import ShardStore
-from earl_core.dispatch.segments.names import MARK, POOL_LOCK
+from earl_core.dispatch.segments.pool_directory import MARK, POOL_LOCK
 from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import open_weights
 from earl_core.weights.manifest import WeightsManifest

@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 
 from earl_core.dispatch import ShardStore
 from earl_core.tensors.errors import WeightsError
-from earl_core.weights.load import manifest_from_directory, open_weights, parameters_of
+from earl_core.weights.load import manifest_from_directory, match, open_weights, parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
-from earl_core.weights.match import match
 from earl_core.weights.publish import digest_of, publish
 from tests.engines.models import make
 
@@ -176,7 +175,7 @@ def test_full_memory_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
 import errno, os, sys
 from pathlib import Path
 import torch
-from earl_core.weights.match import match
+from earl_core.weights.load import match
 from earl_core.weights.publish import publish
 directory = Path({str(tmp_path)!r})
 try:

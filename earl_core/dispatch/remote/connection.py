@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import xxhash
 
 from earl_core.dispatch.remote import protocol
+from earl_core.dispatch.remote.protocol import receive, remaining, send_all, tune
 from earl_core.dispatch.remote.questions import Question
-from earl_core.dispatch.remote.sockets import receive, remaining, send_all, tune
 from earl_core.dispatch.remote.transport import TransportError
 from earl_core.system.frames import WireError
 

@@ -18,7 +18,7 @@ from earl_core.dispatch.segments.leases import Mapped
 from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.shards.checksums import Proof
 from earl_core.dispatch.shards.store import ShardStore
-from earl_core.system.process_identity import host_name
+from earl_core.system.processes import host_name
 
 PART_BYTES = 256 * 2**20
 """About so much is received into one segment, so that the ranks of a host can share the work."""

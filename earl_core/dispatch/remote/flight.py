@@ -23,8 +23,8 @@ from pyarrow import flight
 from earl_core.dispatch.remote.range_server import check_token
 from earl_core.dispatch.remote.transport import FILE_NAME
 from earl_core.dispatch.segments.leases import ShardMismatch, map_shared
-from earl_core.dispatch.shards.arrow_file import open_batch
 from earl_core.dispatch.shards.manifest import ManifestError
+from earl_core.dispatch.shards.shard import open_batch
 
 _MESSAGE_BYTES = 16 * 2**20
 _HEADER = "authorization"

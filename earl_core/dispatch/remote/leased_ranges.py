@@ -11,7 +11,7 @@ from earl_core.dispatch.remote.transport import FILE_NAME, Range, TransportError
 from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
 from earl_core.dispatch.shards.checksums import Proof, verify_blocks
 from earl_core.dispatch.shards.manifest import ManifestError
-from earl_core.system.process_identity import host_name
+from earl_core.system.processes import host_name
 
 _MIN_BLOCK = 4096
 

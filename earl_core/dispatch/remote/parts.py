@@ -21,8 +21,8 @@ import xxhash
 from earl_core.dispatch.remote.incoming import ALIGNMENT, Incoming
 from earl_core.dispatch.remote.transport import TransportError
 from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
-from earl_core.dispatch.segments.names import FETCH_LOCK, unlink_own
 from earl_core.dispatch.segments.pool import SegmentPool
+from earl_core.dispatch.segments.pool_directory import FETCH_LOCK, unlink_own
 from earl_core.dispatch.segments.segment import Segment
 from earl_core.system.locks import lock_bytes, unlock_bytes
 

@@ -21,7 +21,7 @@ import xxhash
 
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.leased_ranges import leased_views
-from earl_core.dispatch.remote.sockets import drain, receive, send_all, tune
+from earl_core.dispatch.remote.protocol import drain, receive, send_all, tune
 from earl_core.dispatch.remote.transport import TransportError
 from earl_core.system.frames import WireError
 

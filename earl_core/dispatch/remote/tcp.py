@@ -21,7 +21,7 @@ from earl_core.dispatch.remote.connection import Connection
 from earl_core.dispatch.remote.questions import Question, cut
 from earl_core.dispatch.remote.transport import RemoteRead, TransportError
 from earl_core.dispatch.shards.checksums import Proof
-from earl_core.system.process_identity import host_name
+from earl_core.system.processes import host_name
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 

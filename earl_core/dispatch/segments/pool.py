@@ -29,17 +29,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from earl_core.dispatch.segments.holders import describe_holders
-from earl_core.dispatch.segments.names import LIVE, MARK, is_ours, is_sealed, unlink_own
+from earl_core.dispatch.segments.leases import describe_holders
 from earl_core.dispatch.segments.pool_directory import (
     FREE,
+    LIVE,
+    MARK,
     SEGMENT_MODE,
     PoolDirectory,
+    is_ours,
+    is_sealed,
     is_whole_segment,
     size_class,
+    unlink_own,
 )
-from earl_core.dispatch.segments.segment import Segment
-from earl_core.dispatch.segments.writable_mappings import WritableMapping, writable_mappings
+from earl_core.dispatch.segments.segment import Segment, WritableMapping, writable_mappings
 from earl_core.system.errors import EarlError
 
 logger = logging.getLogger(__name__)

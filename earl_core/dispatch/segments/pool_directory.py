@@ -1,25 +1,194 @@
-"""The directory of a pool: what names mean, what lies there, and the lock for new bytes."""
+"""The directory of a pool: its mark, the names in it, what lies there, and the lock for new bytes.
+
+The mark is a store's first file and says format, store and user. It is written into a directory
+that was empty, so that whatever lies beside it came later, and it is checked by content: a copied,
+renamed or foreign directory does not pass. A file is removed only where its directory carries our
+mark, it is a regular file of this user with a name that our code makes, and it is not reached
+through a link.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
+import re
 import stat
 import threading
 import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from earl_core.dispatch.segments.mark import make_store, read_mark
-from earl_core.dispatch.segments.names import (
-    MARK,
-    POOL_LOCK,
-    is_own_file,
-    own_status,
-    writer_of,
-)
+from earl_core.system.errors import NotOurs
+from earl_core.system.files import make_parent, read_file, write_atomic
 from earl_core.system.locks import FileLock
-from earl_core.system.process_identity import ProcessId
+from earl_core.system.processes import ProcessId
+
+MARK = ".store.json"
+"""What says whose store it is; the first file in it and the last to go."""
+LIVE = ".live"
+"""Locked by the run that uses the store, for as long as it lives."""
+POOL_LOCK = ".pool.lock"
+FETCH_LOCK = ".fetch.lock"
+
+_UID = re.compile(r"[0-9a-f]{12}")
+_SHARD = r"\d{6,18}-[A-Za-z0-9_-]{1,100}-\d{1,9}-\d{1,20}\.arrow"
+_PART = r"fetch-[0-9a-f]{16}-\d{1,9}\.part"
+_SEALED = re.compile(rf"{_SHARD}|{_PART}|weights-\d{{8,18}}\.safetensors")
+_FREE = re.compile(r"\.free\.\d{1,20}\.\d{1,20}")
+_WRITING = re.compile(r"\.writing\.((?:[0-9a-f]{12}|unknown)_\d{1,20}_\d{1,20})\.\d{1,20}")
+_DONE = re.compile(r"\.fetch-[0-9a-f]{16}\.\d{1,9}\.done")
+_MARK_ASIDE = re.compile(r"\.?\.store\.json\.\d{1,20}\.\d{1,20}\.tmp")
+SHARD_PATTERN = rf"^{_SHARD}$"
+
+
+def new_uid() -> str:
+    """The name of a new run among the shards and spills of all runs."""
+    return uuid.uuid4().hex[:12]
+
+
+def is_uid(text: object) -> bool:
+    """Whether this can be a run's uid: nothing else may become a part of a path."""
+    return isinstance(text, str) and _UID.fullmatch(text) is not None
+
+
+def is_shard(name: str) -> bool:
+    """Whether a shard can have this name."""
+    return re.fullmatch(_SHARD, name) is not None
+
+
+def is_sealed(name: str) -> bool:
+    """Whether a published file can have this name: a shard, a received part, weights."""
+    return _SEALED.fullmatch(name) is not None
+
+
+def writer_of(name: str) -> str | None:
+    """The process, as text, that the name of a file in state writing says."""
+    found = _WRITING.fullmatch(name)
+    return found[1] if found else None
+
+
+def is_unfinished_mark(name: str) -> bool:
+    """Whether this is what a process that was killed while it wrote a mark may have left."""
+    return _MARK_ASIDE.fullmatch(name) is not None
+
+
+def is_ours(name: str) -> bool:
+    """Whether any file of a store can have this name; `MARK` and `LIVE`, which go last, apart."""
+    patterns = (_SEALED, _FREE, _WRITING, _DONE, _MARK_ASIDE)
+    return name in (POOL_LOCK, FETCH_LOCK) or any(p.fullmatch(name) for p in patterns)
+
+
+def is_own_file(status: os.stat_result) -> bool:
+    """Whether this, by `lstat`, is a regular file of this user, and so no link either."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def own_status(path: Path) -> os.stat_result | None:
+    """The status of a regular file of this user; None for anything else, or nothing."""
+    with suppress(OSError):
+        status = path.lstat()
+        return status if is_own_file(status) else None
+    return None
+
+
+def unlink_own(path: Path) -> bool:
+    """Remove a regular file of this user; False, and nothing happens, for anything else."""
+    with suppress(OSError):
+        if is_own_file(path.lstat()):
+            path.unlink()
+            return True
+    return False
+
+
+_FORMAT = "earl.store/1"
+
+
+@dataclass(frozen=True)
+class StoreMark:
+    """What a mark says. run_directory: of the run whose store it is; None where no run owns it.
+
+    time: when the run last claimed it, in seconds since 1970.
+    """
+
+    run_directory: Path | None
+    time: float
+
+
+def read_mark(directory: Path) -> StoreMark | None:
+    """The mark of a directory of this user that is a store; None for any other directory."""
+    try:
+        status = os.lstat(directory)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        if own_status(directory / MARK) is None:
+            return None
+        content = json.loads(read_file(directory / MARK))
+        whose = (content["format"], content["store"], content["user"])
+        if whose != (_FORMAT, _name(directory), os.geteuid()):
+            return None
+        owner = content["run_directory"]
+        return StoreMark(Path(owner) if owner is not None else None, float(content["time"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def make_store(directory: Path) -> None:
+    """Make a store's directory, mode 0700, and mark it; nothing happens to one that is marked.
+
+    Raises `NotOurs` for a link, a directory of another user, or one that holds anything, and when
+    the user's directory is not the user's alone; other `OSError` when it cannot be made.
+    """
+    make_parent(directory)
+    if read_mark(directory) is not None:
+        return
+    try:
+        directory.mkdir(mode=0o700)
+    except FileNotFoundError:
+        # Another run, the last one in it, has just removed the parent.
+        return make_store(directory)
+    except FileExistsError:
+        _check_empty(directory)
+        if read_mark(directory) is not None:
+            return  # another process of the run was faster
+        directory.chmod(0o700)
+    write_mark(directory, None)
+
+
+def write_mark(directory: Path, run_directory: Path | None) -> None:
+    """Say, atomically, whose store this is from now on."""
+    content = {
+        "format": _FORMAT,
+        "store": _name(directory),
+        "user": os.geteuid(),
+        "run_directory": str(run_directory) if run_directory is not None else None,
+        "time": time.time(),
+    }
+    write_atomic(directory / MARK, json.dumps(content).encode())
+
+
+def _check_empty(directory: Path) -> None:
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotOurs(errno.ENOTDIR, f"{directory} is a link or a file, not a folder: remove it")
+    if status.st_uid != os.geteuid():
+        raise NotOurs(errno.EPERM, f"{directory} belongs to another user: choose another folder")
+    # What a process that was killed while it wrote the mark left.
+    left = [name for name in os.listdir(directory) if not is_unfinished_mark(name)]
+    if left and read_mark(directory) is None:
+        raise NotOurs(
+            errno.ENOTEMPTY,
+            f"{directory} holds files that are not of a store, such as {left[0]}: move them away, "
+            "or choose another folder",
+        )
+
+
+def _name(directory: Path) -> str:
+    return Path(os.path.abspath(directory)).name
+
 
 FREE = ".free."
 WRITING = ".writing."

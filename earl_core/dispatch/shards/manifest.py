@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PrivateAttr, model_validator
 
-from earl_core.dispatch.segments.names import SHARD_PATTERN
+from earl_core.dispatch.segments.pool_directory import SHARD_PATTERN
 from earl_core.system.errors import EarlError
 from earl_core.system.files import canonical_json, read_file, write_atomic
 

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
+import pyarrow as pa
 
 from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.shards.checksums import BLOCK_BYTES, fill_table, in_background, table_bytes
-from earl_core.dispatch.shards.manifest import ColumnRange, ShardEntry, Span
+from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardEntry, Span
 from earl_core.dispatch.shards.skeleton import END_OF_STREAM, Skeleton
-from earl_core.system.process_identity import host_name
+from earl_core.system.processes import host_name
 
 _ROW_IDS = "sample_id"
 
@@ -158,3 +159,18 @@ class ShardWriter:
 
     def __exit__(self, *error: object) -> None:
         self.abandon()
+
+
+def open_batch(source: pa.NativeFile, name: str) -> pa.RecordBatch:
+    """The record batch of a shard's file, without copies.
+
+    All offsets are looked at first: reading by one that lies outside ends the process. Raises
+    `ManifestError` for what is no Arrow IPC file, or is damaged.
+    """
+    try:
+        batch = pa.ipc.open_file(source).get_batch(0)
+        batch.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ManifestError(f"{name} is not an Arrow IPC file, or is damaged: {reason}") from error
+    return batch

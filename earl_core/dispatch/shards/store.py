@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 
 from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
-from earl_core.dispatch.segments.names import is_sealed
 from earl_core.dispatch.segments.pool import SegmentPool
+from earl_core.dispatch.segments.pool_directory import is_sealed
 from earl_core.dispatch.shards.checksums import check_layout, table_bytes, verify_body
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.shards.shard import ShardWriter
 from earl_core.dispatch.shards.skeleton import make_skeleton
 from earl_core.system.errors import NotOurs
-from earl_core.system.user_directory import check_user_directory, remove_when_empty
+from earl_core.system.files import check_user_directory, remove_when_empty
 from earl_core.trajectory.samples import Rows
 
 # Texts of fixed width in the metadata, so that shards of one kind have one layout. No number equals

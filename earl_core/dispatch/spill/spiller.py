@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from earl_core.dispatch.segments.names import is_uid
+from earl_core.dispatch.segments.pool_directory import is_uid
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.spill.storage import SpillError
 from earl_core.system.import_path import child_path

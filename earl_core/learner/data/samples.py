@@ -18,8 +18,7 @@ from earl_core.deployment.shapes import ModelShape
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
 from earl_core.dispatch.reads.sources import Sources, join
-from earl_core.learner.data.minibatches import split_table
-from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.data.packing import TrainingSample, split_table
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.trajectory.schema import SAMPLE_BITS
 

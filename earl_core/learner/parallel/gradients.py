@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from earl_core.cluster.stage_deployment import AXES
 from earl_core.learner.parallel.mesh import COMBINED, UpdateMesh
-from earl_core.tensors.buckets import buckets
+from earl_core.tensors.slices import buckets
 
 
 class Gradients:

@@ -3,7 +3,7 @@
 `policy/` is a directory that `from_pretrained` loads, tokenizer included. Files hold whole tensors,
 which all ranks of a mesh fill together, each the boxes it holds, so that a state written under one
 mesh loads under any other. Optimizer tensors are named `parameter/key`. `state.json` is written
-last and describes the rest (`earl_core.run.training_state`). Safetensors and JSON only.
+last and describes the rest (`earl_core.run.checkpoints`). Safetensors and JSON only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from earl_core.pretrained.huggingface import (
     PreTrainedTokenizerBase,
     custom_object_save,
 )
-from earl_core.run.training_state import (
+from earl_core.run.checkpoints import (
     describe_state,
     read_state,
     verify_files,

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from earl_core.config.update import UpdateConfig
-from earl_core.tensors.buckets import buckets
-from earl_core.tensors.slices import local_part
+from earl_core.tensors.slices import buckets, local_part
 
 State = dict[str, torch.Tensor]
 

@@ -17,13 +17,17 @@ import torch
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import context_length, model_config
 from earl_core.rollout.engines import vllm_environment
-from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
-from earl_core.rollout.engines.engine import Completion, GenerationRequest, answer_budget
+from earl_core.rollout.engines.engine import (
+    BaseEngine,
+    Completion,
+    EngineSettings,
+    GenerationRequest,
+    answer_budget,
+)
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import LeftoverProcesses
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
-from earl_core.system.process_memory import resident_peak_bytes
-from earl_core.system.process_tree import descendants
+from earl_core.system.processes import descendants, resident_peak_bytes
 from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from earl_core.weights.load import open_weights
+from earl_core.weights.load import names_problem, open_weights
 from earl_core.weights.manifest import WeightsManifest
-from earl_core.weights.match import names_problem
 
 # Largest error of the output layer, relative to its largest output. Rounding alone gives about
 # 0.004 in bfloat16; a layer that still holds other weights gives about 1.

@@ -15,8 +15,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.selector.choice.policy import evaluate, select
 from earl_core.selector.choice.predict import STAGES, Prediction, Predictor
-from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.choice.statistics import Statistics
+from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.candidates import RuledOut
 from earl_core.selector.model.memory_model import (
     MemoryModel,

@@ -1,7 +1,11 @@
-"""What the selector sees, and the plan that moves nothing but the context length."""
+"""What the selector sees, the trend of what it has seen, and the plan that moves nothing but the
+context length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import fmean, linear_regression
 from typing import Any
 
 from pydantic import Field
@@ -17,9 +21,49 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.feasibility import configured
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
-from earl_core.selector.choice.statistics import Statistics
-from earl_core.selector.model.calibration import Calibration
+from earl_core.selector.model.memory_model import Calibration
 from earl_core.selector.profile.profile_table import ProfileTable
+
+
+class Statistics(Settings):
+    """What the last finished iterations showed; every series has its newest value last.
+
+    Contexts in tokens of an episode, waits and switches in seconds.
+    """
+
+    context_mean: tuple[float, ...] = ()
+    context_max: tuple[float, ...] = ()
+    turns_mean: tuple[float, ...] = ()
+    generated_share: tuple[float, ...] = Field(
+        default=(), description="Part of an episode's tokens that the model wrote."
+    )
+    tool_wait_seconds: tuple[float, ...] = Field(default=(), description="Mean of one answer's.")
+    switch_seconds: dict[str, float] = Field(
+        default_factory=dict, description="Last measured rebuild of a stage's worker group."
+    )
+    reshard_seconds: dict[str, float] = Field(
+        default_factory=dict, description="Last measured move of live ranks to another mesh."
+    )
+
+
+WINDOW = 8
+"""Iterations that a trend is taken from."""
+
+
+def forecast(series: Sequence[float], steps: int, noise: float) -> float:
+    """The value `steps` iterations after the newest, never below the newest.
+
+    A least-squares line through the last `WINDOW` values; its slope counts only when it explains a
+    change over the window larger than any noise of ±noise/2 around a level could (1.5 · noise).
+    Growth alone is forecast: a plan that is too large for shrinking contexts still works.
+    """
+    recent = series[-WINDOW:]
+    if len(recent) < 3:
+        return float(recent[-1]) if recent else 0.0
+    slope = linear_regression(range(len(recent)), recent).slope
+    if slope * (len(recent) - 1) <= 1.5 * noise * fmean(recent):
+        return float(recent[-1])
+    return recent[-1] + slope * steps
 
 
 class SelectionInput(Settings):

@@ -1,17 +1,88 @@
-"""Peak memory of a stage under a stage deployment, by formula. What is other on a CPU is in `cpu`.
+"""Peak memory of a stage under a stage deployment: by formula, corrected by measured peaks.
 
-All sizes are bytes on one device. Activations follow what a decoder layer keeps for its backward
-pass with an attention kernel that stores no score matrix; `standard_activation_bytes` is the older
-formula that does store it (Korthikanti et al. 2022, equation 1), kept for comparison.
+Formulas that hold only on a CPU are in `cpu`. All sizes are bytes on one device. Activations follow
+what a decoder layer keeps for its backward pass with an attention kernel that stores no score
+matrix; `standard_activation_bytes` is the older formula that does store it (Korthikanti et al.
+2022, equation 1), kept for comparison.
 """
 
 from __future__ import annotations
 
+import bisect
 from typing import NamedTuple
+
+import numpy as np
+from pydantic import Field
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
+from earl_core.config.settings import Settings
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+
+
+class Peak(Settings):
+    """One measured peak beside what the formula said, bytes on one device."""
+
+    stage: str
+    predicted: float = Field(gt=0)
+    measured: float = Field(gt=0)
+    out_of_memory: bool = Field(
+        default=False, description="The measured bytes were not enough: the true peak is above."
+    )
+
+
+_OOM_MARGIN = 1.02
+
+
+class Calibration(Settings):
+    """Corrects the formula by what was measured, stage by stage, without losing its order.
+
+    With peaks at different sizes the correction is measured = a + b · predicted, b between 1/2
+    and 3, by least squares of relative errors, and at least a quarter of the prediction; with one
+    size only, a factor. Never measured: 1.
+    """
+
+    peaks: tuple[Peak, ...] = ()
+
+    def correct(self, stage: str, predicted: float) -> float:
+        """The calibrated peak. Never decreases as `predicted` grows."""
+        return self.corrector(stage)(predicted)
+
+    def corrector(self, stage: str) -> _Corrector:
+        """The stage's correction, worked out once for many candidates."""
+        return _Corrector([peak for peak in self.peaks if peak.stage == stage])
+
+
+class _Corrector:
+    def __init__(self, peaks: list[Peak]) -> None:
+        self._offset, self._slope = _line([p for p in peaks if not p.out_of_memory])
+        failed = sorted((p.predicted, p.measured * _OOM_MARGIN) for p in peaks if p.out_of_memory)
+        self._failed = [predicted for predicted, _ in failed]
+        self._floors: list[float] = []
+        for _, floor in failed:
+            self._floors.append(max([floor, *self._floors[-1:]]))
+
+    def __call__(self, predicted: float) -> float:
+        # A steep line has a negative offset, which must not make small candidates free of charge.
+        value = max(self._offset + self._slope * predicted, predicted / 4)
+        # What once ran out of memory needs more than there was, and so does all that is larger.
+        place = bisect.bisect_right(self._failed, predicted * (1 + 1e-9))
+        return max(value, self._floors[place - 1]) if place else value
+
+
+def _line(peaks: list[Peak]) -> tuple[float, float]:
+    if not peaks:
+        return 0.0, 1.0
+    factor = sum(p.measured / p.predicted for p in peaks) / len(peaks)
+    sizes = [p.predicted for p in peaks]
+    if max(sizes) < 1.1 * min(sizes):
+        return 0.0, factor
+    measured = np.array([p.measured for p in peaks])
+    slope, _ = np.polyfit(sizes, measured, 1, w=1 / measured)
+    slope = min(3.0, max(0.5, float(slope)))
+    offset = np.average(measured - slope * np.array(sizes), weights=measured**-2)
+    return float(offset), slope
+
 
 RUNTIME_BYTES = 2**30
 """Libraries, kernels and communication buffers of one process: an assumption."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from earl_core.control.hardware import read_hardware
-from earl_core.system.packages import installed
+from earl_core.system.import_path import installed
 from flows.cli.checks.finding import Finding, judged
 
 _GIB = 2**30

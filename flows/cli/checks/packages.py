@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from packaging.requirements import Requirement
 
 from earl_core.config import RunConfig
-from earl_core.system.packages import installed
+from earl_core.system.import_path import installed
 from flows.cli.checks.finding import Finding, Level, judged
 
 DISTRIBUTION = "earl-rl"
