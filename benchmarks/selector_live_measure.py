@@ -125,7 +125,7 @@ class Bench:
             environment={
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
-                "OMP_WAIT_POLICY": "PASSIVE",
+                "GOMP_SPINCOUNT": "3000",
                 "HF_HUB_OFFLINE": "1",
                 "TOKENIZERS_PARALLELISM": "false",
                 "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",

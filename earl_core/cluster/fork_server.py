@@ -177,7 +177,7 @@ def _environment() -> dict[str, str]:
         # Threads of a library that starts them on import would be missing in a forked process.
         "OPENBLAS_NUM_THREADS": "1",
         # Read when the OpenMP runtime is loaded; see `control.worker_groups`.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "3000",
         # Asking CUDA itself how many devices there are would make it unusable after a fork.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # A title that is written over the environment hides it from `ps e` and from our tests.

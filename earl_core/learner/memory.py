@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from earl_core.system import fault_points, out_of_memory
+from earl_core.system.cgroups import memory_in_use, memory_limit
 from earl_core.system.processes import give_back_free_memory, reset_peaks, resident_peak_bytes
 
 _ADVICE = (
@@ -34,12 +35,17 @@ def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int)
 def guarded(stage: str) -> Iterator[None]:
     """Around all that a rank does for a stage: `OutOfMemory` names this stage, whichever part of
     the work was refused memory. Also a decorator of plain functions. Afterwards free memory goes
-    back to the host, which other stages may need it for.
+    back to the host where it is scarce, because other stages may need it.
     """
     try:
         with out_of_memory.guarded(stage, f"'{stage}', outside of its microbatches,", _ADVICE):
             yield
     finally:
+        _give_back_what_is_scarce()
+
+
+def _give_back_what_is_scarce() -> None:
+    if memory_in_use() > memory_limit() / 2:
         give_back_free_memory()
 
 
@@ -84,8 +90,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def reset_peak() -> None:
-    """Start a new measurement: the peak falls to what is used now."""
-    give_back_free_memory()
+    """Start a new measurement: the peak falls to what is used now, and what is kept for reuse."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     reset_peaks([os.getpid()])

@@ -38,6 +38,7 @@ from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
 from earl_core.learner.update_metrics import UpdateMetrics
 from earl_core.pretrained.huggingface import Accelerator, AcceleratorState, PreTrainedModel
 from earl_core.pretrained.model_directory import load_tokenizer
+from earl_core.system.processes import keep_freed_memory
 from earl_core.tensors.collectives import Ranks
 
 StepHook = Callable[[int], None]
@@ -74,6 +75,8 @@ class PolicyLearner:
         offload_optimizer: bool = False,
     ) -> None:
         mesh = mesh or create_mesh()
+        if mesh.device.type == "cpu":
+            keep_freed_memory()
         if update.threads:
             torch.set_num_threads(update.threads)
         self.config = update

@@ -279,6 +279,23 @@ def _sizes(pid: int) -> dict[str, int]:
     return {}
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep freed blocks below 32 MiB, and not only for the next microbatch.
+
+    Taken from the host anew, every page is a fault: a third of an update's processor time in a
+    virtual machine whose host takes free pages back. See `give_back_free_memory`.
+    """
+    # Only glibc has it.
+    with suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 2**25)
+        mallopt(_M_TRIM_THRESHOLD, -1)
+
+
 def give_back_free_memory() -> None:
     """Return what the C library's allocator holds but nobody uses.
 
