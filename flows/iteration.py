@@ -85,8 +85,10 @@ async def _one_iteration(
         return _skipped(run, min(number, due - 1), wanted)
     manifests = await run_stages(controller, number)
     await asyncio.to_thread(finish_iteration, controller, number, manifests)
-    await asyncio.to_thread(share_profile, controller)
-    await publish_artifacts(controller, number, manifests)
+    await _both(
+        asyncio.to_thread(share_profile, controller),
+        publish_artifacts(controller, number, manifests),
+    )
     if resume_point(controller.run).iteration > number:
         await asyncio.to_thread(forget_results, controller.run.path)
     _leave(controller)

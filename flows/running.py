@@ -32,10 +32,12 @@ from flows import flow_notes
 from flows.flow_notes import Note
 from flows.reaper import keep_reconciled
 from flows.server_access import Access
+from flows.tls_context import share_tls_context
 from tasks.tracking.tracker import Tracker
 from tasks.trust import distrust_servers
 
 distrust_servers()
+share_tls_context()
 
 T = TypeVar("T")
 

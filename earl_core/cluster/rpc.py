@@ -120,12 +120,15 @@ class Exchange:
             raise loss_error(monitor, self.where)
         if failed:
             first = min(failed, key=lambda rank: rank.replied_at)
+            if not complete and time.monotonic() - first.replied_at < STRAGGLER_SECONDS:
+                return None
+            # Read before the stacks of all ranks follow the error in the logs.
+            raised = errors.Raised(**redact_tree((first.reply or {})["raised"]))
+            error = errors.WorkerCallFailed(_at(self.where, first), raised)
             if not complete:
-                if time.monotonic() - first.replied_at < STRAGGLER_SECONDS:
-                    return None
                 reason = f"rank {first.rank} failed and the others did not return"
                 monitor.lose(Loss("lost", reason, first.rank), dump=True)
-            self._raise_failed(first)
+            raise error
         return None
 
     def _expire(self) -> NoReturn:
@@ -137,10 +140,6 @@ class Exchange:
         )
         self.monitor.lose(Loss("deadline", reason, waiting[0]), dump=True)
         raise loss_error(self.monitor, self.where)
-
-    def _raise_failed(self, rank: RankHandle) -> NoReturn:
-        raised = errors.Raised(**redact_tree((rank.reply or {})["raised"]))
-        raise errors.WorkerCallFailed(_at(self.where, rank), raised)
 
 
 def loss_error(monitor: Monitor, where: errors.Where) -> errors.WorkerError:

@@ -10,17 +10,20 @@ from tests.flows.runs import KILLED, STAGES, Runs
 
 Undisturbed = Callable[..., Runs]
 
-GAPS = [
+MOMENTS = [
     "select.before",
-    "rollout.before",
+    "select.seal",
+    "rollout.seal",
     "rollout.after",
-    "reward.after",
-    "reference.after",
-    "update.before",
+    "reward.seal",
+    "reference.seal",
+    "advantage.seal",
+    "update.seal",
     "update.after",
+    "publish.seal",
     "publish.after",
 ]
-"""What comes after one stage comes before the next: each place between stages once."""
+"""Each stage's seal, and each place between stages where something else is there than at a seal."""
 
 
 ONCE = "deadlines.repeats=0"
@@ -36,11 +39,6 @@ def assert_as_undisturbed(runs: Runs, undisturbed: Undisturbed) -> None:
         assert runs.weights(iteration) == undisturbed().weights(iteration)
     assert runs.shared_memory() == []
     runs.wait_for_workers_to_end()
-
-
-def reference_is_sealed_before(moment: str, runs: Runs) -> bool:
-    """Reward and reference run side by side: one may be sealed when the other's kill comes."""
-    return moment.startswith("reference") and (1, "reference") in runs.executed("sealed")
 
 
 def test_killed_again_and_again_equals_an_undisturbed_run(
@@ -60,30 +58,20 @@ def test_killed_again_and_again_equals_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_killed_in_every_stage(runs: Runs, undisturbed: Undisturbed) -> None:
-    """At the seal of every stage in turn."""
-    for stage in STAGES:
-        if reference_is_sealed_before(stage, runs):
-            continue
-        runs.train(fault=f"{stage}.seal@1=kill", expect=KILLED)
-        runs.wait_for_workers_to_end()
-    runs.train()
-    assert_as_undisturbed(runs, undisturbed)
-    applied = [x for x in runs.ledger() if x["event"].startswith("steps applied")]
-    assert [x["iteration"] for x in applied] == [0, 1, 1]
-
-
-@pytest.mark.slow
-def test_killed_between_all_stages(runs: Runs, undisturbed: Undisturbed) -> None:
-    for moment in GAPS:
-        if reference_is_sealed_before(moment, runs):
+def test_killed_in_every_stage_and_between_them(runs: Runs, undisturbed: Undisturbed) -> None:
+    for moment in MOMENTS:
+        # Reward and reference run side by side: one may be sealed when the other's kill comes.
+        if moment == "reference.seal" and (1, "reference") in runs.executed("sealed"):
             continue
         runs.train(fault=f"{moment}@1=kill", expect=KILLED)
+        runs.wait_for_workers_to_end()
     runs.train()
     assert_as_undisturbed(runs, undisturbed)
     for stage in STAGES:
         events = [x["event"] for x in runs.ledger() if (x["iteration"], x["stage"]) == (1, stage)]
         assert "started" not in events[events.index("sealed") :], (stage, events)
+    applied = [x for x in runs.ledger() if x["event"].startswith("steps applied")]
+    assert [x["iteration"] for x in applied] == [0, 1, 1]
 
 
 @pytest.mark.slow
