@@ -18,7 +18,8 @@ from earl_core.learner.data.packing import PackedMicrobatch
 from earl_core.learner.head import EntropyMode, decoder_of, head_of
 from earl_core.learner.packing_check import check_packing, without_interface
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
-from earl_core.pretrained.architecture import Float32Head, model_config
+from earl_core.pretrained.architecture import model_config
+from earl_core.pretrained.float32_head import Float32Head
 from earl_core.pretrained.huggingface import (
     AutoModelForCausalLM,
     GradientCheckpointingLayer,

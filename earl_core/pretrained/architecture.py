@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from earl_core.system.errors import ConfigError
 
@@ -92,23 +89,3 @@ def _rope_parameters(text: Any) -> Iterator[dict[str, Any]]:
     found = getattr(text, "rope_parameters", None) or {}
     nested = [value for value in found.values() if isinstance(value, dict)]
     yield from nested or ([found] if found else [])
-
-
-class Float32Head:
-    """From hidden states to float32 logits, whatever the model's dtype is; to be made anew when the
-    weights change.
-
-    rounded: the dtype in which the engine has the weights; they are rounded to it, so that both
-    sides multiply with the same numbers. Gradients reach the weights unrounded.
-    """
-
-    def __init__(self, head: nn.Module, rounded: torch.dtype | None = None) -> None:
-        weight = cast(torch.Tensor, head.weight).float()
-        if rounded is not None:
-            weight = weight + (weight.to(rounded).float() - weight).detach()
-        bias = cast("torch.Tensor | None", getattr(head, "bias", None))
-        self.weight = weight
-        self.bias = None if bias is None else bias.float()
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden.float(), self.weight, self.bias)

@@ -15,7 +15,8 @@ from earl_core.learner.data.packing import pack
 from earl_core.learner.head import decoder_of
 from earl_core.learner.model import PackedTensors, logprobs_of_trained
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.pretrained.architecture import Float32Head, model_config
+from earl_core.pretrained.architecture import model_config
+from earl_core.pretrained.float32_head import Float32Head
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.engines.vllm_environment import overrides
 from earl_core.weights.publish import publish

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from earl_core.learner.head import EntropyMode
-    from earl_core.pretrained.architecture import Float32Head
+    from earl_core.pretrained.float32_head import Float32Head
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from earl_core.pretrained.architecture import Float32Head
+from earl_core.pretrained.float32_head import Float32Head
+from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.causal_model import load_causal_model
 from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.engine import (
     OUT_OF_MEMORY_ADVICE,
-    BaseEngine,
     Completion,
     EngineFinishReason,
-    EngineSettings,
     GenerationRequest,
     answer_budget,
 )

@@ -17,13 +17,8 @@ import torch
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import context_length, model_config
 from earl_core.rollout.engines import vllm_environment
-from earl_core.rollout.engines.engine import (
-    BaseEngine,
-    Completion,
-    EngineSettings,
-    GenerationRequest,
-    answer_budget,
-)
+from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
+from earl_core.rollout.engines.engine import Completion, GenerationRequest, answer_budget
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import LeftoverProcesses
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import pin_positions
-from earl_core.rollout.engines.engine import EngineSettings
+from earl_core.rollout.engines.base_engine import EngineSettings
 from earl_core.rollout.errors import EngineError
 from earl_core.system.errors import ConfigError
 
