@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import State, Task, flow
+from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
 from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -210,9 +211,12 @@ class Stages:
             judge, self.controller, self.iteration, task.name, digests
         )
         options = caching(self.controller, self.iteration, task.name, verdict)
-        future = task.with_options(**options).submit(
-            str(self.controller.run.path), self.iteration, *futures
-        )
+        # For a task run with tags Prefect asks its server for the tags' limits, and after a long
+        # stage that connection is closed: each such start would wait two seconds.
+        with TagsContext(current_tags=set()):
+            future = task.with_options(**options).submit(
+                str(self.controller.run.path), self.iteration, *futures
+            )
         self.manifests[task.name] = resolve(self.controller, await result(future))
         return future
 
