@@ -211,8 +211,8 @@ class Stages:
             judge, self.controller, self.iteration, task.name, digests
         )
         options = caching(self.controller, self.iteration, task.name, verdict)
-        # For a task run with tags Prefect asks its server for the tags' limits, and after a long
-        # stage that connection is closed: each such start would wait two seconds.
+        # For a task run with tags Prefect asks its server for the tags' limits, which takes two
+        # seconds after most stages that were long.
         with TagsContext(current_tags=set()):
             future = task.with_options(**options).submit(
                 str(self.controller.run.path), self.iteration, *futures

@@ -37,6 +37,10 @@ from earl_core.system.processes import inspect, send_signal, still
 _OURS = "earl_core."
 """Only modules of ours are imported here: code of others may start threads or touch a GPU."""
 
+OPENMP = {"GOMP_SPINCOUNT": "3000"}
+"""Threads that spin for long at a barrier, waiting for one that lost its core, slow a busy machine
+down threefold; threads that sleep at once slow a quiet one down by a sixth."""
+
 _ANSWER_SECONDS = 300.0
 """It may be importing before it answers."""
 _LOOK_SECONDS = 0.5
@@ -176,8 +180,8 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": child_path(os.environ),
         # Threads of a library that starts them on import would be missing in a forked process.
         "OPENBLAS_NUM_THREADS": "1",
-        # Read when the OpenMP runtime is loaded; see `control.worker_groups`.
-        "GOMP_SPINCOUNT": "3000",
+        # Read when the OpenMP runtime is loaded, which is here.
+        **OPENMP,
         # Asking CUDA itself how many devices there are would make it unusable after a fork.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # A title that is written over the environment hides it from `ps e` and from our tests.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.fork_server import fork_server
+from earl_core.cluster.fork_server import OPENMP, fork_server
 from earl_core.cluster.placement import PLACED, Assignment, HostResources
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
@@ -344,9 +344,7 @@ def _worker_environment(threads: int) -> dict[str, str]:
     """Of a rank that computes with this many CPU threads."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        # Threads that spin for long at a barrier, waiting for one that lost its core, slow a busy
-        # machine down threefold; threads that sleep at once slow a quiet one down by a sixth.
-        "GOMP_SPINCOUNT": "3000",
+        **OPENMP,
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "TOKENIZERS_PARALLELISM": "false",

@@ -75,8 +75,12 @@ def send_all(client: socket.socket, parts: Sequence[bytes | memoryview], deadlin
 
 def _advance(left: list[memoryview], count: int) -> None:
     """Take the first `count` bytes off."""
-    while left and count >= left[0].nbytes:
-        count -= left.pop(0).nbytes
+    done = 0
+    while done < len(left) and count >= left[done].nbytes:
+        count -= left[done].nbytes
+        done += 1
+    # At once: a request may have very many ranges.
+    del left[:done]
     if count:
         left[0] = left[0][count:]
 
