@@ -53,7 +53,10 @@ def install(target: str, python: str, dev: bool, dry_run: bool) -> str:
     for lock, arguments, message in ways(target):
         files = ["-r", f"{HERE}/{lock}-{version}.txt"]
         files += ["-r", f"{HERE}/dev-{version}.txt"] if dev else []
-        done = _uv_install(python, *(["--dry-run"] if dry_run else []), *files, *arguments)
+        # Else Python compiles what it imports: once, or at every start where it may not write.
+        compiled = dev or sys.dont_write_bytecode
+        mode = "--dry-run" if dry_run else "--compile-bytecode" if compiled else "--quiet"
+        done = _uv_install(python, mode, *files, *arguments)
         if done.returncode == 0:
             print(f"{lock} for Python {version}" + (f": {message}" if message else ""), flush=True)
             return lock
