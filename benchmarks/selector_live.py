@@ -21,13 +21,18 @@ from benchmarks.selector_live_replay import (
     Growth,
     Policy,
     World,
-    every_other,
     follow,
     growth,
+)
+from benchmarks.selector_live_table import (
+    Cell,
+    LiveTable,
+    every_other,
+    from_a,
+    from_b,
     nothing,
     whole,
 )
-from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b
 from earl_core.cluster.stage_deployment import StageDeployment
 
 ITERATIONS = 36

@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.selector_live_table import LiveTable, Truth, from_a, from_b, offered, profile_of
+from benchmarks.selector_live_table import (
+    LiveTable,
+    Truth,
+    from_a,
+    from_b,
+    offered,
+    whole,
+)
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.selector import SelectorConfig
@@ -284,22 +291,6 @@ def least_path(seconds: Sequence[Sequence[float]], costs: Sequence[Sequence[floa
 
 
 Profile = Callable[[LiveTable, str], ProfileTable]
-
-
-def whole(table: LiveTable, engine: str) -> ProfileTable:
-    """All of set A."""
-    return profile_of(table.of(engine))
-
-
-def every_other(table: LiveTable, engine: str) -> ProfileTable:
-    """Set A at every other context."""
-    kept = table.contexts(engine)[::2]
-    return profile_of(table.of(engine), lambda cell: cell.context in kept)
-
-
-def nothing(table: LiveTable, engine: str) -> ProfileTable:
-    """No measurement at all."""
-    return ProfileTable()
 
 
 @dataclass(frozen=True)

@@ -288,3 +288,19 @@ def profile_of(
         if keep(cell)
     ]
     return ProfileTable(points=tuple(points))
+
+
+def whole(table: LiveTable, engine: str) -> ProfileTable:
+    """All of set A."""
+    return profile_of(table.of(engine))
+
+
+def every_other(table: LiveTable, engine: str) -> ProfileTable:
+    """Set A at every other context."""
+    kept = table.contexts(engine)[::2]
+    return profile_of(table.of(engine), lambda cell: cell.context in kept)
+
+
+def nothing(table: LiveTable, engine: str) -> ProfileTable:
+    """No measurement at all."""
+    return ProfileTable()

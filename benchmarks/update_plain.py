@@ -19,12 +19,27 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM
 
 from benchmarks.update_episodes import RecordedEpisode
-from benchmarks.update_samples import training_samples
 from earl_core.learner.attention.varlen import register_attention
-from earl_core.learner.data.packing import pack, plan_microbatches, plan_shared
+from earl_core.learner.data.packing import TrainingSample, pack, plan_microbatches, plan_shared
 from earl_core.learner.model import PackedTensors
 
 _CLIP = 0.2
+
+
+def training_samples(episodes: Sequence[RecordedEpisode]) -> list[TrainingSample]:
+    """One sample for each recorded episode."""
+    return [
+        TrainingSample(
+            tokens=episode.tokens,
+            loss_mask=episode.loss_mask,
+            rollout_logprobs=episode.rollout_logprobs,
+            advantages=episode.advantages,
+            episode_id=episode.episode_id,
+            group_id=episode.group_id,
+            sample_id=number,
+        )
+        for number, episode in enumerate(episodes)
+    ]
 
 
 @dataclass(frozen=True)

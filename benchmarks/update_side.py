@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.update_episodes import RecordedEpisode, kept_episodes, workload
-from benchmarks.update_samples import training_samples
+from benchmarks.update_plain import training_samples
 from earl_core.config import load_config
 from earl_core.learner import memory
 
