@@ -14,7 +14,7 @@ from typing import Any
 from earl_core.cluster.errors import LossKind, describe_exit
 from earl_core.cluster.rank_handle import MemoryUse, RankHandle
 from earl_core.system.frames import WireError
-from earl_core.system.processes import ENDING_GRACE_SECONDS, end_processes
+from earl_core.system.processes import ENDING_GRACE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,12 @@ class Monitor(threading.Thread):
         self._timeout = timeout_seconds
         self._selector = selectors.DefaultSelector()
         for rank in ranks:
-            self._selector.register(rank.control, selectors.EVENT_READ, (rank, self._on_control))
-            self._selector.register(rank.channel, selectors.EVENT_READ, (rank, self._on_channel))
+            self._selector.register(
+                rank.process.control, selectors.EVENT_READ, (rank, self._on_control)
+            )
+            self._selector.register(
+                rank.process.channel, selectors.EVENT_READ, (rank, self._on_channel)
+            )
 
     def run(self) -> None:
         tick = min(1.0, self._timeout / 4)
@@ -76,7 +80,7 @@ class Monitor(threading.Thread):
         self._selector.close()
         for rank in self.ranks:
             if rank.exit_code is None:
-                _end_unsupervised(rank)
+                rank.process.end(rank.pid)
         self.finished.set()
         with self.condition:
             self.condition.notify_all()
@@ -122,11 +126,11 @@ class Monitor(threading.Thread):
         if not data:
             rank.supervised = False
             if rank.exit_code is None:
-                self.lose(Loss("lost", _supervisor_gone(rank), rank.rank))
+                self.lose(Loss("lost", rank.process.lost(), rank.rank))
             return
         for message in rank.events.feed(data):
             if message["event"] == "started":
-                rank.started(int(message["pid"]))
+                rank.pid = int(message["pid"])
             else:
                 self._on_exit(rank, int(message["code"]), bool(message["out_of_memory"]))
 
@@ -145,24 +149,3 @@ class Monitor(threading.Thread):
             if self.loss is None and rank.exit_code is None and silent > self._timeout:
                 reason = f"no heartbeat for {silent:.0f} s; the process is stuck or suspended"
                 self.lose(Loss("stalled", reason, rank.rank), dump=True)
-
-
-def _supervisor_gone(rank: RankHandle) -> str:
-    rank.supervisor.wait(1.0)
-    code = rank.supervisor.exit_code
-    if code is None:
-        return "its supervisor process closed the connection"
-    how = describe_exit(code, out_of_memory=False)
-    return how.replace("its process", "its supervisor process")
-
-
-def _end_unsupervised(rank: RankHandle) -> None:
-    """Let a rank whose supervisor was killed end itself, as its lifeline makes it, then help."""
-    limit = time.monotonic() + ENDING_GRACE_SECONDS
-    pause = 0.01
-    while (living := rank.remains()) and time.monotonic() < limit:
-        time.sleep(pause)
-        pause = min(2 * pause, 0.2)
-    if living:
-        end_processes(rank.remains, grace_seconds=0.0)
-    rank.supervisor.kill()

@@ -132,7 +132,8 @@ class Rank:
         beat.start()
         self._context = context = WorkerContext(
             rank=message["rank"],
-            world_size=message["world_size"],
+            world_size=len(message["hosts"]),
+            hosts=tuple(message["hosts"]),
             role=message["role"],
             log_path=Path(message["log_path"]),
             _send_progress=self._progress,

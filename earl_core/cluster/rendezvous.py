@@ -13,34 +13,6 @@ import socket
 LISTENER = "EARL_RENDEZVOUS_FD"
 """Environment variable of rank 0: the number of the bound socket that it inherited."""
 
-_LOOPBACK = "127.0.0.1"
-
-
-def bind_listener() -> socket.socket:
-    """A socket bound to a free port of this host; nobody can connect until rank 0 listens."""
-    listener = socket.socket()
-    listener.bind((_LOOPBACK, 0))
-    return listener
-
-
-def shared_variables(world_size: int, port: int) -> dict[str, str]:
-    """What all ranks of one start have in common: how many they are, and where they meet."""
-    return {
-        # Connections of gloo and NCCL ask for no password, and the host's own name may resolve to
-        # an address that nothing can be reached at.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": _LOOPBACK,
-        "MASTER_PORT": str(port),
-    }
-
-
-def rank_variables(rank: int) -> dict[str, str]:
-    """What one rank has for itself."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-
 
 def take_listener() -> int:
     """The descriptor of the socket that rank 0 listens with: inherited, else bound to the

@@ -7,14 +7,14 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.errors import LogFile, Where, WorkerCallFailed, WorkerError, WorkerLost
+from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, WorkerLost
+from earl_core.cluster.host import Host, Launch, LocalHost
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.rank_handle import MemoryUse, RankHandle
-from earl_core.cluster.rendezvous import bind_listener, rank_variables, shared_variables
 from earl_core.cluster.rpc import Aborted, Exchange, Json, Progress, loss_error
 from earl_core.system.frames import encode
 from earl_core.system.processes import ENDING_GRACE_SECONDS
@@ -31,10 +31,10 @@ class WorkerGroup:
     `start()` makes a fresh one. After `WorkerCallFailed` of a call the group stays usable if every
     rank has answered.
 
-    The ranks' output goes to `<log_directory>/<role>-<rank>.log`. `environment` is added to this
-    process's own environment; `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`
-    are set as torch.distributed wants them. The calling thread runs `on_progress`, which gets the
-    reported dictionary and `"rank"`.
+    The ranks' output goes to `<log_directory>/<role>-<rank>.log`. `environment` is added to the
+    environment of the host's own process; `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
+    `MASTER_PORT` are set as torch.distributed wants them. The calling thread runs `on_progress`,
+    which gets the reported dictionary and `"rank"`.
 
     All processes of the group end when this process ends, in whatever way. Threads may share a
     group.
@@ -55,6 +55,7 @@ class WorkerGroup:
         self._target = target
         self._log_directory = Path(log_directory)
         self._environment = dict(environment or {})
+        self._here = LocalHost()
         self._start_timeout = start_timeout_seconds
         self._heartbeat = heartbeat_seconds
         self._heartbeat_timeout = heartbeat_timeout_seconds
@@ -91,7 +92,7 @@ class WorkerGroup:
         monitor = self._monitor
         if monitor is None or not self.alive:
             return []
-        return [rank.process.pid for rank in monitor.ranks if rank.process is not None]
+        return [rank.pid for rank in monitor.ranks if rank.pid is not None]
 
     @property
     def memory(self) -> list[MemoryUse]:
@@ -101,9 +102,16 @@ class WorkerGroup:
 
     # -- life -------------------------------------------------------------------------------------
 
-    def start(self, deployment: Json, arguments: Json, world_size: int = 1) -> None:
+    def start(
+        self,
+        deployment: Json,
+        arguments: Json,
+        world_size: int = 1,
+        hosts: Sequence[Host] | None = None,
+    ) -> None:
         """End what runs, start `world_size` ranks and return once every target is built.
 
+        hosts: of each rank, those of one host one after the other; None: all run on this machine.
         Raises `WorkerCallFailed` when a target cannot be imported or built, `WorkerLost` otherwise
         (its `how` is `deadline` for the start timeout); nothing is left then.
         """
@@ -113,8 +121,9 @@ class WorkerGroup:
             self._starting = abort
             where, call_id = Where(self.role, None, "start", "", None), next(self._call_ids)
             try:
-                frames = self._start_frames(call_id, deployment, arguments, world_size)
-                monitor = self._spawn(world_size)
+                hosts = hosts or [self._here] * world_size
+                frames = self._start_frames(call_id, deployment, arguments, hosts)
+                monitor = self._spawn(hosts)
                 Exchange(monitor, where, call_id, frames, self._start_timeout, abort).run()
                 self._deployment = deployment
             except BaseException as error:
@@ -128,7 +137,7 @@ class WorkerGroup:
                 self._starting = None
 
     def _start_frames(
-        self, call_id: int, deployment: Json, arguments: Json, world_size: int
+        self, call_id: int, deployment: Json, arguments: Json, hosts: Sequence[Host]
     ) -> list[bytes]:
         message = {
             "kind": "start",
@@ -137,33 +146,30 @@ class WorkerGroup:
             "deployment": deployment,
             "arguments": arguments,
             "role": self.role,
-            "world_size": world_size,
+            "hosts": [host.name for host in hosts],
             "heartbeat_seconds": self._heartbeat,
             "sys_path": [os.path.abspath(entry) for entry in sys.path],
         }
         return [
             encode({**message, "rank": rank, "log_path": str(self._log_path(rank))})
-            for rank in range(world_size)
+            for rank in range(len(hosts))
         ]
 
-    def _spawn(self, world_size: int) -> Monitor:
-        self._log_directory.mkdir(parents=True, exist_ok=True)
+    def _spawn(self, hosts: Sequence[Host]) -> Monitor:
         ranks: list[RankHandle] = []
-        module, timeout = self._target.partition(":")[0], self._heartbeat_timeout
-        with bind_listener() as listener:
-            port = listener.getsockname()[1]
-            shared = {**os.environ, **self._environment, **shared_variables(world_size, port)}
-            try:
-                for rank in range(world_size):
-                    path = self._log_path(rank)
-                    log = LogFile(path, path.stat().st_size if path.exists() else 0)
-                    given = {**shared, **rank_variables(rank)}
-                    ranks.append(RankHandle(rank, module, log, given, timeout, listener))
-            except BaseException:
-                for handle in ranks:
-                    handle.close()
-                raise
-        self._monitor = monitor = Monitor(ranks, self._condition, timeout)
+        module, meeting = self._target.partition(":")[0], None
+        try:
+            for rank, host in enumerate(hosts):
+                log = host.log(self._log_path(rank))
+                given = {**self._environment, **_numbers(rank, hosts)}
+                process = host.start(Launch(module, log.path, given, meeting))
+                meeting = process.meeting
+                ranks.append(RankHandle(rank, process, log, self._heartbeat_timeout))
+        except BaseException:
+            for handle in ranks:
+                handle.process.close()
+            raise
+        self._monitor = monitor = Monitor(ranks, self._condition, self._heartbeat_timeout)
         monitor.start()
         _running.add(self)
         return monitor
@@ -201,7 +207,7 @@ class WorkerGroup:
         if not monitor.finished.wait(3 * ENDING_GRACE_SECONDS):
             # A supervisor that is stuck itself: without it the monitor ends its rank by the mark.
             for rank in monitor.ranks:
-                rank.supervisor.kill()
+                rank.process.kill()
             monitor.finished.wait(3 * ENDING_GRACE_SECONDS)
         monitor.join(1.0)
         with self._condition:
@@ -210,8 +216,7 @@ class WorkerGroup:
             self._deployment = None
             self._condition.notify_all()
         for rank in monitor.ranks:
-            rank.close()
-            rank.supervisor.wait(1.0)
+            rank.process.close()
         _running.discard(self)
 
     # -- calls ------------------------------------------------------------------------------------
@@ -301,6 +306,17 @@ class WorkerGroup:
                 raise WorkerLost(where, "the call was cancelled before it began")
             self._busy = True
             return monitor
+
+
+def _numbers(rank: int, hosts: Sequence[Host]) -> dict[str, str]:
+    """A rank's number in the group and on its host, as torch.distributed wants them."""
+    own = [number for number, host in enumerate(hosts) if host.name == hosts[rank].name]
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "LOCAL_RANK": str(own.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(own)),
+    }
 
 
 def _stop_all() -> None:

@@ -17,7 +17,7 @@ def main(log_directory: str) -> None:
     group.start({}, {}, world_size=4)
     monitor = group._monitor
     assert monitor is not None
-    supervisors = [rank.supervisor.pid for rank in monitor.ranks]
+    supervisors = [rank.process.supervisor.pid for rank in monitor.ranks]
     blocked: set[int] = set()
 
     def count(progress: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ def main(log_directory: str, mode: str) -> None:
     if mode == "fork" and os.fork() == 0:
         # A forked child of the controller lives on; it must not keep the workers alive.
         time.sleep(600)
-    supervisors = [rank.supervisor.pid for rank in monitor.ranks]
+    supervisors = [rank.process.supervisor.pid for rank in monitor.ranks]
     print(json.dumps({"pids": pids, "supervisors": supervisors}), flush=True)
     if mode == "call":
         group.call("sleep", stage="rollout", iteration=0, deadline_seconds=600, seconds=600)

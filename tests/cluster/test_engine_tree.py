@@ -52,7 +52,7 @@ def test_an_engine_leaves_no_process_and_no_shared_memory(
     group.start({}, {"model": str(tmp_path / "model")})
     deadline = {**site, "deadline_seconds": 240}
     assert len(group.call("generate", **deadline)[0]) == 8
-    supervisor = group._monitor.ranks[0].supervisor.pid
+    supervisor = group._monitor.ranks[0].process.supervisor.pid
     pids = [process.pid for process in descendants(supervisor)]
     assert len(pids) >= 2
     shared = {path for path in shared_memory_of(pids) if path.exists()}

@@ -148,7 +148,7 @@ def test_a_killed_supervisor_is_a_lost_worker(make_group: MakeGroup, site: Site)
     group = make_group()
     group.start({}, {})
     pids = group.pids + [group.call("spawn", kind=kind, **site)[0] for kind in KINDS[:3]]
-    supervisor = group._monitor.ranks[0].supervisor.pid
+    supervisor = group._monitor.ranks[0].process.supervisor.pid
     threading.Timer(0.2, os.kill, (supervisor, signal.SIGKILL)).start()
     begin = time.monotonic()
     with pytest.raises(WorkerLost, match="supervisor process was killed by signal 9"):
@@ -317,7 +317,7 @@ def test_peak_memory_is_of_the_last_call(make_group: MakeGroup, site: Site) -> N
 def test_ctrl_c_on_the_terminal_does_not_reach_workers(make_group: MakeGroup) -> None:
     group = make_group()
     group.start({}, {})
-    supervisor = group._monitor.ranks[0].supervisor.pid
+    supervisor = group._monitor.ranks[0].process.supervisor.pid
     sessions = {os.getsid(0), os.getsid(supervisor), os.getsid(group.pids[0])}
     assert len(sessions) == 3
 

@@ -1,0 +1,192 @@
+"""The machines that ranks run on: this one here, those of a Ray cluster in `ray_cluster`.
+
+A host starts a rank and gives the controller two byte streams, as sockets of the controller's own
+process whatever lies between: `control` leads to the rank's supervisor, `channel` to the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from earl_core.cluster.errors import LogFile, describe_exit
+from earl_core.cluster.fork_server import SupervisorHandle, fork_server
+from earl_core.system.files import private
+from earl_core.system.import_path import child_path
+from earl_core.system.processes import (
+    ENDING_GRACE_SECONDS,
+    Process,
+    end_processes,
+    host_name,
+    inspect,
+    marked,
+    still,
+)
+
+LOOPBACK = "127.0.0.1"
+
+
+class Launch(NamedTuple):
+    """How a rank is started. module: of its target. log: appended to. environment: added to the
+    host's own. meeting: address and port at which rank 0 listens; None: this is rank 0."""
+
+    module: str
+    log: Path
+    environment: Mapping[str, str]
+    meeting: tuple[str, int] | None = None
+
+
+class RankProcess(Protocol):
+    """A rank that a host has started, with its supervisor."""
+
+    control: socket.socket
+    channel: socket.socket
+    meeting: tuple[str, int]
+
+    def lost(self) -> str:
+        """Why `control` was closed before the supervisor said how the rank ended."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the supervisor; its rank then ends itself. Harmless when it is gone."""
+        ...
+
+    def end(self, pid: int | None) -> None:
+        """After the supervisor is gone: end the rank (`pid`, if known) and all that it started."""
+        ...
+
+    def close(self) -> None:
+        """Close both sockets, and wait a moment for the supervisor."""
+        ...
+
+
+class Host(Protocol):
+    """A machine that runs ranks. name: as manifests have it. address: where its ranks listen."""
+
+    name: str
+    address: str
+
+    def start(self, launch: Launch) -> RankProcess:
+        """Raises `ConnectionError` when the host cannot start it, and another `OSError` when the
+        host allows no more processes."""
+        ...
+
+    def log(self, path: Path) -> LogFile:
+        """A rank's log, from its present end on."""
+        ...
+
+
+class LocalHost:
+    """This machine."""
+
+    def __init__(self, name: str = "", address: str = LOOPBACK) -> None:
+        self.name = name or host_name()
+        self.address = address
+
+    def start(self, launch: Launch) -> LocalRank:
+        """See `Host`. Rank 0 inherits a socket that is bound to a port of the address: nobody can
+        connect until it listens, and no other process can take the port."""
+        if launch.meeting is not None:
+            return LocalRank(launch, self.address, launch.meeting, ())
+        with socket.socket() as listener:
+            listener.bind((self.address, 0))
+            meeting = self.address, int(listener.getsockname()[1])
+            return LocalRank(launch, self.address, meeting, (listener.fileno(),))
+
+    def log(self, path: Path) -> LogFile:
+        """See `Host`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return LogFile(path, path.stat().st_size if path.exists() else 0)
+
+
+class LocalRank:
+    """See `RankProcess`."""
+
+    supervisor: SupervisorHandle
+
+    def __init__(
+        self, launch: Launch, address: str, meeting: tuple[str, int], listener: Sequence[int]
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        self.meeting = meeting
+        self.control, control_child = socket.socketpair()
+        self.channel, channel_child = socket.socketpair()
+        # Connections of gloo and NCCL ask for no password, and the host's own name may resolve to
+        # an address that nothing can be reached at.
+        interface = _interface_of(address)
+        environment = {
+            **os.environ,
+            **launch.environment,
+            "PYTHONPATH": child_path({**os.environ, **launch.environment}),
+            "MASTER_ADDR": meeting[0],
+            "MASTER_PORT": str(meeting[1]),
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+        }
+        try:
+            with open(launch.log, "ab", opener=private) as output:
+                self.supervisor = fork_server().start(
+                    launch.module,
+                    [self._mark, launch.log.stem],
+                    environment,
+                    [output.fileno(), control_child.fileno(), channel_child.fileno(), *listener],
+                )
+        except BaseException:
+            self.control.close()
+            self.channel.close()
+            raise
+        finally:
+            control_child.close()
+            channel_child.close()
+
+    def lost(self) -> str:
+        """See `RankProcess`."""
+        self.supervisor.wait(1.0)
+        code = self.supervisor.exit_code
+        if code is None:
+            return "its supervisor process closed the connection"
+        how = describe_exit(code, out_of_memory=False)
+        return how.replace("its process", "its supervisor process")
+
+    def kill(self) -> None:
+        """See `RankProcess`."""
+        self.supervisor.kill()
+
+    def end(self, pid: int | None) -> None:
+        """See `RankProcess`. The rank's lifeline makes it end itself; what stays is ended here."""
+        process = None if pid is None else inspect(pid)
+
+        def remains() -> list[Process]:
+            own = None if process is None else still(process)
+            return [*([] if own is None else [own]), *marked(self._mark)]
+
+        limit = time.monotonic() + ENDING_GRACE_SECONDS
+        pause = 0.01
+        while (living := remains()) and time.monotonic() < limit:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        if living:
+            end_processes(remains, grace_seconds=0.0)
+        self.supervisor.kill()
+
+    def close(self) -> None:
+        """See `RankProcess`."""
+        self.control.close()
+        self.channel.close()
+        self.supervisor.wait(1.0)
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an address; Linux calls loopback `lo`."""
+    if address != LOOPBACK:
+        import psutil
+
+        for name, held in psutil.net_if_addrs().items():
+            if any(each.address == address for each in held):
+                return name
+    return "lo"
