@@ -133,8 +133,7 @@ class Bench:
         )
         arguments = {
             "target": TARGETS[role],
-            "cores": list(cores),
-            "gpus": [],
+            "assignments": [{"cores": list(cores), "gpus": []}],
             "arguments": {"config": self._config(engine), "run_directory": str(self.directory)},
         }
         group.start(deployment, arguments, 1)

@@ -11,12 +11,15 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from earl_core.cluster.errors import LogFile, describe_exit
 from earl_core.cluster.fork_server import SupervisorHandle, fork_server
+from earl_core.system.errors import ConfigError
 from earl_core.system.files import private
+from earl_core.system.hardware import HostResources, read_resources
 from earl_core.system.import_path import child_path
 from earl_core.system.processes import (
     ENDING_GRACE_SECONDS,
@@ -66,10 +69,14 @@ class RankProcess(Protocol):
 
 
 class Host(Protocol):
-    """A machine that runs ranks. name: as manifests have it. address: where its ranks listen."""
+    """A machine that runs ranks. name: as manifests have it. address: where its ranks listen.
+    resources: what of it the run may use."""
 
     name: str
     address: str
+
+    @property
+    def resources(self) -> HostResources: ...
 
     def start(self, launch: Launch) -> RankProcess:
         """Raises `ConnectionError` when the host cannot start it, and another `OSError` when the
@@ -82,21 +89,29 @@ class Host(Protocol):
 
 
 class LocalHost:
-    """This machine."""
+    """This machine, or a part of it."""
 
-    def __init__(self, name: str = "", address: str = LOOPBACK) -> None:
+    def __init__(
+        self, name: str = "", address: str = LOOPBACK, resources: HostResources | None = None
+    ) -> None:
         self.name = name or host_name()
         self.address = address
+        self._resources = resources
+
+    @cached_property
+    def resources(self) -> HostResources:
+        """See `Host`."""
+        return self._resources or read_resources()
 
     def start(self, launch: Launch) -> LocalRank:
         """See `Host`. Rank 0 inherits a socket that is bound to a port of the address: nobody can
         connect until it listens, and no other process can take the port."""
         if launch.meeting is not None:
-            return LocalRank(launch, self.address, launch.meeting, ())
+            return LocalRank(self, launch, launch.meeting, ())
         with socket.socket() as listener:
             listener.bind((self.address, 0))
             meeting = self.address, int(listener.getsockname()[1])
-            return LocalRank(launch, self.address, meeting, (listener.fileno(),))
+            return LocalRank(self, launch, meeting, (listener.fileno(),))
 
     def log(self, path: Path) -> LogFile:
         """See `Host`."""
@@ -110,7 +125,7 @@ class LocalRank:
     supervisor: SupervisorHandle
 
     def __init__(
-        self, launch: Launch, address: str, meeting: tuple[str, int], listener: Sequence[int]
+        self, host: LocalHost, launch: Launch, meeting: tuple[str, int], listener: Sequence[int]
     ) -> None:
         self._mark = uuid.uuid4().hex
         self.meeting = meeting
@@ -118,11 +133,12 @@ class LocalRank:
         self.channel, channel_child = socket.socketpair()
         # Connections of gloo and NCCL ask for no password, and the host's own name may resolve to
         # an address that nothing can be reached at.
-        interface = _interface_of(address)
+        interface = _interface_of(host.address)
         environment = {
             **os.environ,
             **launch.environment,
             "PYTHONPATH": child_path({**os.environ, **launch.environment}),
+            "EARL_HOST": host.name,
             "MASTER_ADDR": meeting[0],
             "MASTER_PORT": str(meeting[1]),
             "GLOO_SOCKET_IFNAME": interface,
@@ -179,6 +195,20 @@ class LocalRank:
         self.control.close()
         self.channel.close()
         self.supervisor.wait(1.0)
+
+
+def local_hosts(count: int) -> list[LocalHost]:
+    """This machine in `count` equal parts that work as hosts do. Raises `ConfigError`."""
+    whole = read_resources()
+    if count == 1:
+        return [LocalHost(resources=whole)]
+    if count > len(whole.cores) or whole.gpus % count:
+        raise ConfigError(
+            f"cluster.hosts is {count}, but this machine has {len(whole.cores)} CPU cores and "
+            f"{whole.gpus} GPUs to divide equally: lower it"
+        )
+    parts = [whole.part(number, count) for number in range(count)]
+    return [LocalHost(f"host-{n}", resources=part) for n, part in enumerate(parts)]
 
 
 def _interface_of(address: str) -> str:

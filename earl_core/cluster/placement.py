@@ -8,29 +8,24 @@ their memory back first. Nothing else knows placements apart, so a new one is an
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.system.hardware import HostResources
 from earl_core.system.import_path import load_object
 
 _TRAINING = ("reference", "update")
 
 
 @dataclass(frozen=True)
-class HostResources:
-    """The host's units. cores: their numbers. gpus: how many; a rank then has one of its own."""
-
-    cores: tuple[int, ...]
-    gpus: int = 0
-
-
-@dataclass(frozen=True)
 class Assignment:
-    """Where a group runs. cores: those it may use, all when empty. gpus: their indices."""
+    """What a group's ranks on one host use. cores: those it may use, all when empty. gpus: their
+    indices."""
 
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
@@ -49,8 +44,8 @@ class Placement(Protocol):
         """CPU threads for each rank of the role, at least 1."""
 
     def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
-        """Where group `member` of the stage runs. Groups that work at the same time share nothing
-        if they can."""
+        """What group `member` of the stage uses of a host that has all of the stage's groups.
+        Groups that work at the same time share nothing if they can."""
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         """Roles that must release their devices' memory before a stage of this role runs."""
@@ -88,18 +83,62 @@ class Separate:
         if deployment.stage not in _TRAINING:
             return _first_devices(deployment, member, site)
         wanted = deployment.ranks * deployment.threads
-        gpus = tuple(range(site.gpus))[-deployment.ranks :]
+        gpus = site.gpu_indices[-deployment.ranks :]
         return Assignment(site.cores[-wanted:] if wanted < len(site.cores) else (), gpus)
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         return ()
 
 
+Place = tuple[int, Assignment]
+"""A rank's host, by its number, and what the group has there."""
+
+
+def spread(
+    placement: Placement, deployment: StageDeployment, member: int, hosts: Sequence[HostResources]
+) -> tuple[Place, ...]:
+    """The place of each rank of group `member`, those of one host one after the other.
+
+    Every host has as many engines, or replicas of a mesh, as the others, or fewer at the end; the
+    devices of an engine, and ranks that share matrices or tokens, are of one host.
+    """
+    unit, each = _units(deployment, len(hosts))
+    units = deployment.ranks // unit
+    if deployment.stage == "rollout":
+        host, member = divmod(member, each)
+        here = deployment._replace(replicas=min(each, units - host * each))
+        return ((host, _own(placement.place(here, member, hosts[host]), hosts, host)),)
+    places: list[Place] = []
+    for host in range(math.ceil(units / each)):
+        count = min(each, units - host * each)
+        here = deployment._replace(replicas=count, shard=1)
+        place = _own(placement.place(here, 0, hosts[host]), hosts, host)
+        places += [(host, place)] * here.ranks
+    return tuple(places)
+
+
+def _own(given: Assignment, hosts: Sequence[HostResources], host: int) -> Assignment:
+    """Not the cores of another part of the same machine."""
+    return given if given.cores or len(hosts) == 1 else replace(given, cores=hosts[host].cores)
+
+
+def most_on_a_host(deployment: StageDeployment, hosts: int) -> int:
+    """Ranks of the stage on the host that has most of them."""
+    unit, each = _units(deployment, hosts)
+    return unit * each
+
+
+def _units(deployment: StageDeployment, hosts: int) -> tuple[int, int]:
+    """Ranks that must share a host, and how many such groups each host has at most."""
+    unit = deployment.tensor_parallel * deployment.context_parallel
+    return unit, math.ceil(deployment.ranks // unit / hosts)
+
+
 def _first_devices(deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
     """Of the stage's groups, from the first device on, the member's; no cores in particular where
     there are too few for all of them."""
     width = deployment.ranks // deployment.groups
-    gpus = tuple(range(site.gpus))[member * width : (member + 1) * width]
+    gpus = site.gpu_indices[member * width : (member + 1) * width]
     width *= deployment.threads
     enough = deployment.groups * width <= len(site.cores)
     return Assignment(site.cores[member * width : (member + 1) * width] if enough else (), gpus)
@@ -117,15 +156,15 @@ def build(
     deployment: dict[str, Any],
     *,
     target: str,
-    cores: list[int],
-    gpus: list[int],
+    assignments: list[dict[str, list[int]]],
     arguments: dict[str, Any],
 ) -> Any:
     """A worker group's target that settles in its place first, then builds the real `target`.
 
-    Threads and processes that the target starts inherit the cores. Devices are counted among those
-    that CUDA_VISIBLE_DEVICES already left visible.
+    assignments: the dumped `Assignment` of each rank. Threads and processes that the target starts
+    inherit the cores. Devices are counted among those that CUDA_VISIBLE_DEVICES left visible.
     """
+    cores, gpus = (assignments[context.rank][name] for name in ("cores", "gpus"))
     if cores:
         os.sched_setaffinity(0, cores)
     if gpus:

@@ -333,9 +333,7 @@ class RayCluster:
             ).remote(f"host-{index}")
             for index in range(hosts)
         ]
-        self._hosts = [
-            RayHost(f"host-{index}", each) for index, each in enumerate(self._daemons)
-        ]
+        self._hosts = [RayHost(f"host-{index}", each) for index, each in enumerate(self._daemons)]
 
     def hosts(self) -> list[Host]:
         """Those that are not lost."""

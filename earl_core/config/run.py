@@ -19,6 +19,7 @@ from earl_core.config.rollout import EnvironmentConfig, RolloutConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
     CheckpointConfig,
+    ClusterConfig,
     DeadlineConfig,
     DispatchConfig,
     EvaluationConfig,
@@ -47,6 +48,7 @@ class RunConfig(Settings):
     model: ModelConfig
     environment: EnvironmentConfig
     rollout: RolloutConfig
+    cluster: ClusterConfig = ClusterConfig()
     experience: ExperienceConfig = ExperienceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()

@@ -10,6 +10,19 @@ from earl_core.config.settings import Options, Settings
 from earl_core.system.files import user_directory
 
 
+class ClusterConfig(Settings):
+    """The hosts that a run has."""
+
+    backend: Literal["local"] = Field(
+        default="local", description="local: this machine, cut into `hosts` equal parts."
+    )
+    hosts: int = Field(
+        default=1,
+        ge=1,
+        description="With `local`, parts of this machine that work as hosts do, for a rehearsal.",
+    )
+
+
 class ExperienceConfig(Settings):
     """Each rank reads and writes the rows of its own groups only; they exchange moments."""
 

@@ -1,67 +1,28 @@
-"""What this host and the model's configuration file say, without importing torch."""
+"""The hardware of a run: what all of its hosts have in common."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from typing import NamedTuple
+from collections.abc import Sequence
 
+from earl_core.cluster.host import Host, local_hosts
 from earl_core.deployment.shapes import Hardware
-from earl_core.system.cgroups import memory_limit
+from earl_core.system.hardware import HostResources
 
 
-def read_hardware() -> Hardware:
-    """Cores and memory this process may use, and NVIDIA GPUs if the driver's tool is there.
-
-    The memory is the least of the machine's and of the limits of all control groups around this
-    process. GPUs that CUDA_VISIBLE_DEVICES hides do not count.
-    """
-    gpus = _visible(_read_gpus())
+def hardware_of(hosts: Sequence[Host]) -> Hardware:
+    """Of each host as much as the one that has least."""
+    resources: list[HostResources] = [host.resources for host in hosts]
+    gpus = min(each.gpus for each in resources)
     return Hardware(
-        cpu_cores=len(os.sched_getaffinity(0)),
-        memory_bytes=memory_limit(),
-        gpus=len(gpus),
-        gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
-        gpu_name=gpus[0].name if gpus else "",
+        cpu_cores=min(len(each.cores) for each in resources),
+        memory_bytes=min(each.memory_bytes for each in resources),
+        gpus=gpus * len(hosts),
+        gpu_memory_bytes=min(each.gpu_memory_bytes for each in resources) if gpus else 0,
+        gpu_name=resources[0].gpu_name if gpus else "",
+        hosts=len(hosts),
     )
 
 
-class _Gpu(NamedTuple):
-    uuid: str
-    name: str
-    memory_bytes: int
-
-
-def _read_gpus() -> list[_Gpu]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    gpus = []
-    for line in found.stdout.splitlines():
-        if line.count(",") >= 2:
-            uuid, _, rest = line.partition(",")
-            name, _, size = rest.rpartition(",")
-            gpus.append(_Gpu(uuid.strip(), name.strip(), int(size) * 2**20))
-    return gpus
-
-
-def _visible(gpus: list[_Gpu]) -> list[_Gpu]:
-    """Those that CUDA shows to this process: the first entry that names none ends the list."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return gpus
-    seen: list[_Gpu] = []
-    for entry in (part.strip() for part in chosen.split(",")):
-        if entry.isdigit():
-            named = gpus[int(entry) : int(entry) + 1]
-        else:
-            named = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
-        if len(named) != 1:
-            break
-        seen += named
-    return seen
+def read_hardware(hosts: int = 1) -> Hardware:
+    """Of this machine, in equal parts that work as hosts."""
+    return hardware_of(local_hosts(hosts))

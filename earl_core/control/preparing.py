@@ -32,7 +32,7 @@ def check_start(config: RunConfig) -> None:
     """
     # From here on this process hides what they lead to.
     check_references(config)
-    hardware = read_hardware()
+    hardware = read_hardware(config.cluster.hosts)
     check_devices(config, hardware)
     model = Path(config.model.path)
     if (model / "config.json").is_file():

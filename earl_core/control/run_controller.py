@@ -6,17 +6,19 @@ tracker's queue) is looked up here by run directory.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from earl_core.cluster.host import Host, local_hosts
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.hardware import read_hardware
+from earl_core.control.hardware import hardware_of
 from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
@@ -26,9 +28,11 @@ from earl_core.deployment.feasibility import check_stages
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.dispatch import Manifest, PoolFull
+from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodeKeeper
+from earl_core.run.reads import Peers
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
 from earl_core.system.processes import give_back_free_memory
@@ -64,9 +68,11 @@ class RunController:
     model: ModelShape
     tracker: RunTracker
 
-    def __init__(self, run: RunDirectory, hardware: Hardware, listener: Progress = quiet) -> None:
+    def __init__(
+        self, run: RunDirectory, hosts: Sequence[Host], listener: Progress = quiet
+    ) -> None:
         self.run = run
-        self.hardware = hardware
+        self.hardware = hardware_of(hosts)
         self.config: RunConfig = run.config
         self.listener: Progress = listener
         self._finished_here = -1
@@ -77,15 +83,30 @@ class RunController:
         self.episodes = EpisodeKeeper(run)
         self.profile: LearntProfile | None = None
         self._learner: tuple[WorkerGroup | None, int] = None, 0
-        self.groups = WorkerGroups(
-            run.config, run.path, run.logs, hardware, self.listener, self.next_iteration
-        )
-        self.stop_requested = self.groups.stop_requested
         self._held, self._registered = ExitStack(), ExitStack()
         self._held.callback(run.close)
+        self.groups = WorkerGroups(
+            run.config,
+            run.path,
+            run.logs,
+            self.hardware,
+            self.listener,
+            self.next_iteration,
+            hosts,
+            self._serve(hosts),
+        )
+        self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         self._registered.enter_context(live(str(run.path.resolve()), self))
         self._status: Status = "FINISHED"
+
+    def _serve(self, hosts: Sequence[Host]) -> Peers:
+        """Start the range server of this machine, unless all ranks are on one host."""
+        if len(hosts) == 1:
+            return Peers()
+        token = secrets.token_hex(32)
+        server = self._held.enter_context(RangeServer(self.run.store.directory, token))
+        return Peers({host.name: server.address for host in hosts}, token)
 
     def prepare(self, track: MakeTracker) -> None:
         """Make the model, check that it fits, start the workers of the last plan and the tracker.
@@ -194,10 +215,10 @@ def open_controller(
     """
     check_start(config)
     take_newest_whole(Path(config.runs_directory) / config.name)
-    hardware = read_hardware()
+    hosts = local_hosts(config.cluster.hosts)
     run = RunDirectory.open(config)
     sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
-    controller = RunController(run, hardware, listener)
+    controller = RunController(run, hosts, listener)
     try:
         controller.prepare(track)
     except BaseException:

@@ -11,18 +11,21 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.fork_server import OPENMP, fork_server
-from earl_core.cluster.placement import PLACED, Assignment, HostResources
+from earl_core.cluster.host import Host, local_hosts
+from earl_core.cluster.placement import PLACED, Assignment, Place, spread
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.deployment.shapes import Hardware
+from earl_core.run.reads import Peers
 from earl_core.system.errors import Cancelled
 
 logger = logging.getLogger(__name__)
@@ -86,7 +89,7 @@ class WorkerGroups:
     """The groups of one controller. Any thread may ask for one; no two start the same one.
 
     directory: the run's. listener: told what starts. next_iteration: the one that calls outside of
-    a stage belong to.
+    a stage belong to. hosts: where ranks run; none: this machine. peers: for who reads shards.
     """
 
     def __init__(
@@ -97,15 +100,19 @@ class WorkerGroups:
         hardware: Hardware,
         listener: Progress = quiet,
         next_iteration: Callable[[], int] = lambda: 0,
+        hosts: Sequence[Host] = (),
+        peers: Peers = Peers(),  # noqa: B008  (it cannot change)
     ) -> None:
         self.hardware = hardware
         self.stop_requested = threading.Event()
         self._config, self._directory, self._logs = config, directory, logs
         self._listener = listener
         self._next_iteration = next_iteration
+        self._hosts = hosts or local_hosts(1)
+        self._peers = peers
         self._closing = False
         self._groups: dict[Member, WorkerGroup] = {}
-        self._places: dict[Member, Assignment] = {}
+        self._places: dict[Member, tuple[Place, ...]] = {}
         self._released: set[Member] = set()
         self._lock = threading.RLock()
         self._starting: defaultdict[Member, threading.RLock] = defaultdict(threading.RLock)
@@ -122,7 +129,7 @@ class WorkerGroups:
         with self._starting_of(key):
             self._refuse_when_stopping()
             self._make_room(role, deployment)
-            place = self._place(role, deployment, member)
+            places = self._place(role, deployment, member)
             if role == "rollout":
                 # An engine does not change when others come and go.
                 deployment = deployment._replace(replicas=1)
@@ -130,15 +137,17 @@ class WorkerGroups:
             if (
                 group is None
                 or group.deployment != deployment._asdict()
-                or self._places.get(key) != place
+                or self._places.get(key) != places
             ):
-                group = self._rebuild(key, deployment, place)
+                group = self._rebuild(key, deployment, places)
             elif key in self._released:
                 self._call_quietly(group, _MEMORY[role][1], deployment)
                 self._released.discard(key)
             return group
 
-    def _rebuild(self, key: Member, deployment: StageDeployment, place: Assignment) -> WorkerGroup:
+    def _rebuild(
+        self, key: Member, deployment: StageDeployment, places: tuple[Place, ...]
+    ) -> WorkerGroup:
         role, member = key
         name = f"{role}-{member}" if role == "rollout" else role
         self._listener(role, 0, {"starting": name if member else role})
@@ -156,19 +165,20 @@ class WorkerGroups:
         )
         with self._lock:
             self._refuse_when_stopping()
-            self._groups[key], self._places[key] = group, place
+            self._groups[key], self._places[key] = group, places
             self._released.discard(key)
             self._ahead.pop(key, None)
         arguments = {
             "target": TARGETS[role],
-            "cores": list(place.cores),
-            "gpus": list(place.gpus),
+            "assignments": [asdict(assignment) for _, assignment in places],
             "arguments": {
                 "config": self._config.model_dump(mode="json"),
                 "run_directory": str(self._directory),
+                "peers": list(self._peers),
             },
         }
-        group.start(deployment._asdict(), arguments, deployment.world_size)
+        hosts = [self._hosts[number] for number, _ in places]
+        group.start(deployment._asdict(), arguments, len(hosts), hosts)
         return group
 
     def _starting_of(self, key: Member) -> threading.RLock:
@@ -179,11 +189,12 @@ class WorkerGroups:
         if self._closing or self.stop_requested.is_set():
             raise Cancelled("the run was asked to stop")
 
-    def _place(self, role: str, deployment: StageDeployment, member: int) -> Assignment:
+    def _place(self, role: str, deployment: StageDeployment, member: int) -> tuple[Place, ...]:
+        resources = [host.resources for host in self._hosts]
+        placed = spread(self._config.stages.placed, deployment, member, resources)
         if role not in PLACED:
-            return Assignment()
-        site = HostResources(tuple(sorted(os.sched_getaffinity(0))), self.hardware.gpus)
-        return self._config.stages.placed.place(deployment, member, site)
+            return tuple((host, Assignment()) for host, _ in placed)
+        return placed
 
     def _make_room(self, role: str, deployment: StageDeployment) -> None:
         """Have other roles give back the devices' memory that this one is about to use."""

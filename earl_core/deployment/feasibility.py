@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from earl_core.cluster.placement import most_on_a_host
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
@@ -12,15 +13,20 @@ from earl_core.system.errors import ConfigError
 
 
 def configured(
-    stages: StagesConfig, rollout: RolloutConfig, update: UpdateConfig, cores: int, iteration: int
+    stages: StagesConfig,
+    rollout: RolloutConfig,
+    update: UpdateConfig,
+    hardware: Hardware,
+    iteration: int,
 ) -> tuple[StageDeployment, StageDeployment]:
-    """Those of rollout and update in an iteration. Threads that are not configured are the host's
+    """Those of rollout and update in an iteration. Threads that are not configured are a host's
     cores, divided as the placement says."""
     engines, mesh = stages.at(iteration)
-    share = stages.placed.threads
+    share, cores = stages.placed.threads, hardware.cpu_cores
+    of_host = [most_on_a_host(each, hardware.hosts) for each in (engines, mesh)]
     of_engine = rollout.threads // engines.tensor_parallel
-    of_engine = of_engine or share(cores, "rollout", engines.ranks, mesh.ranks)
-    of_rank = update.threads or share(cores, "update", engines.ranks, mesh.ranks)
+    of_engine = of_engine or share(cores, "rollout", *of_host)
+    of_rank = update.threads or share(cores, "update", *of_host)
     return (
         engines._replace(threads=of_engine, max_running_requests=rollout.max_running_requests),
         mesh._replace(
@@ -58,17 +64,19 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
     stages = config.stages
     unit = "GPUs" if hardware.gpus else "CPU cores"
     for key, iteration in stages.steps():
-        cores = hardware.cpu_cores
-        rollout, update = configured(stages, config.rollout, config.update, cores, iteration)
-        needed = stages.placed.devices(rollout.ranks, update.ranks)
-        if needed > hardware.devices:
+        rollout, update = configured(stages, config.rollout, config.update, hardware, iteration)
+        of_host = [most_on_a_host(each, hardware.hosts) for each in (rollout, update)]
+        needed = stages.placed.devices(*of_host)
+        if needed > hardware.devices_per_host:
+            where = "this machine" if hardware.hosts == 1 else f"each of {hardware.hosts} hosts"
             raise ConfigError(
                 f"{key} asks for {rollout.replicas} engines on {rollout.ranks} devices and for "
-                f"{update.ranks} ranks, {stages.placement}, which need {needed} devices; this "
-                f"machine has {hardware.devices} {unit}: lower a degree"
+                f"{update.ranks} ranks, {stages.placement}, which need {needed} devices; {where} "
+                f"has {hardware.devices_per_host} {unit}: lower a degree"
                 + ("" if stages.placement == "colocated" else ", or set stages.placement=colocated")
             )
         together = stages.placed.devices(1, 1) > 1
+        cores = hardware.cpu_cores * hardware.hosts
         wanted = rollout.threads * rollout.ranks + update.threads * update.ranks
         if together and wanted > max(cores, rollout.ranks + update.ranks):
             raise ConfigError(

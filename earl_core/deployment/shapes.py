@@ -133,7 +133,7 @@ class DeviceFigures(Settings):
 class Hardware(Settings):
     """The devices that the stages may use. `gpus` counts those of all hosts together."""
 
-    cpu_cores: int = Field(ge=1)
+    cpu_cores: int = Field(ge=1, description="Of one host.")
     memory_bytes: int = Field(ge=1, description="Of one host.")
     gpus: int = Field(default=0, ge=0)
     gpu_memory_bytes: int = Field(default=0, ge=0)
@@ -145,10 +145,10 @@ class Hardware(Settings):
 
     @property
     def devices(self) -> int:
-        """Units that ranks are counted in: GPUs, or without them the cores of this host."""
-        return self.gpus or self.cpu_cores
+        """Units that ranks are counted in: GPUs, or without them cores."""
+        return self.gpus or self.cpu_cores * self.hosts
 
     @property
     def devices_per_host(self) -> int:
         """Units that share one host's fast links."""
-        return max(1, self.gpus // self.hosts) if self.gpus else self.cpu_cores
+        return max(1, self.devices // self.hosts)

@@ -7,6 +7,7 @@ writes a shard of its own, and takes part in every call even when it has no rows
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -14,11 +15,10 @@ import pyarrow as pa
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.dispatch import Batch
 from earl_core.dispatch.reads.plan import Layout, make_plan
-from earl_core.dispatch.reads.sources import sample_ids
+from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry, parse_manifest
 from earl_core.experience.advantage import RankStatistics, advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
-from earl_core.run.shards import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.trajectory.samples import Rows
@@ -30,8 +30,7 @@ class ExperienceWorker(RunWorker):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._store = run_store(self._run_directory, self._config)
-        self._verify = self._config.dispatch.verify == "always"
+        self._shards = self._reads()
 
     def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest."""
@@ -69,7 +68,7 @@ class ExperienceWorker(RunWorker):
 
     def _publish(self, stage: str, schema: pa.Schema, rows: Rows) -> ShardEntry:
         context, iteration = self._context, self._context.iteration or 0
-        entry = self._store.publish(
+        entry = self._shards.store.publish(
             stage=stage, iteration=iteration, rank=context.rank, schema=schema, rows=rows
         )
         fault_points.point(f"{stage}.written", iteration)
@@ -83,16 +82,17 @@ class ExperienceWorker(RunWorker):
         advantage is computed where its reward was. No rows where there are fewer units than ranks.
         """
         parsed = [parse_manifest(manifest) for manifest in manifests]
-        rows = sample_ids(parsed[0])
-        if self._context.world_size > 1:
-            units = rows >> SAMPLE_BITS
-            estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
-            if estimator.needs_groups:
-                with Batch(self._store, parsed[:1]) as batch:
-                    units = batch.scalars("group_id")
-            layout = Layout(data_parallel=self._context.world_size, keep_groups=True)
-            rows = make_plan(parsed[:1], layout, groups=units).rows(self._context.rank)
-        return Batch(self._store, parsed, rows=rows, verify=self._verify)
+        rank, ranks = self._context.rank, self._context.world_size
+        units = sample_ids(parsed[0]) >> SAMPLE_BITS
+        estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
+        if ranks > 1 and estimator.needs_groups:
+            everyone = Layout(ranks_per_replica=ranks, hosts=self._hosts, columns=("group_id",))
+            with self._shards.open(make_plan(parsed[:1], everyone), rank) as batch:
+                units = batch.scalars("group_id")
+        layout = Layout(data_parallel=ranks, hosts=self._hosts, keep_groups=True)
+        plan = make_plan(parsed[:1], layout, groups=units)
+        sources = join(parsed, rows=plan.sources.rows)
+        return self._shards.open(replace(plan, sources=sources), rank)
 
 
 def _result(

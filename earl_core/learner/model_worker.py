@@ -20,9 +20,7 @@ from earl_core.learner.memory import Parking, guarded
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.model_directory import read_model_shape
-from earl_core.run.shards import run_store
 from earl_core.run.worker import RunWorker
-from earl_core.system.processes import host_name
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
 
@@ -34,14 +32,8 @@ class ModelWorker(RunWorker):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        context = self._context
         self._mesh = create_mesh(self._deployment)
-        self._reader = RankReader(
-            run_store(self._run_directory, self._config),
-            context.hosts or (host_name(),) * context.world_size,
-            _row_cost(self._config),
-            verify=self._config.dispatch.verify == "always",
-        )
+        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._config))
         with guarded(self.stage):
             self._learner = self._build_learner()
         self._parking = Parking()
@@ -78,7 +70,7 @@ class ModelWorker(RunWorker):
         copied. Raises `PoolFull` when the shard does not fit.
         """
         (name,) = (name for name in schema.names if name != "sample_id")
-        samples, store = training_samples(batch), self._reader.store
+        samples, store = training_samples(batch), self._reader.reads.store
         with store.create(
             stage=self.stage,
             iteration=self._context.iteration or 0,

@@ -220,7 +220,7 @@ class LearnerWorker(ModelWorker):
             return [], self._learner.score(training_samples(batch))
         entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA)
         written = rows.model_copy(update={"stage": "update", "shards": (entry,)})
-        scores = leases.enter_context(Batch(self._reader.store, [written]))
+        scores = leases.enter_context(Batch(self._reader.reads.store, [written]))
         return [entry], scores.list_rows("old_logprobs")
 
     def _digest(self) -> str:

@@ -99,8 +99,7 @@ def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expe
     )
     arguments = {
         "target": "tests.cluster.test_placement:Where",
-        "cores": [core],
-        "gpus": [2, 3],
+        "assignments": [{"cores": [core], "gpus": [2, 3]}],
         "arguments": {"word": "here"},
     }
     try:

@@ -65,12 +65,15 @@ class GroupHere:
     def deployment(self) -> Json | None:
         return self._deployment
 
-    def start(self, deployment: Json, arguments: Json, world_size: int = 1) -> None:
+    def start(
+        self, deployment: Json, arguments: Json, world_size: int = 1, hosts: object = None
+    ) -> None:
         assert world_size == 1, "ranks that talk to each other need processes of their own"
         self.stop()
         self._thread = ThreadPoolExecutor(1)
         self._context = WorkerContext(0, 1, self.role, self._log)
-        arguments = {**arguments, "cores": [], "gpus": []} if "target" in arguments else arguments
+        if "target" in arguments:
+            arguments = {**arguments, "assignments": [{"cores": [], "gpus": []}]}
 
         def build() -> None:
             self._loop = asyncio.new_event_loop()

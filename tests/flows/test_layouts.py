@@ -21,6 +21,11 @@ LAYOUTS = {
         "stages.update.replicas=2",
         "stages.changes=[{iteration: 2, update: {tensor_parallel: 2}}]",
     ],
+    "two hosts": [
+        "cluster.hosts=2",
+        "stages.update.replicas=2",
+        "stages.rollout.replicas=2",
+    ],
     "more ranks": [
         "stages.changes=[{iteration: 1, update: {shard: 2}, rollout: {replicas: 2}},"
         "{iteration: 3, update: {}, rollout: {}}]",

@@ -22,6 +22,7 @@ from earl_core.learner.data.samples import (
     training_samples,
 )
 from earl_core.learner.parallel.mesh import UpdateMesh
+from earl_core.run.reads import PlanReads
 from earl_core.system.processes import host_name
 from tests.learner.cuts import mesh_of
 from tests.learner.recorded import Recorded
@@ -37,7 +38,7 @@ def recorded(tmp_path: Path) -> Iterator[Recorded]:
 
 
 def reader(recorded: Recorded, ranks: int) -> RankReader:
-    return RankReader(recorded.store, (host_name(),) * ranks, RowCost(1.0, 0.01))
+    return RankReader(PlanReads(recorded.store), (host_name(),) * ranks, RowCost(1.0, 0.01))
 
 
 def mesh(deployment: StageDeployment, rank: int) -> UpdateMesh:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
+import xxhash
 
 from earl_core.dispatch.reads.batch import Batch, Lease, abandon, open_shards
 from earl_core.dispatch.reads.plan import DispatchPlan
@@ -124,7 +125,9 @@ class _Share:
         # Ranks that need the same parts begin with different ones.
         turn = ranks.index(rank) * len(mine) // len(ranks)
         order = [self._parts[number] for number in mine[turn:] + mine[:turn]]
-        kept = PartStore(store.pool, plan.digest, self._parts, users)
+        # Hosts that are parts of one machine may have one store.
+        name = xxhash.xxh3_64_hexdigest(f"{plan.digest} {self._host}".encode())
+        kept = PartStore(store.pool, name, self._parts, users)
         with ExitStack() as done:
             done.callback(kept.done, rank)
             return kept.obtain(order, rank, receive, wait_seconds), done.pop_all()

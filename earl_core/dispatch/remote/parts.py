@@ -54,7 +54,7 @@ def cut_parts(incoming: Incoming, most: int) -> list[Part]:
 
 
 class PartStore:
-    """The parts of one plan on this host. users: the ranks that need each part."""
+    """The parts of one plan on this host. digest: of both. users: the ranks that need each part."""
 
     def __init__(
         self, pool: SegmentPool, digest: str, parts: Sequence[Part], users: Sequence[set[int]]

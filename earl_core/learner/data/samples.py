@@ -15,11 +15,12 @@ import numpy as np
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import ModelShape
-from earl_core.dispatch import Batch, Manifest, ShardStore
+from earl_core.dispatch import Batch, Manifest
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
 from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.learner.data.packing import TrainingSample, split_table
 from earl_core.learner.parallel.mesh import UpdateMesh
+from earl_core.run.reads import PlanReads
 from earl_core.trajectory.schema import SAMPLE_BITS
 
 SCORED = ("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id")
@@ -56,14 +57,12 @@ class RowCost:
 class RankReader:
     """Reads what one rank of a stage works on.
 
-    hosts: of every rank, as manifests name them. verify: check the shards' bytes on every read.
-    All shards that the rank reads lie on its host.
+    hosts: of every rank, as manifests name them.
     """
 
-    store: ShardStore
+    reads: PlanReads
     hosts: tuple[str, ...]
     cost: RowCost = RowCost()
-    verify: bool = False
 
     def open(
         self,
@@ -76,8 +75,7 @@ class RankReader:
 
         The batch may be empty. Raises what `join`, `plan_rows` and `Batch` raise.
         """
-        plan = self.plan(manifests, mesh, columns, split)
-        return Batch.of(plan.sources_of(mesh.rank), self.store, self.verify)
+        return self.reads.open(self.plan(manifests, mesh, columns, split), mesh.rank)
 
     def plan(
         self,
@@ -121,7 +119,7 @@ class RankReader:
         """group_id of all rows, int64: a few bytes a row, which every rank reads."""
         everyone = Layout(ranks_per_replica=mesh.deployment.ranks, hosts=self.hosts)
         plan = plan_rows(sources.only("group_id"), everyone)
-        with Batch.of(plan.sources_of(mesh.rank), self.store, self.verify) as batch:
+        with self.reads.open(plan, mesh.rank) as batch:
             return batch.scalars("group_id")
 
 

@@ -130,8 +130,7 @@ class SelectionInput(Settings):
 
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
         """Those of rollout and update that the configuration names for the iteration."""
-        cores = self.hardware.cpu_cores
-        return configured(self.stages, self.rollout, self.update, cores, self.iteration)
+        return configured(self.stages, self.rollout, self.update, self.hardware, self.iteration)
 
 
 def fixed_plan(given: SelectionInput) -> DeploymentPlan:

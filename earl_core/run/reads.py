@@ -1,0 +1,43 @@
+"""How the ranks of a run read each other's shards: here or from other hosts, by one factory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from earl_core.dispatch.reads.batch import Batch
+from earl_core.dispatch.reads.plan import DispatchPlan
+from earl_core.dispatch.shards.store import ShardStore
+
+if TYPE_CHECKING:
+    from earl_core.dispatch.remote.tcp import TcpTransport
+
+
+class Peers(NamedTuple):
+    """The range servers of a run's hosts, by host name; none: all shards lie on this host."""
+
+    addresses: Mapping[str, tuple[str, int]] = {}
+    token: str = ""
+
+
+class PlanReads:
+    """Opens a rank's share of a plan. verify: check the bytes of this host's shards, too."""
+
+    def __init__(self, store: ShardStore, verify: bool = False, peers: Peers = Peers()) -> None:  # noqa: B008  (it cannot change)
+        self.store = store
+        self._verify = verify
+        self._transport: TcpTransport | None = None
+        if peers.addresses:
+            from earl_core.dispatch.remote.tcp import TcpTransport
+
+            addresses = {host: (at[0], at[1]) for host, at in peers.addresses.items()}
+            self._transport = TcpTransport(addresses, peers.token)
+
+    def open(self, plan: DispatchPlan, rank: int) -> Batch:
+        """The rows and columns that the plan gives to the rank. Raises what `Batch`, and for shards
+        of other hosts `fetch`, raises."""
+        if self._transport is None:
+            return Batch.of(plan.sources_of(rank), self.store, self._verify)
+        from earl_core.dispatch.remote.fetch import fetch
+
+        return fetch(plan, rank, self.store, self._transport, verify=self._verify)
