@@ -47,7 +47,7 @@ def input_weights(
         known = controller.run.manifest(producer, stage)
     except ManifestError:
         known = None
-    if known is not None and weights_exist(known):
+    if known is not None and weights_exist(controller, known):
         return known
     with (
         surviving(controller, iteration, stage),
@@ -79,6 +79,4 @@ def _drop_older(controller: RunController, manifest: Manifest) -> None:
     """Weights of older versions are needed by nobody once a newer one is sealed."""
     weights = WeightsManifest.model_validate(manifest.outputs["weights"])
     current = {Path(file.path).name for file in weights.files}
-    for path in controller.run.store.directory.glob("*.safetensors"):
-        if path.name not in current:
-            controller.run.store.pool.release(path)
+    controller.run.stores.release_others("*.safetensors", current)

@@ -34,7 +34,7 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     moved = [len(json.dumps(m.model_dump(mode="json"))) for m in manifests.values()]
     metrics["dispatch/manifest_bytes"] = float(sum(moved))
     metrics["dispatch/tensor_bytes"] = float(sum(m.tensor_bytes for m in manifests.values()))
-    metrics["dispatch/shared_memory_bytes"] = float(controller.run.store.pool.used_bytes())
+    metrics["dispatch/shared_memory_bytes"] = float(controller.run.stores.used_bytes())
     metrics["recovery/stages_repeated"] = float(controller.losses[manifests["select"].iteration])
     if controller.run.spill is not None:
         # How much a crash of the machine would cost right now.

@@ -108,10 +108,7 @@ def run_stage(controller: RunController, iteration: int, stage: str, body: Body)
 
 def _release_orphans(controller: RunController, iteration: int, stage: str, kept: set[str]) -> None:
     """Give back shards that a rank published before it was lost, but could not report."""
-    store = controller.run.store
-    for path in store.directory.glob(f"{iteration:06d}-{stage}-*.arrow"):
-        if path.name not in kept:
-            store.pool.release(path)
+    controller.run.stores.release_others(f"{iteration:06d}-{stage}-*.arrow", kept)
 
 
 def caching(

@@ -10,10 +10,10 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from earl_core.cluster.errors import LogFile, describe_exit
 from earl_core.cluster.fork_server import SupervisorHandle, fork_server
@@ -87,6 +87,13 @@ class Host(Protocol):
         """A rank's log, from its present end on."""
         ...
 
+    def keep(self, target: str, *arguments: Any) -> Callable[..., Any] | None:
+        """Build `target` ("package.module:Class") there, for as long as the run lasts; the result
+        calls the method that its first argument names. None: this process shares the host's memory
+        and needs nobody there. Raises what the target raises; as its calls, `ConnectionError` when
+        the host is lost. Arguments and results are JSON."""
+        ...
+
 
 class LocalHost:
     """This machine, or a part of it."""
@@ -117,6 +124,10 @@ class LocalHost:
         """See `Host`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         return LogFile(path, path.stat().st_size if path.exists() else 0)
+
+    def keep(self, target: str, *arguments: Any) -> None:
+        """See `Host`."""
+        return None
 
 
 class LocalRank:
@@ -195,6 +206,32 @@ class LocalRank:
         self.control.close()
         self.channel.close()
         self.supervisor.wait(1.0)
+
+
+class Cluster(Protocol):
+    """The hosts of a run."""
+
+    def hosts(self) -> Sequence[Host]:
+        """Those that are not lost."""
+        ...
+
+    def close(self) -> None:
+        """Give them back; whatever still runs there ends."""
+        ...
+
+
+class LocalCluster:
+    """This machine, or equal parts of it. Raises `ConfigError`."""
+
+    def __init__(self, parts: int = 1) -> None:
+        self._hosts = local_hosts(parts)
+
+    def hosts(self) -> Sequence[Host]:
+        """See `Cluster`."""
+        return self._hosts
+
+    def close(self) -> None:
+        """See `Cluster`."""
 
 
 def local_hosts(count: int) -> list[LocalHost]:

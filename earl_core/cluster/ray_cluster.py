@@ -18,19 +18,24 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from earl_core.cluster.errors import LogFile
 from earl_core.cluster.host import Host, Launch, LocalHost, LocalRank
 from earl_core.system.errors import ConfigError
+from earl_core.system.hardware import HostResources
+from earl_core.system.import_path import load_object
+from earl_core.system.processes import boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +56,9 @@ Piece = tuple[int, str, bytes]
 class HostDaemon:
     """In an actor on each host."""
 
-    def __init__(self, name: str) -> None:
-        self._host = LocalHost(name, ray.util.get_node_ip_address())
+    def __init__(self) -> None:
+        self._host = LocalHost(address=ray.util.get_node_ip_address())
+        self._kept: Any = None
         self._ranks: dict[int, LocalRank] = {}
         self._numbers = itertools.count()
         self._out: queue.Queue[Piece] = queue.Queue(maxsize=256)
@@ -62,9 +68,28 @@ class HostDaemon:
         self._lock = threading.Lock()
         threading.Thread(target=self._read, name="earl-daemon-reader", daemon=True).start()
 
-    def address(self) -> str:
-        """The host's address, where its ranks listen."""
-        return self._host.address
+    def facts(self, directory: str) -> dict[str, Any]:
+        """Name, address, resources, and what tells the memory around `directory` from that of other
+        hosts."""
+        host = self._host
+        return {
+            "name": host.name,
+            "address": host.address,
+            "resources": asdict(host.resources),
+            "memory": memory_of(directory),
+        }
+
+    def rename(self, name: str) -> None:
+        """Another name, should another host have the same."""
+        self._host.name = name
+
+    def keep(self, target: str, arguments: Sequence[Any]) -> None:
+        """See `Host`."""
+        self._kept = load_object(target)(*arguments)
+
+    def use(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Call a method of what is kept here."""
+        return getattr(self._kept, method)(*arguments)
 
     @ray.method(concurrency_group="ping")
     def ping(self) -> None:
@@ -145,11 +170,15 @@ class HostDaemon:
 class RayHost:
     """See `Host`. What goes wrong on the way to the daemon makes it `lost`, with the reason."""
 
-    def __init__(self, name: str, daemon: Any) -> None:
-        self.name = name
+    def __init__(self, daemon: Any, directory: str) -> None:
         self.lost = ""
         self._daemon = daemon
-        self.address: str = self.ask("address")
+        self.name = "a host of the Ray cluster"
+        facts = self.ask("facts", directory)
+        self.name = facts["name"]
+        self.address: str = facts["address"]
+        self.resources = HostResources(**facts["resources"])
+        self._memory_is_here = facts["memory"] == memory_of(directory)
         self._lock = threading.Lock()
         self._ranks: dict[int, RayRank] = {}
         self._selector = selectors.DefaultSelector()
@@ -167,11 +196,23 @@ class RayHost:
             return ray.get(getattr(self._daemon, method).remote(*arguments), timeout=seconds)
         except GetTimeoutError:
             self.lose(f"it did not answer for {seconds:.0f} s")
+        except RayTaskError as error:
+            raise error.cause from None
         except RayError as error:
-            if isinstance(cause := getattr(error, "cause", None), OSError):
-                raise cause from None
             self.lose(str(error).strip().split("\n")[0])
         raise ConnectionError(self.lost)
+
+    def rename(self, name: str) -> None:
+        """Another name, should another host have the same."""
+        self.ask("rename", name)
+        self.name = name
+
+    def keep(self, target: str, *arguments: Any) -> Callable[..., Any] | None:
+        """See `Host`."""
+        if self._memory_is_here:
+            return None
+        self.ask("keep", target, arguments)
+        return lambda method, *given: self.ask("use", method, given)
 
     def start(self, launch: Launch) -> RayRank:
         """See `Host`."""
@@ -300,15 +341,31 @@ class RayRank:
         self._host.forget(self._number)
 
 
+def memory_of(directory: str) -> str:
+    """Equal for processes that see the same file system there, on one boot of one machine."""
+    path = Path(directory)
+    while not path.exists():
+        path = path.parent
+    return f"{boot_id()} {path.stat().st_dev}"
+
+
 class RayCluster:
     """Whole hosts of a Ray cluster, reserved for one run."""
 
     def __init__(
-        self, address: str, hosts: int, cpus: float, gpus: float = 0, *, seconds: float = 300.0
+        self,
+        address: str | None,
+        hosts: int,
+        cpus: float,
+        gpus: float,
+        directory: str,
+        *,
+        seconds: float = 300.0,
     ) -> None:
         """Reserve `hosts` hosts of `cpus` cores and `gpus` GPUs each and start their daemons.
 
-        Raises `ConfigError` when the cluster has not so many free.
+        directory: where shards lie on each. Raises `ConfigError` when the cluster has not so many
+        free.
         """
         if not ray.is_initialized():
             ray.init(address=address, namespace="earl", log_to_driver=False)
@@ -330,12 +387,16 @@ class RayCluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=index
                 ),
-            ).remote(f"host-{index}")
+            ).remote()
             for index in range(hosts)
         ]
-        self._hosts = [RayHost(f"host-{index}", each) for index, each in enumerate(self._daemons)]
+        self._hosts = [RayHost(each, directory) for each in self._daemons]
+        named = Counter(host.name for host in self._hosts)
+        for host in self._hosts:
+            if named[host.name] > 1:
+                host.rename(f"{host.name}-{host.address}")
 
-    def hosts(self) -> list[Host]:
+    def hosts(self) -> Sequence[Host]:
         """Those that are not lost."""
         return [host for host in self._hosts if not host.lost]
 

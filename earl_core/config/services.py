@@ -13,14 +13,29 @@ from earl_core.system.files import user_directory
 class ClusterConfig(Settings):
     """The hosts that a run has."""
 
-    backend: Literal["local"] = Field(
-        default="local", description="local: this machine, cut into `hosts` equal parts."
+    backend: Literal["local", "ray"] = Field(
+        default="local", description="local: this machine. ray: hosts of a Ray cluster."
+    )
+    address: str | None = Field(
+        default=None, description="Of the Ray cluster; None: the one that this host belongs to."
     )
     hosts: int = Field(
         default=1,
         ge=1,
-        description="With `local`, parts of this machine that work as hosts do, for a rehearsal.",
+        description="How many. With `local`, equal parts of this machine that work as hosts do.",
     )
+    cpus_per_host: int = Field(default=1, ge=1, description="Cores to reserve on each, with `ray`.")
+    gpus_per_host: int = Field(default=0, ge=0, description="GPUs to reserve on each, with `ray`.")
+
+    @model_validator(mode="after")
+    def _only_ray(self) -> ClusterConfig:
+        given = self.model_fields_set & {"address", "cpus_per_host", "gpus_per_host"}
+        if self.backend == "local" and given:
+            raise ValueError(
+                f"cluster.{min(given)} belongs to a Ray cluster: set cluster.backend to `ray`, or "
+                "leave it out"
+            )
+        return self
 
 
 class ExperienceConfig(Settings):

@@ -22,7 +22,7 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
         held = controller.live_version == iteration + 1
         if not held and not is_updated(controller.run, iteration, checksums=True):
             known = None
-    if known is not None and stage == "publish" and not weights_exist(known):
+    if known is not None and stage == "publish" and not weights_exist(controller, known):
         known = None
     verdict = Verdict(key, known)
     controller.verdicts[iteration, stage] = verdict
@@ -34,10 +34,7 @@ def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequen
     return stage_key(controller.config, controller.run.uid, iteration, stage, inputs)
 
 
-def weights_exist(manifest: Manifest) -> bool:
-    """Whether the published files that a publish manifest names are there, at full size."""
+def weights_exist(controller: RunController, manifest: Manifest) -> bool:
+    """Whether every host has the files that a publish manifest names, at full size."""
     files = manifest.outputs["weights"]["files"]
-    return all(
-        Path(file["path"]).is_file() and Path(file["path"]).stat().st_size == file["bytes"]
-        for file in files
-    )
+    return all(controller.run.stores.have(Path(file["path"]).name, file["bytes"]) for file in files)

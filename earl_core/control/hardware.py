@@ -1,10 +1,11 @@
-"""The hardware of a run: what all of its hosts have in common."""
+"""The hosts of a run, and what all of them have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from earl_core.cluster.host import Host, local_hosts
+from earl_core.cluster.host import Cluster, Host, LocalCluster, local_hosts
+from earl_core.config import ConfigError, RunConfig
 from earl_core.deployment.shapes import Hardware
 from earl_core.system.hardware import HostResources
 
@@ -21,6 +22,37 @@ def hardware_of(hosts: Sequence[Host]) -> Hardware:
         gpu_name=resources[0].gpu_name if gpus else "",
         hosts=len(hosts),
     )
+
+
+def open_cluster(config: RunConfig) -> Cluster:
+    """The hosts that the configuration asks for, until it is closed. Raises `ConfigError`."""
+    given = config.cluster
+    if given.backend == "local":
+        return LocalCluster(given.hosts)
+    try:
+        from earl_core.cluster.ray_cluster import RayCluster
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "cluster.backend is `ray`, and Ray is not installed: pip install 'earl-rl[ray]'"
+        ) from error
+    return RayCluster(
+        given.address,
+        given.hosts,
+        given.cpus_per_host,
+        given.gpus_per_host,
+        config.dispatch.directory,
+    )
+
+
+def expected_hardware(config: RunConfig) -> Hardware:
+    """What the run will have, as far as this machine can tell: hosts of a cluster have its memory
+    and GPUs, and as many cores and GPUs as are reserved."""
+    given = config.cluster
+    if given.backend == "local":
+        return read_hardware(given.hosts)
+    gpus = given.hosts * given.gpus_per_host
+    reserved = {"cpu_cores": given.cpus_per_host, "gpus": gpus, "hosts": given.hosts}
+    return read_hardware().model_copy(update=reserved)
 
 
 def read_hardware(hosts: int = 1) -> Hardware:

@@ -15,7 +15,6 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig, check_references
 from earl_core.control.failure_diagnosis import is_loss
-from earl_core.control.hardware import read_hardware
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.deployment.shapes import Hardware
@@ -24,7 +23,7 @@ from earl_core.pretrained.model_directory import read_model_shape
 logger = logging.getLogger(__name__)
 
 
-def check_start(config: RunConfig) -> None:
+def check_start(config: RunConfig, hardware: Hardware) -> None:
     """Check references, devices, stage deployments (where the model is there) and environments.
 
     Writes nothing. Raises `ConfigError`, or `WorkerCallFailed` with what the environment's code
@@ -32,7 +31,6 @@ def check_start(config: RunConfig) -> None:
     """
     # From here on this process hides what they lead to.
     check_references(config)
-    hardware = read_hardware(config.cluster.hosts)
     check_devices(config, hardware)
     model = Path(config.model.path)
     if (model / "config.json").is_file():

@@ -9,16 +9,16 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from earl_core.cluster.host import Host, local_hosts
+from earl_core.cluster.host import Cluster, Host
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.hardware import hardware_of
+from earl_core.control.hardware import hardware_of, open_cluster
 from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
@@ -35,7 +35,10 @@ from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.reads import Peers
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
-from earl_core.system.processes import give_back_free_memory
+from earl_core.system.processes import give_back_free_memory, host_name
+
+HOST_STORE = "earl_core.run.host_store:HostStore"
+"""Holds a run's shards on another host."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run ended, in the tracker's words."""
@@ -68,9 +71,8 @@ class RunController:
     model: ModelShape
     tracker: RunTracker
 
-    def __init__(
-        self, run: RunDirectory, hosts: Sequence[Host], listener: Progress = quiet
-    ) -> None:
+    def __init__(self, run: RunDirectory, cluster: Cluster, listener: Progress = quiet) -> None:
+        hosts = cluster.hosts()
         self.run = run
         self.hardware = hardware_of(hosts)
         self.config: RunConfig = run.config
@@ -84,6 +86,7 @@ class RunController:
         self.profile: LearntProfile | None = None
         self._learner: tuple[WorkerGroup | None, int] = None, 0
         self._held, self._registered = ExitStack(), ExitStack()
+        self._held.callback(cluster.close)
         self._held.callback(run.close)
         self.groups = WorkerGroups(
             run.config,
@@ -101,12 +104,30 @@ class RunController:
         self._status: Status = "FINISHED"
 
     def _serve(self, hosts: Sequence[Host]) -> Peers:
-        """Start the range server of this machine, unless all ranks are on one host."""
-        if len(hosts) == 1:
+        """Open the run's store on every host and start their range servers, unless there is but
+        this one."""
+        if len(hosts) == 1 and hosts[0].name == host_name():
             return Peers()
-        token = secrets.token_hex(32)
-        server = self._held.enter_context(RangeServer(self.run.store.directory, token))
-        return Peers({host.name: server.address for host in hosts}, token)
+        token, own = secrets.token_hex(32), self.run.store.directory
+        addresses: dict[str, tuple[str, int]] = {}
+        server: RangeServer | None = None
+        for host in hosts:
+            ask = host.keep(
+                HOST_STORE,
+                str(self.run.path),
+                self.config.model_dump(mode="json"),
+                host.address,
+                token,
+            )
+            if ask is not None:
+                self.run.stores.join(host.name, ask, self.run.unreleased_shards())
+                address, port = ask("served_at")
+                addresses[host.name] = address, port
+                continue
+            if server is None:
+                server = self._held.enter_context(RangeServer(own, token, host.address))
+            addresses[host.name] = server.address
+        return Peers(addresses, token)
 
     def prepare(self, track: MakeTracker) -> None:
         """Make the model, check that it fits, start the workers of the last plan and the tracker.
@@ -142,7 +163,7 @@ class RunController:
         files = Path(self.config.model.path).glob("*.safetensors")
         needed = 2 * sum(file.stat().st_size for file in files)
         try:
-            self.run.store.reserve(needed)
+            self.run.stores.reserve(needed)
         except PoolFull as error:
             raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
 
@@ -213,12 +234,14 @@ def open_controller(
 
     Nothing is written before what can be checked without it was.
     """
-    check_start(config)
-    take_newest_whole(Path(config.runs_directory) / config.name)
-    hosts = local_hosts(config.cluster.hosts)
-    run = RunDirectory.open(config)
-    sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
-    controller = RunController(run, hosts, listener)
+    with ExitStack() as opened:
+        cluster = opened.enter_context(closing(open_cluster(config)))
+        check_start(config, hardware_of(cluster.hosts()))
+        take_newest_whole(Path(config.runs_directory) / config.name)
+        run = opened.enter_context(closing(RunDirectory.open(config)))
+        sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
+        controller = RunController(run, cluster, listener)
+        opened.pop_all()
     try:
         controller.prepare(track)
     except BaseException:

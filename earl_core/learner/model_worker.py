@@ -32,7 +32,7 @@ class ModelWorker(RunWorker):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._mesh = create_mesh(self._deployment)
+        self._mesh = create_mesh(self._deployment, self._peers.memories(self._hosts))
         self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._config))
         with guarded(self.stage):
             self._learner = self._build_learner()

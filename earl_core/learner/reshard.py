@@ -30,7 +30,7 @@ def reshard(
     parallel = learner.parallel
     moved = Moved({name: dict(state) for name, state in learner.optimizer.state.items()})
     if deployment.axes != old.deployment.axes:
-        new = create_mesh(deployment)
+        new = create_mesh(deployment, old.hosts)
         try:
             shell = build_shell(parallel, new)
         except BaseException:

@@ -37,6 +37,7 @@ from earl_core.run.checkpoints import (
     remove_leftovers,
     stable_checkpoints,
 )
+from earl_core.run.host_store import HostStores
 from earl_core.run.journal import Journal
 from earl_core.run.keys import look_up
 from earl_core.run.lock import RunLock
@@ -85,6 +86,7 @@ class RunDirectory:
         check_not_copied(self.path, checked_uid(self.record, self.path), self.record.get("place"))
         self._check_same_run()
         self.store: ShardStore = run_store(self.path, self.config)
+        self.stores = HostStores(self.store)
         self._store_lock = claim(self.store, self.path)
         self.update_record(
             attempts=self.record["attempts"] + 1, finished=False, place=place_of(self.path)
@@ -94,7 +96,7 @@ class RunDirectory:
         remove_leftovers(self.path)
         if not (self.path / "config.yaml").exists():
             self.store_config()
-        self.store.adopt(self._unreleased_shards())
+        self.store.adopt(self.unreleased_shards())
         self.spill = run_spill(self.path, self.config)
         self._verified: set[str] = set()
         self._ledger = Journal(self.path / "ledger.jsonl")
@@ -233,9 +235,9 @@ class RunDirectory:
 
     def _check_shard(self, entry: ShardEntry, checksum: bool) -> None:
         try:
-            self.store.verify(entry, checksum=checksum)
+            self.stores.verify(entry, checksum=checksum)
         except ManifestError:
-            if self.spill is None or not self.store.release(entry):
+            if self.spill is None or not self.stores.release(entry):
                 raise
             self.store.reserve(entry.bytes)
             self.spill.restore(entry)
@@ -287,7 +289,7 @@ class RunDirectory:
             if path.parent.name.isdigit() and int(path.parent.name) <= iteration:
                 self._release(path)
 
-    def _unreleased_shards(self) -> set[str]:
+    def unreleased_shards(self) -> set[str]:
         """Files of all shards that sealed manifests name and nobody released."""
         files: set[str] = set()
         for path in (self.path / "iterations").glob("*/*.json"):
@@ -305,7 +307,7 @@ class RunDirectory:
             manifest = read_manifest(path)
         except ManifestError:
             return
-        held = [entry.file for entry in manifest.shards if not self.store.release(entry)]
+        held = [entry.file for entry in manifest.shards if not self.stores.release(entry)]
         if not held:
             if self.spill is not None:
                 self.spill.release([entry.file for entry in manifest.shards])
@@ -342,12 +344,12 @@ class RunDirectory:
         self.update_record(finished=True)
         if self.spill is not None:
             self.spill.remove()
-        self.store.remove()
+        self.stores.remove()
 
     def close(self) -> None:
         """Let copies to the spill finish, give unused memory back, unlock the run."""
         try:
-            self.store.pool.trim()
+            self.stores.trim()
             if self.spill is not None:
                 self.spill.close()
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from earl_core.dispatch.reads.batch import Batch
@@ -18,6 +18,11 @@ class Peers(NamedTuple):
 
     addresses: Mapping[str, tuple[str, int]] = {}
     token: str = ""
+
+    def memories(self, hosts: Sequence[str]) -> list[str]:
+        """A name of the shared memory that each of these hosts uses; parts of one machine have one
+        together."""
+        return [str(self.addresses.get(host)) for host in hosts]
 
 
 class PlanReads:

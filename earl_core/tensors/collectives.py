@@ -31,7 +31,9 @@ GroupName = Literal[
 
 
 class Mesh(Protocol):
-    """A device mesh, as far as collectives ask."""
+    """A device mesh, as far as collectives ask. hosts: of each rank; none: all are on one."""
+
+    hosts: Sequence[str]
 
     def group(self, name: GroupName) -> dist.ProcessGroup | None:
         """The process group of that name; None where this rank is alone in it."""
@@ -41,13 +43,16 @@ class Ranks:
     """The ranks of a mesh, or those of one of its groups, this one included; without a mesh, one
     process that talks to nobody.
 
-    All methods but `first`'s are collective: every rank calls them in the same order.
+    All methods but `first`'s, `send` and `receive` are collective: every rank calls them in the
+    same order. hosts: of each rank of the whole world; equal texts where nobody knows.
     """
 
     def __init__(self, mesh: Mesh | None = None, group: GroupName = "world") -> None:
         self._group = None if mesh is None else mesh.group(group)
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
+        known = () if mesh is None or group != "world" else mesh.hosts
+        self.hosts: Sequence[str] = known or ("",) * self.size
 
     @property
     def first(self) -> bool:
@@ -102,6 +107,14 @@ class Ranks:
             return [value]
         text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         return [json.loads(part.tobytes()) for part in self.gather_rows(text)]
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a contiguous tensor to a rank that receives it; of this method's callers alone."""
+        dist.send(tensor.view(-1).view(torch.uint8), group=self._group, group_dst=to)
+
+    def receive(self, into: torch.Tensor, source: int) -> None:
+        """Receive what that rank sends; as many bytes as `into` has."""
+        dist.recv(into.view(-1).view(torch.uint8), group=self._group, group_src=source)
 
     def most(self, counts: Sequence[int]) -> list[int]:
         """The largest count over the ranks at each place; equally many on all."""

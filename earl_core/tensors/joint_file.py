@@ -1,10 +1,15 @@
-"""One safetensors file that many ranks fill, each the boxes it holds, without a full copy."""
+"""One safetensors file that many ranks fill, each the boxes it holds, without a full copy.
+
+Where the ranks are on several hosts, each host has a file of its own. What none of its ranks holds
+is sent to the first of them, each element once.
+"""
 
 from __future__ import annotations
 
 import math
 import mmap
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -15,25 +20,66 @@ from earl_core.tensors.safetensors_layout import DTYPE_CODES, FileLayout, Tensor
 from earl_core.tensors.slices import Box, Slice, boxes_of_all, shares
 
 
-def own_shares(slices: Sequence[Slice], layout: FileLayout, ranks: Ranks) -> dict[str, Box]:
-    """The part of each tensor that this rank writes; ranks that hold the same split it evenly.
+class Transfer(NamedTuple):
+    """A part of a tensor that rank `source` sends to rank `target`, which writes it."""
 
-    Collective; the layout is equal on all ranks. Raises `WeightsError`, on all ranks, when the
-    parts do not make up a tensor.
+    name: str
+    box: Box
+    source: int
+    target: int
+
+
+class Shares(NamedTuple):
+    """mine: the part of each tensor that this rank writes. transfers: of all ranks, in one
+    order."""
+
+    mine: dict[str, Box]
+    transfers: list[Transfer]
+
+
+def own_shares(
+    slices: Sequence[Slice],
+    layout: FileLayout,
+    ranks: Ranks,
+    *,
+    shared: bool = False,
+) -> Shares:
+    """Who writes what; ranks of a host that hold the same split it evenly.
+
+    shared: there is one file, which the first rank's host writes. Collective; the layout is equal
+    on all ranks. Raises `WeightsError`, on all ranks, when the parts do not make up a tensor.
     """
     names = list(layout.places)
     boxes = boxes_of_all(slices, names, ranks)
+    hosts = ranks.hosts
     mine: dict[str, Box] = {}
+    transfers: list[Transfer] = []
     for name, held in zip(names, boxes, strict=True):
-        parts = shares(held)
-        written, wanted = sum(part.numel for part in parts), math.prod(layout.places[name].shape)
-        if written != wanted:
-            raise WeightsError(
-                f"the ranks hold {written} elements of {name}, which has {wanted}: they do not "
-                "have the same mesh"
-            )
-        mine[name] = parts[ranks.rank]
-    return mine
+        for host in hosts[:1] if shared else dict.fromkeys(hosts):
+            parts = shares(_nearest(held, hosts, host))
+            written = sum(part.numel for part in parts)
+            wanted = math.prod(layout.places[name].shape)
+            if written != wanted:
+                raise WeightsError(
+                    f"the ranks hold {written} elements of {name}, which has {wanted}: they do not "
+                    "have the same mesh"
+                )
+            if host == hosts[ranks.rank]:
+                mine[name] = parts[ranks.rank]
+            transfers += [
+                Transfer(name, part, rank, hosts.index(host))
+                for rank, part in enumerate(parts)
+                if hosts[rank] != host and part.numel
+            ]
+    return Shares(mine, transfers)
+
+
+def _nearest(held: Sequence[Box], hosts: Sequence[str], host: str) -> list[Box]:
+    """Boxes of the ranks without those that a rank of this host holds, too."""
+    pairs = list(zip(held, hosts, strict=True))
+    here = {box for box, own in pairs if own == host}
+    none = (0,) * max(1, len(held[0].sizes))
+    return [box if own == host or box not in here else Box(none, none) for box, own in pairs]
 
 
 @torch.no_grad()
@@ -50,6 +96,32 @@ def fill(
             continue
         whole = view(memory, places[each.name])
         whole[part.index].copy_(each.tensor[part.within(each.box).index])
+
+
+@torch.no_grad()
+def transfer(
+    memory: mmap.mmap | memoryview | None,
+    places: Mapping[str, TensorPlace],
+    slices: Sequence[Slice],
+    transfers: Sequence[Transfer],
+    ranks: Ranks,
+) -> None:
+    """Send what other hosts lack and write what this one lacks. Collective; holds one part more.
+
+    memory: of this host's file; None where it has none.
+    """
+    held = {each.name: each for each in slices}
+    for name, box, source, target in transfers:
+        if ranks.rank not in (source, target):
+            continue
+        place = places[name]
+        if ranks.rank == source:
+            part = held[name].tensor[box.within(held[name].box).index]
+            ranks.send(part.to("cpu", place.dtype).contiguous(), target)
+        elif memory is not None:
+            part = torch.empty(box.sizes, dtype=place.dtype)
+            ranks.receive(part, source)
+            view(memory, place)[box.index].copy_(part)
 
 
 def digest_together(memory: memoryview, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:

@@ -14,7 +14,14 @@ from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.dispatch.segments.segment import Segment, writable_mappings
 from earl_core.tensors.collectives import Mesh, Ranks
 from earl_core.tensors.errors import WeightsError
-from earl_core.tensors.joint_file import combine, digest_together, fill, own_shares, tensor_hash
+from earl_core.tensors.joint_file import (
+    combine,
+    digest_together,
+    fill,
+    own_shares,
+    tensor_hash,
+    transfer,
+)
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, FileLayout, plan_layout
 from earl_core.tensors.slices import local_part, slices_of
 from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest
@@ -36,6 +43,7 @@ def publish(
     (`torch.bfloat16` or `"bfloat16"`) straight into the mapped file, so that no second full copy
     exists on any rank. Tensors that share memory are written once, under the first name. With a
     mesh all its ranks call it, and all get the manifest; file and digest are those of one process.
+    Where ranks are on several hosts, each host gets the whole file.
 
     The file is a segment: the memory of a version that was released is used again. Nothing is
     visible before the file is whole; a version that is published again takes the old one's place. A
@@ -114,20 +122,27 @@ def _split_tied(
 
 
 def _write_together(
-    named_tensors: Mapping[str, torch.Tensor], layout: FileLayout, path: Path, ranks: Ranks
+    named_tensors: Mapping[str, torch.Tensor],
+    layout: FileLayout,
+    path: Path,
+    ranks: Ranks,
 ) -> str:
-    """Every rank writes its share of the file, which the first one seals; the tensors' digest."""
+    """Every rank writes its share of its host's file, which the first one there seals; the tensors'
+    digest."""
     slices = ranks.do(lambda: slices_of(named_tensors))
-    mine = own_shares(slices, layout, ranks)
+    mine, transfers = own_shares(slices, layout, ranks)
+    leader = ranks.hosts.index(ranks.hosts[ranks.rank])
     # Whoever starts a run has seen to it that the weights fit into its share of the memory.
     pool = SegmentPool(path.parent, max_bytes=sys.maxsize)
     with ExitStack() as held:
         segment = ranks.do(
-            lambda: held.enter_context(_begin(pool, layout)) if ranks.first else None
+            lambda: held.enter_context(_begin(pool, layout)) if leader == ranks.rank else None
         )
-        unsealed = Path(ranks.from_first(lambda: str(segment.path) if segment else ""))
+        unsealed = Path(ranks.gather_json(str(segment.path) if segment else "")[leader])
         memory = ranks.do(lambda: held.enter_context(_memory(segment, unsealed)))
         ranks.do(lambda: fill(memory, layout.places, slices, mine))
+        if transfers:
+            ranks.do(lambda: transfer(memory, layout.places, slices, transfers, ranks))
         digest = digest_together(memory, layout.places, ranks)
         ranks.do(lambda: _seal(pool, segment, path) if segment else None)
     return digest

@@ -115,6 +115,8 @@ def test_impossible_layouts_end_the_run_before_anything_starts(
 ) -> None:
     config = load_config(runs.config, [override])
     four_cores = Hardware(cpu_cores=4, memory_bytes=2**33)
-    monkeypatch.setattr("flows.cli.checks.configuration.read_hardware", lambda: four_cores)
+    monkeypatch.setattr(
+        "flows.cli.checks.configuration.expected_hardware", lambda config: four_cores
+    )
     with pytest.raises(ConfigError, match=message):
         preflight(config, Path(config.runs_directory) / config.name)

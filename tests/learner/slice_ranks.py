@@ -16,7 +16,8 @@ import os
 import shutil
 import tempfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,7 +46,7 @@ from earl_core.learner.state.checkpoint import (
 )
 from earl_core.learner.state.reshard import move_state
 from earl_core.tensors.collectives import Ranks
-from earl_core.tensors.slices import local_box, slices_of
+from earl_core.tensors.slices import boxes_of_all, local_box, slices_of
 from earl_core.weights.manifest import WeightsManifest
 from earl_core.weights.publish import publish
 from tests.learner.cuts import check_boxes, mesh_of, meshes
@@ -121,6 +122,8 @@ def check_state(model: PreTrainedModel, state: dict[str, dict[str, torch.Tensor]
 def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
     """A checkpoint and published weights written by the mesh; the reference's read by it."""
     kind = "tied" if tied else "untied"
+    if tied:
+        mesh = on_two_hosts(mesh)
     model = laid_out(policy(tied), mesh)
     moments = Moments(dict(model.named_parameters()))
     target = scratch / f"{kind}-{'x'.join(map(str, mesh.deployment.axes))}"
@@ -132,9 +135,10 @@ def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
         state={"policy_version": 7},
         mesh=mesh,
     )
-    manifest = publish(
-        dict(model.named_parameters()), target / "published", 7, "bfloat16", mesh=mesh
-    )
+    memory = target / f"published-{mesh.hosts[mesh.rank] if mesh.hosts else ''}"
+    sent: list[int] = []
+    with patch.object(Ranks, "send", counting(sent)):
+        manifest = publish(dict(model.named_parameters()), memory, 7, "bfloat16", mesh=mesh)
     empty = laid_out(policy(tied), mesh)
     with torch.no_grad():
         for parameter in empty.parameters():
@@ -145,7 +149,40 @@ def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
     )
     assert state == {"policy_version": 7}
     check_state(empty, fresh.state)
-    return {"state": str(target), "digest": manifest.digest, "file": manifest.files[0].path}
+    return {
+        "state": str(target),
+        "digest": manifest.digest,
+        "file": manifest.files[0].path,
+        "sent": sum(sent),
+        "lacking": lacking(model, mesh),
+    }
+
+
+def on_two_hosts(mesh: UpdateMesh) -> UpdateMesh:
+    """The mesh with the second half of its ranks on another host."""
+    ranks = mesh.deployment.ranks
+    return replace(mesh, hosts=[f"host-{2 * rank // ranks}" for rank in range(ranks)])
+
+
+def counting(sent: list[int]) -> Callable[[Ranks, torch.Tensor, int], None]:
+    send = Ranks.send
+
+    def counted(self: Ranks, tensor: torch.Tensor, to: int) -> None:
+        sent.append(tensor.numel())
+        send(self, tensor, to)
+
+    return counted
+
+
+def lacking(model: nn.Module, mesh: UpdateMesh) -> int:
+    """Elements that the hosts hold no part of, of all hosts together."""
+    named = dict(model.named_parameters())
+    count = 0
+    for held in boxes_of_all(slices_of(named), list(named), Ranks(mesh)):
+        for host in set(mesh.hosts):
+            here = {box for box, own in zip(held, mesh.hosts, strict=True) if own == host}
+            count += sum(box.numel for box in set(held) - here)
+    return count
 
 
 def words() -> PreTrainedTokenizerFast:

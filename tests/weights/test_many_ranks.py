@@ -17,3 +17,12 @@ def test_every_mesh_publishes_the_same_bytes_and_digest(ranks: int) -> None:
             wanted = alone["tied" in case]
             assert found["digest"] == wanted.digest, case
             assert Path(found["file"]).read_bytes() == Path(wanted.files[0].path).read_bytes()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_a_host_lacks_crosses_once(ranks: int) -> None:
+    """Of the meshes with tied weights, whose ranks are on two hosts."""
+    every = results(ranks)
+    sent = {case: sum(each["files"][case]["sent"] for each in every) for case in every[0]["files"]}
+    assert sent == {case: found["lacking"] for case, found in every[0]["files"].items()}
+    assert any(sent.values())

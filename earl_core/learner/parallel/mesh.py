@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -54,13 +54,15 @@ class UpdateMesh:
     """What one rank knows of the mesh it is in.
 
     deployment: what it was made for, of which only the axes count here. device_mesh: dimensions
-    `AXES`; None for a single rank, which has no process group.
+    `AXES`; None for a single rank, which has no process group. hosts: of each rank, if they are on
+    several.
     """
 
     deployment: StageDeployment
     rank: int
     device: torch.device
     device_mesh: DeviceMesh | None = None
+    hosts: Sequence[str] = ()
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     _groups: dict[str, ProcessGroup] = field(default_factory=dict)
 
@@ -143,7 +145,7 @@ class UpdateMesh:
 _CONNECTED: dict[tuple[int, ...], UpdateMesh] = {}
 
 
-def create_mesh(deployment: StageDeployment = ALONE) -> UpdateMesh:
+def create_mesh(deployment: StageDeployment = ALONE, hosts: Sequence[str] = ()) -> UpdateMesh:
     """Connect this process, as launched, with the other ranks of the mesh.
 
     Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; gloo on the CPU, NCCL on CUDA
@@ -161,7 +163,7 @@ def create_mesh(deployment: StageDeployment = ALONE) -> UpdateMesh:
             "the update's stage deployment or the number of ranks."
         )
     device, rank = _process_state(ranks)
-    mesh = UpdateMesh(deployment, rank, device)
+    mesh = UpdateMesh(deployment, rank, device, hosts=hosts)
     if ranks > 1:
         if axes not in _CONNECTED:
             mesh._connect()

@@ -33,7 +33,7 @@ from earl_core.run.checkpoints import (
 from earl_core.system.files import remove, sync
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.errors import CheckpointError
-from earl_core.tensors.joint_file import fill, own_shares
+from earl_core.tensors.joint_file import fill, own_shares, transfer
 from earl_core.tensors.safetensors_layout import (
     DTYPE_CODES,
     DTYPES,
@@ -164,20 +164,26 @@ def _begin(
 
 
 def _write_file(path: Path, slices: Sequence[Slice], ranks: Ranks) -> None:
-    """A file of whole tensors, each in its own dtype, that all ranks fill. Collective."""
+    """A file of whole tensors, each in its own dtype. The ranks of the first one's host fill it,
+    with what others send them. Collective."""
     plan = ranks.from_first(
         lambda: [(each.name, DTYPE_CODES[each.tensor.dtype], each.shape) for each in slices]
     )
     layout = plan_layout(
         {name: (DTYPES[code], tuple(shape)) for name, code, shape in plan}, {"format": "pt"}
     )
-    mine = own_shares(slices, layout, ranks)
+    mine, transfers = own_shares(slices, layout, ranks, shared=True)
     ranks.on_first(lambda: _allocate(path, layout))
 
     def write() -> None:
+        if ranks.hosts[ranks.rank] != ranks.hosts[0]:
+            # No two hosts write into one file: a network file system need not allow that.
+            transfer(None, layout.places, slices, transfers, ranks)
+            return
         with path.open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), layout.total_bytes)
         fill(mapping, layout.places, slices, mine)
+        transfer(mapping, layout.places, slices, transfers, ranks)
         mapping.flush()
 
     ranks.do(write)

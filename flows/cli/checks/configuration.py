@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import RunConfig, check_references
-from earl_core.control.hardware import read_hardware
+from earl_core.control.hardware import expected_hardware
 from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.environments.registry import check
 from earl_core.pretrained.model_directory import read_model_shape
@@ -75,7 +75,7 @@ def model(config: RunConfig) -> Iterator[Finding]:
 
 def stages(config: RunConfig) -> Iterator[Finding]:
     """See that the stage deployments are possible here, and for a model that is there already."""
-    hardware = read_hardware()
+    hardware = expected_hardware(config)
     check_devices(config, hardware)
     shape = None
     with suppress(ConfigError):  # the model's own part says it
