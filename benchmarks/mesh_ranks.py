@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from earl_core.cluster.rendezvous import rank_variables, shared_variables
+from earl_core.cluster.rendezvous import LOOPBACK, meeting_variables, rank_variables
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 
@@ -104,7 +104,7 @@ def _run(
     arguments: tuple[Any, ...],
     answers: Queue[tuple[int, Any, str]],
 ) -> None:
-    os.environ.update({**shared_variables(ranks, port), **rank_variables(rank)})
+    os.environ.update({**meeting_variables(LOOPBACK, port), **rank_variables(rank, [""] * ranks)})
     try:
         answers.put((rank, function(*arguments), ""))
     except BaseException:

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.report import Row, parser, publish
 from benchmarks.gpu.shapes import Shape, random_sample, save_random_model
-from earl_core.cluster.rendezvous import rank_variables, shared_variables
+from earl_core.cluster.rendezvous import LOOPBACK, meeting_variables, rank_variables
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
@@ -300,7 +300,7 @@ def train(directory: Path, shape: StageDeployment | None, *, smoke: bool) -> dic
 
 def train_rank(rank: int, ranks: int, port: int, directory: str, smoke: bool) -> None:
     """One of `ranks` processes: every mesh after the other."""
-    os.environ |= {**shared_variables(ranks, port), **rank_variables(rank)}
+    os.environ |= {**meeting_variables(LOOPBACK, port), **rank_variables(rank, [""] * ranks)}
     for name, shape in mesh_shapes(ranks).items():
         found = train(Path(directory), shape, smoke=smoke)
         Path(directory, f"{name}.{rank}.json").write_text(json.dumps(found))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from earl_core.cluster.errors import LogFile, describe_exit
 from earl_core.cluster.fork_server import SupervisorHandle, fork_server
+from earl_core.cluster.rendezvous import LOOPBACK, bind_listener, meeting_variables
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import private
 from earl_core.system.hardware import HostResources, read_resources
@@ -30,8 +31,6 @@ from earl_core.system.processes import (
     marked,
     still,
 )
-
-LOOPBACK = "127.0.0.1"
 
 
 class Launch(NamedTuple):
@@ -115,8 +114,7 @@ class LocalHost:
         connect until it listens, and no other process can take the port."""
         if launch.meeting is not None:
             return LocalRank(self, launch, launch.meeting, ())
-        with socket.socket() as listener:
-            listener.bind((self.address, 0))
+        with bind_listener(self.address) as listener:
             meeting = self.address, int(listener.getsockname()[1])
             return LocalRank(self, launch, meeting, (listener.fileno(),))
 
@@ -142,18 +140,12 @@ class LocalRank:
         self.meeting = meeting
         self.control, control_child = socket.socketpair()
         self.channel, channel_child = socket.socketpair()
-        # Connections of gloo and NCCL ask for no password, and the host's own name may resolve to
-        # an address that nothing can be reached at.
-        interface = _interface_of(host.address)
         environment = {
             **os.environ,
             **launch.environment,
             "PYTHONPATH": child_path({**os.environ, **launch.environment}),
             "EARL_HOST": host.name,
-            "MASTER_ADDR": meeting[0],
-            "MASTER_PORT": str(meeting[1]),
-            "GLOO_SOCKET_IFNAME": interface,
-            "NCCL_SOCKET_IFNAME": interface,
+            **meeting_variables(*meeting, host.address),
         }
         try:
             with open(launch.log, "ab", opener=private) as output:
@@ -246,14 +238,3 @@ def local_hosts(count: int) -> list[LocalHost]:
         )
     parts = [whole.part(number, count) for number in range(count)]
     return [LocalHost(f"host-{n}", resources=part) for n, part in enumerate(parts)]
-
-
-def _interface_of(address: str) -> str:
-    """The network interface that has an address; Linux calls loopback `lo`."""
-    if address != LOOPBACK:
-        import psutil
-
-        for name, held in psutil.net_if_addrs().items():
-            if any(each.address == address for each in held):
-                return name
-    return "lo"

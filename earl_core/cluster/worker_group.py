@@ -15,6 +15,7 @@ from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, Worke
 from earl_core.cluster.host import Host, Launch, LocalHost
 from earl_core.cluster.monitor import Monitor
 from earl_core.cluster.rank_handle import MemoryUse, RankHandle
+from earl_core.cluster.rendezvous import rank_variables
 from earl_core.cluster.rpc import Aborted, Exchange, Json, Progress, loss_error
 from earl_core.system.frames import encode
 from earl_core.system.processes import ENDING_GRACE_SECONDS
@@ -158,10 +159,11 @@ class WorkerGroup:
     def _spawn(self, hosts: Sequence[Host]) -> Monitor:
         ranks: list[RankHandle] = []
         module, meeting = self._target.partition(":")[0], None
+        names = [host.name for host in hosts]
         try:
             for rank, host in enumerate(hosts):
                 log = host.log(self._log_path(rank))
-                given = {**self._environment, **_numbers(rank, hosts)}
+                given = {**self._environment, **rank_variables(rank, names)}
                 process = host.start(Launch(module, log.path, given, meeting))
                 meeting = process.meeting
                 ranks.append(RankHandle(rank, process, log, self._heartbeat_timeout))
@@ -306,17 +308,6 @@ class WorkerGroup:
                 raise WorkerLost(where, "the call was cancelled before it began")
             self._busy = True
             return monitor
-
-
-def _numbers(rank: int, hosts: Sequence[Host]) -> dict[str, str]:
-    """A rank's number in the group and on its host, as torch.distributed wants them."""
-    own = [number for number, host in enumerate(hosts) if host.name == hosts[rank].name]
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(hosts)),
-        "LOCAL_RANK": str(own.index(rank)),
-        "LOCAL_WORLD_SIZE": str(len(own)),
-    }
 
 
 def _stop_all() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.rendezvous import LISTENER, bind_listener, rank_variables, shared_variables
+from earl_core.cluster.rendezvous import LISTENER, bind_listener, meeting_variables, rank_variables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -49,8 +49,11 @@ def _main() -> None:
     module, function, scratch, ranks = sys.argv[1:]
     call: Callable[[Path], Any] = getattr(importlib.import_module(module), function)
     with bind_listener() as listener:
-        os.environ.update(shared_variables(int(ranks), listener.getsockname()[1]))
-        children = [_rank(rank, call, Path(scratch), listener) for rank in range(int(ranks))]
+        os.environ.update(meeting_variables(*listener.getsockname()))
+        children = []
+        for rank in range(int(ranks)):
+            own = rank_variables(rank, [""] * int(ranks))
+            children.append(_rank(own, call, Path(scratch), listener))
     for _ in children:
         _, status = os.wait()
         if status:
@@ -58,14 +61,17 @@ def _main() -> None:
             os.killpg(0, signal.SIGKILL)
 
 
-def _rank(rank: int, call: Callable[[Path], Any], scratch: Path, listener: socket.socket) -> int:
+def _rank(
+    own: dict[str, str], call: Callable[[Path], Any], scratch: Path, listener: socket.socket
+) -> int:
     child = os.fork()
     if child:
         return child
+    rank = int(own["RANK"])
     log = os.open(scratch / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(rank_variables(rank))
+    os.environ.update(own)
     if rank == 0:
         os.environ[LISTENER] = str(listener.detach())
     listener.close()
