@@ -63,12 +63,16 @@ class Producer:
             writer.values("sample_id")[:] = rows
             for name in COLUMNS:
                 self._source.fill(name, writer.values(name))
-            entry = writer.seal()
-        return self._store.complete(entry) if complete else entry
+            self._sealed = writer.seal()
+        if complete:
+            return self._store.complete(self._sealed)
+        entry = self._sealed.model_copy()
+        entry._pending = None  # what computes the checksum stays here
+        return entry
 
-    def complete(self, entry: ShardEntry) -> ShardEntry:
-        """Wait for the checksum."""
-        return self._store.complete(entry)
+    def complete(self) -> ShardEntry:
+        """The last shard's entry, with its checksum."""
+        return self._store.complete(self._sealed)
 
     def drop(self) -> None:
         """Let everything go."""
@@ -169,8 +173,7 @@ class Earl:
         manifest = _manifest(published.results)
         fetched = self._consumers.call("fetch", manifest, verify)
         packed = self._consumers.call("pack")
-        arguments = [(entry,) for entry in published.results]
-        completed = self._producers.call_each("complete", arguments)
+        completed = self._producers.call("complete")
         if check:
             self._consumers.call("check")
         self._consumers.call("close")

@@ -33,9 +33,9 @@ QUICK = ModelSize(layers=4, vocabulary=8192)
 
 
 def even_llama(size: ModelSize) -> LlamaForCausalLM:
-    """A random float32 Llama of SmolLM2-135M's shape, but with even heads.
+    """A random float32 Llama of SmolLM2-135M's shape, but with 8 heads and 4 key-value heads.
 
-    SmolLM2 has 9 heads and 3 key-value heads, which two tensor ranks cannot share.
+    SmolLM2 has 9 and 3, also of 64 numbers, which two tensor ranks cannot share.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -43,8 +43,9 @@ def even_llama(size: ModelSize) -> LlamaForCausalLM:
         hidden_size=576,
         intermediate_size=1536,
         num_hidden_layers=size.layers,
-        num_attention_heads=12,
+        num_attention_heads=8,
         num_key_value_heads=4,
+        head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=1,

@@ -8,6 +8,8 @@ with another producer.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import os
 import threading
 import time
@@ -91,7 +93,7 @@ class TcpTransport:
         work = {host: cut(reads[host], proofs, limits.request_bytes) for host in rotated(reads)}
         total = sum(question.size for questions in work.values() for question in questions)
         deadline = time.monotonic() + limits.stall_seconds + total / limits.minimum_rate
-        slots = threading.Semaphore(limits.bytes_in_flight // limits.request_bytes)
+        slots = _Slots(limits.bytes_in_flight // limits.request_bytes)
         stop = threading.Event()
         with ThreadPoolExecutor(max(1, len(work)), "earl-reads") as threads:
             jobs = [
@@ -113,18 +115,19 @@ class TcpTransport:
         self,
         host: str,
         questions: deque[Question],
-        slots: threading.Semaphore,
+        slots: _Slots,
         stop: threading.Event,
         deadline: float,
     ) -> None:
-        """One host's part of a read. slots: for requests in flight, of all hosts together."""
+        """One host's part of a read."""
         connection = self._checkout(host, deadline)
         try:
             while (questions or connection.asked) and not stop.is_set():
                 # Whoever is owed an answer receives it before it waits for another slot.
                 patience = 0.0 if connection.asked else max(0.0, deadline - time.monotonic())
                 room = len(connection.asked) < self.limits.requests_per_host
-                if questions and room and slots.acquire(timeout=patience):
+                turn = len(connection.asked), -len(questions)
+                if questions and room and slots.acquire(turn, patience):
                     connection.ask(questions.popleft(), deadline)
                 elif connection.asked:
                     connection.take_answer(deadline)
@@ -156,6 +159,47 @@ class TcpTransport:
         made = Connection(host, address, self._token, soon, self.limits.stall_seconds)
         self._all.add(made)
         return made
+
+
+class _Slots:
+    """For requests in flight, of all hosts of a read together.
+
+    A free one goes to the host that has fewest requests in flight, then to the one that has most
+    left to ask for: so that as many hosts as possible send at a time, and all end together.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._free = count
+        self._waiting: list[tuple[tuple[int, int], int, threading.Event]] = []
+        self._numbers = itertools.count()
+
+    def acquire(self, turn: tuple[int, int], patience: float) -> bool:
+        """Whether there is a slot within so many seconds; the one with the least turn is next."""
+        with self._lock:
+            if self._free and (not self._waiting or turn < self._waiting[0][0]):
+                self._free -= 1
+                return True
+            if not patience:
+                return False
+            given = threading.Event()
+            heapq.heappush(self._waiting, waiting := (turn, next(self._numbers), given))
+        if given.wait(patience):
+            return True
+        with self._lock:
+            if given.is_set():
+                return True
+            self._waiting.remove(waiting)
+            heapq.heapify(self._waiting)
+            return False
+
+    def release(self, count: int = 1) -> None:
+        """Give slots back."""
+        with self._lock:
+            self._free += count
+            while self._free and self._waiting:
+                self._free -= 1
+                heapq.heappop(self._waiting)[2].set()
 
 
 def rotated(hosts: Mapping[str, RemoteRead]) -> list[str]:
