@@ -86,6 +86,10 @@ class Host(Protocol):
         """A rank's log, from its present end on."""
         ...
 
+    def preload(self, modules: Sequence[str]) -> None:
+        """Have modules of ours imported there before a rank needs them; returns at once."""
+        ...
+
     def keep(self, target: str, *arguments: Any) -> Callable[..., Any] | None:
         """Build `target` ("package.module:Class") there, for as long as the run lasts; the result
         calls the method that its first argument names. None: this process shares the host's memory
@@ -122,6 +126,10 @@ class LocalHost:
         """See `Host`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         return LogFile(path, path.stat().st_size if path.exists() else 0)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """See `Host`."""
+        fork_server().preload(*modules)
 
     def keep(self, target: str, *arguments: Any) -> None:
         """See `Host`."""

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from earl_core.cluster.errors import LogFile
+from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.host import Host, Launch, LocalHost, LocalRank
 from earl_core.system.errors import ConfigError
-from earl_core.system.hardware import HostResources
+from earl_core.system.hardware import HostResources, read_resources
 from earl_core.system.import_path import load_object
 from earl_core.system.processes import boot_id
 
@@ -56,8 +57,10 @@ Piece = tuple[int, str, bytes]
 class HostDaemon:
     """In an actor on each host."""
 
-    def __init__(self) -> None:
-        self._host = LocalHost(address=ray.util.get_node_ip_address())
+    def __init__(self, cpus: int) -> None:
+        found = read_resources()
+        own = replace(found, cores=found.cores[:cpus])
+        self._host = LocalHost(address=ray.util.get_node_ip_address(), resources=own)
         self._kept: Any = None
         self._ranks: dict[int, LocalRank] = {}
         self._numbers = itertools.count()
@@ -82,6 +85,10 @@ class HostDaemon:
     def rename(self, name: str) -> None:
         """Another name, should another host have the same."""
         self._host.name = name
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """See `Host`."""
+        fork_server().preload(*modules)
 
     def keep(self, target: str, arguments: Sequence[Any]) -> None:
         """See `Host`."""
@@ -206,6 +213,10 @@ class RayHost:
         """Another name, should another host have the same."""
         self.ask("rename", name)
         self.name = name
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """See `Host`."""
+        self._daemon.preload.remote(list(modules))
 
     def keep(self, target: str, *arguments: Any) -> Callable[..., Any] | None:
         """See `Host`."""
@@ -356,8 +367,8 @@ class RayCluster:
         self,
         address: str | None,
         hosts: int,
-        cpus: float,
-        gpus: float,
+        cpus: int,
+        gpus: int,
         directory: str,
         *,
         seconds: float = 300.0,
@@ -374,7 +385,7 @@ class RayCluster:
         if not self._group.wait(seconds):
             remove_placement_group(self._group)
             raise ConfigError(
-                f"the Ray cluster has no {hosts} hosts with {cpus:g} free cores and {gpus:g} free "
+                f"the Ray cluster has no {hosts} hosts with {cpus} free cores and {gpus} free "
                 f"GPUs each within {seconds:.0f} s: see `ray status`, or lower cluster.hosts"
             )
         daemon = ray.remote(concurrency_groups={"out": 1, "in": 1, "ping": 1})(HostDaemon)
@@ -387,7 +398,7 @@ class RayCluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=index
                 ),
-            ).remote()
+            ).remote(cpus)
             for index in range(hosts)
         ]
         self._hosts = [RayHost(each, directory) for each in self._daemons]

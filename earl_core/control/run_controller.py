@@ -23,7 +23,7 @@ from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import LearntProfile, RunHistory
-from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
+from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
 from earl_core.deployment.feasibility import check_stages
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
@@ -236,6 +236,7 @@ def open_controller(
     """
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
+        preload_ranks(cluster.hosts())
         check_start(config, hardware_of(cluster.hosts()))
         take_newest_whole(Path(config.runs_directory) / config.name)
         run = opened.enter_context(closing(RunDirectory.open(config)))

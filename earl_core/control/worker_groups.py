@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.fork_server import OPENMP, fork_server
-from earl_core.cluster.host import Host, local_hosts
+from earl_core.cluster.fork_server import OPENMP
+from earl_core.cluster.host import Host, LocalHost, local_hosts
 from earl_core.cluster.placement import PLACED, Assignment, Place, spread
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
@@ -49,9 +49,14 @@ TARGETS = {
 """What runs in the ranks of each worker group."""
 
 
-def preload_ranks() -> None:
-    """Have the imports of all ranks done beside something else; returns at once."""
-    fork_server().preload(*(target.partition(":")[0] for target in TARGETS.values()))
+def preload_ranks(hosts: Sequence[Host] = ()) -> None:
+    """Have the imports of all ranks done beside something else; returns at once.
+
+    hosts: where; none: on this machine.
+    """
+    modules = [target.partition(":")[0] for target in TARGETS.values()]
+    for host in hosts or [LocalHost()]:
+        host.preload(modules)
 
 
 _IN_ITS_PLACE = "earl_core.cluster.placement:build"

@@ -53,11 +53,12 @@ class TwoHosts:
         self._start_raylet(1, f"--address={self.address}")
 
     def _start_raylet(self, number: int, *arguments: str) -> None:
+        ray = Path(sys.executable).parent / "ray"
         own = (
             "mount -t tmpfs -o size=4g tmpfs /dev/shm && exec "
-            f"{Path(sys.executable).parent}/ray start --block --disable-usage-stats --num-cpus=1 "
-            f"--node-ip-address={_address(number)} --object-store-memory=100000000 "
-            + " ".join(arguments)
+            f"taskset -c {number % (os.cpu_count() or 1)} {ray} start --block "
+            f"--node-ip-address={_address(number)} --num-cpus=1 --object-store-memory=100000000 "
+            "--disable-usage-stats " + " ".join(arguments)
         )
         log = self.directory / f"raylet-{number}.log"
         with log.open("wb") as output:
@@ -93,7 +94,16 @@ class TwoHosts:
         """Start a command on a host."""
         (inside,) = psutil.Process(self._hosts[number].pid).children()
         return subprocess.Popen(
-            ["nsenter", "-t", str(inside.pid), "-m", "-n", "-p", "--wd=" + str(directory), *command],
+            [
+                "nsenter",
+                "-t",
+                str(inside.pid),
+                "-m",
+                "-n",
+                "-p",
+                "--wd=" + str(directory),
+                *command,
+            ],
             env=self.environment(number),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
