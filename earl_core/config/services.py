@@ -29,12 +29,13 @@ class ClusterConfig(Settings):
 
     @model_validator(mode="after")
     def _only_ray(self) -> ClusterConfig:
-        given = self.model_fields_set & {"address", "cpus_per_host", "gpus_per_host"}
-        if self.backend == "local" and given:
-            raise ValueError(
-                f"cluster.{min(given)} belongs to a Ray cluster: set cluster.backend to `ray`, or "
-                "leave it out"
-            )
+        for name in ("address", "cpus_per_host", "gpus_per_host"):
+            default = type(self).model_fields[name].default
+            if self.backend == "local" and getattr(self, name) != default:
+                raise ValueError(
+                    f"cluster.{name} belongs to a Ray cluster: set cluster.backend to `ray`, or "
+                    "leave it out"
+                )
         return self
 
 
