@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import selectors
 import socket
@@ -36,7 +37,7 @@ from earl_core.cluster.host import Host, Launch, LocalHost, LocalRank
 from earl_core.system.errors import ConfigError
 from earl_core.system.hardware import HostResources, read_resources
 from earl_core.system.import_path import load_object
-from earl_core.system.processes import boot_id
+from earl_core.system.processes import boot_id, host_name
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,15 @@ Piece = tuple[int, str, bytes]
 class HostDaemon:
     """In an actor on each host."""
 
-    def __init__(self, cpus: int) -> None:
+    def __init__(self, cpus: int, directory: str) -> None:
+        try:
+            # Paths of the run are as the controller writes them.
+            os.chdir(directory)
+        except OSError as error:
+            raise ConfigError(
+                f"host {host_name()} does not see {directory}, where the run was started "
+                f"({error.strerror}): use a file system that all hosts share"
+            ) from error
         found = read_resources()
         own = replace(found, cores=found.cores[:cpus])
         self._host = LocalHost(address=ray.util.get_node_ip_address(), resources=own)
@@ -398,7 +407,7 @@ class RayCluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=index
                 ),
-            ).remote(cpus)
+            ).remote(cpus, os.getcwd())
             for index in range(hosts)
         ]
         self._hosts = [RayHost(each, directory) for each in self._daemons]
@@ -413,6 +422,8 @@ class RayCluster:
 
     def close(self) -> None:
         """End the daemons, and with them all that they started; give the hosts back."""
+        for host in self._hosts:
+            host.lost = host.lost or f"host {host.name} was given back"
         for daemon in self._daemons:
             ray.kill(daemon)
         remove_placement_group(self._group)

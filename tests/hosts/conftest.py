@@ -129,6 +129,16 @@ class TwoHosts:
         )
         return found.split()
 
+    def ranks(self, number: int, seconds: float = 20.0) -> list[str]:
+        """Command lines of EARL's processes on a host that do not end within this time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = self.run(number, "ps", "-eo", "args", directory=self.directory).splitlines()
+            ours = [line for line in found if line.startswith("earl_core.")]
+            if not ours or time.monotonic() > deadline:
+                return ours
+            time.sleep(0.2)
+
     def stop(self) -> None:
         """End all that runs on the hosts."""
         for host in self._hosts:
