@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,19 @@ def memory_of(directory: str) -> str:
     return f"{boot_id()} {path.stat().st_dev}"
 
 
+def _check_token() -> None:
+    """Raise `ConfigError` for a cluster that others can reach and that wants no token."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        return
+    addresses = [str(node["NodeManagerAddress"]) for node in ray.nodes()]
+    if not all(ip_address(address).is_loopback for address in addresses):
+        raise ConfigError(
+            "the Ray cluster takes commands from everybody: start it, and this, with "
+            "RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes a token), or set "
+            "cluster.insecure=true in a network of your own"
+        )
+
+
 class RayCluster:
     """Whole hosts of a Ray cluster, reserved for one run."""
 
@@ -380,15 +394,18 @@ class RayCluster:
         gpus: int,
         directory: str,
         *,
+        insecure: bool = False,
         seconds: float = 300.0,
     ) -> None:
         """Reserve `hosts` hosts of `cpus` cores and `gpus` GPUs each and start their daemons.
 
-        directory: where shards lie on each. Raises `ConfigError` when the cluster has not so many
-        free.
+        directory: where shards lie on each. insecure: whatever the cluster asks of who commands it.
+        Raises `ConfigError` when the cluster has not so many free.
         """
         if not ray.is_initialized():
             ray.init(address=address, namespace="earl", log_to_driver=False)
+        if not insecure:
+            _check_token()
         bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
         self._group = placement_group([bundle] * hosts, strategy="STRICT_SPREAD")
         if not self._group.wait(seconds):

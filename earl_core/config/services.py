@@ -26,10 +26,13 @@ class ClusterConfig(Settings):
     )
     cpus_per_host: int = Field(default=1, ge=1, description="Cores to reserve on each, with `ray`.")
     gpus_per_host: int = Field(default=0, ge=0, description="GPUs to reserve on each, with `ray`.")
+    insecure: bool = Field(
+        default=False, description="Use a Ray cluster that takes commands without a token."
+    )
 
     @model_validator(mode="after")
     def _only_ray(self) -> ClusterConfig:
-        for name in ("address", "cpus_per_host", "gpus_per_host"):
+        for name in ("address", "cpus_per_host", "gpus_per_host", "insecure"):
             default = type(self).model_fields[name].default
             if self.backend == "local" and getattr(self, name) != default:
                 raise ValueError(

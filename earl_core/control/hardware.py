@@ -41,6 +41,7 @@ def open_cluster(config: RunConfig) -> Cluster:
         given.cpus_per_host,
         given.gpus_per_host,
         config.dispatch.directory,
+        insecure=given.insecure,
     )
 
 
