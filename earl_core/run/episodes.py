@@ -185,6 +185,9 @@ class EpisodeKeeper:
 
     def _keep(self, rollout: Manifest, reward: Manifest) -> None:
         run, tracking, iteration = self._run, self._run.config.tracking, rollout.iteration
+        if not run.stores.all_here([*rollout.shards, *reward.shards]):
+            run.note(iteration, "episodes", "not kept: their shards lie on several hosts")
+            return
         most = tracking.keep_episodes if isinstance(tracking.keep_episodes, int) else None
         try:
             write_episodes(run.episodes_path(iteration), run.store, rollout, reward, most)

@@ -6,7 +6,7 @@ daemon of another host it is a `HostStore`, which holds the store for the run an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,10 @@ class HostStores:
         """Manage another host's shards, too; what is not in `files` is released there."""
         ask("adopt", sorted(files))
         self._away[host] = ask
+
+    def all_here(self, entries: Iterable[ShardEntry]) -> bool:
+        """Whether the controller can read these shards."""
+        return not any(entry.host in self._away for entry in entries)
 
     def verify(self, entry: ShardEntry, checksum: bool) -> None:
         """See `ShardStore.verify`; a shard of a host that is lost is gone."""
