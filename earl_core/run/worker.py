@@ -35,7 +35,11 @@ class RunWorker:
         self._config = parse_config(config)
         self._run_directory = Path(run_directory)
         self._peers = Peers(*peers)
-        self._hosts = context.hosts or (host_name(),) * context.world_size
+
+    @property
+    def _hosts(self) -> tuple[str, ...]:
+        """The host of each rank, as manifests name it."""
+        return self._context.hosts or (host_name(),) * self._context.world_size
 
     def _reads(self) -> PlanReads:
         """For the shards of this run, on whatever host they lie."""
