@@ -25,7 +25,6 @@ from earl_core.control.run_controller import (
     find_controller,
     open_controller,
 )
-from earl_core.control.worker_groups import preload_ranks
 from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_error
 from flows import flow_notes
@@ -159,7 +158,6 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
 async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
-    preload_ranks()
     controller = await asyncio.to_thread(open_controller, config, Tracker, heard)
     try:
         yield controller

@@ -38,7 +38,7 @@ from earl_core.cluster.host import Host, Launch, LocalHost, LocalRank
 from earl_core.system.errors import ConfigError
 from earl_core.system.hardware import HostResources, read_resources
 from earl_core.system.import_path import load_object
-from earl_core.system.processes import boot_id, host_name
+from earl_core.system.processes import boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +59,7 @@ Piece = tuple[int, str, bytes]
 class HostDaemon:
     """In an actor on each host."""
 
-    def __init__(self, cpus: int, directory: str) -> None:
-        try:
-            # Paths of the run are as the controller writes them.
-            os.chdir(directory)
-        except OSError as error:
-            raise ConfigError(
-                f"host {host_name()} does not see {directory}, where the run was started "
-                f"({error.strerror}): use a file system that all hosts share"
-            ) from error
+    def __init__(self, cpus: int) -> None:
         found = read_resources()
         own = replace(found, cores=found.cores[:cpus])
         self._host = LocalHost(address=ray.util.get_node_ip_address(), resources=own)
@@ -81,10 +73,20 @@ class HostDaemon:
         self._lock = threading.Lock()
         threading.Thread(target=self._read, name="earl-daemon-reader", daemon=True).start()
 
-    def facts(self, directory: str) -> dict[str, Any]:
+    def facts(self, directory: str, started_in: str) -> dict[str, Any]:
         """Name, address, resources, and what tells the memory around `directory` from that of other
-        hosts."""
+        hosts. From now on paths are as the controller, started in that directory, writes them.
+
+        Raises `ConfigError` when this host does not see it.
+        """
         host = self._host
+        try:
+            os.chdir(started_in)
+        except OSError as error:
+            raise ConfigError(
+                f"host {host.name} does not see {started_in}, where the run was started "
+                f"({error.strerror}): use a file system that all hosts share"
+            ) from error
         return {
             "name": host.name,
             "address": host.address,
@@ -191,7 +193,7 @@ class RayHost:
         self.lost = ""
         self._daemon = daemon
         self.name = "a host of the Ray cluster"
-        facts = self.ask("facts", directory)
+        facts = self.ask("facts", directory, os.getcwd())
         self.name = facts["name"]
         self.address: str = facts["address"]
         self.resources = HostResources(**facts["resources"])
@@ -370,6 +372,22 @@ def memory_of(directory: str) -> str:
     return f"{boot_id()} {path.stat().st_dev}"
 
 
+def _connect(address: str | None) -> bool:
+    """Connect this process, if it is not. Raises `ConfigError` where no cluster is."""
+    if ray.is_initialized():
+        return False
+    where = address or "auto"
+    try:
+        ray.init(where, namespace="earl", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"no Ray cluster can be used at cluster.address {where!r} ({reason}): start one with "
+            "`ray start`, or correct the address"
+        ) from error
+    return True
+
+
 def _check_token() -> None:
     """Raise `ConfigError` for a cluster that others can reach and that wants no token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
@@ -402,8 +420,7 @@ class RayCluster:
         directory: where shards lie on each. insecure: whatever the cluster asks of who commands it.
         Raises `ConfigError` when the cluster has not so many free.
         """
-        if not ray.is_initialized():
-            ray.init(address=address, namespace="earl", log_to_driver=False)
+        self._connected = _connect(address)
         if not insecure:
             _check_token()
         bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
@@ -424,7 +441,7 @@ class RayCluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=index
                 ),
-            ).remote(cpus, os.getcwd())
+            ).remote(cpus)
             for index in range(hosts)
         ]
         self._hosts = [RayHost(each, directory) for each in self._daemons]
@@ -444,3 +461,5 @@ class RayCluster:
         for daemon in self._daemons:
             ray.kill(daemon)
         remove_placement_group(self._group)
+        if self._connected:
+            ray.shutdown()

@@ -184,7 +184,8 @@ def _finished(run_directory: Path, uid: str) -> bool:
         record = read_record(run_directory)
         return bool(record.get("finished")) or record.get("uid") != uid
     except FileNotFoundError:
-        return True
+        # Where what it lay in is missing, too, it may only not be mounted here.
+        return run_directory.parent.is_dir()
     except RunDamaged:
         # Whoever repairs it will want its shards.
         return False

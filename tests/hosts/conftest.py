@@ -30,7 +30,7 @@ class TwoHosts:
         self.directory = directory
         self._tag = f"earl{os.getpid()}"
         self._token = secrets.token_hex(32)
-        self._hosts: list[subprocess.Popen[bytes]] = []
+        self._hosts: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
     def address(self) -> str:
@@ -56,7 +56,16 @@ class TwoHosts:
     def start(self) -> None:
         """Start both raylets."""
         self._start_raylet(0, "--head", f"--port={PORT}", "--include-dashboard=false")
+        self.join()
+
+    def join(self) -> None:
+        """Start the raylet of host-1."""
         self._start_raylet(1, f"--address={self.address}")
+
+    def kill(self) -> None:
+        """SIGKILL to all processes of host-1; its shared memory goes with them."""
+        self._hosts[1].kill()
+        self._hosts[1].wait()
 
     def _start_raylet(self, number: int, *arguments: str) -> None:
         ray = Path(sys.executable).parent / "ray"
@@ -79,7 +88,7 @@ class TwoHosts:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._hosts.append(started)
+        self._hosts[number] = started
         deadline = time.monotonic() + _START_SECONDS
         while "Ray runtime started" not in log.read_text():
             assert started.poll() is None, log.read_text()
@@ -148,7 +157,7 @@ class TwoHosts:
 
     def stop(self) -> None:
         """End all that runs on the hosts."""
-        for host in self._hosts:
+        for host in self._hosts.values():
             host.kill()
             host.wait()
         for number in (0, 1):
