@@ -11,10 +11,8 @@ fork server that it started, and with it all ranks of the host. Nothing else imp
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import queue
 import selectors
 import socket
 import threading
@@ -22,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -33,157 +30,37 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from earl_core.cluster.errors import LogFile
-from earl_core.cluster.fork_server import fork_server
-from earl_core.cluster.host import Host, Launch, LocalHost, LocalRank
+from earl_core.cluster.host import Host, Launch
+from earl_core.cluster.host_daemon import CHUNK, IN_FLIGHT, HostDaemon, Piece, memory_of
 from earl_core.system.errors import ConfigError
-from earl_core.system.hardware import HostResources, read_resources
-from earl_core.system.import_path import load_object
-from earl_core.system.processes import boot_id
+from earl_core.system.hardware import HostResources
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 18
-_STREAMS = ("control", "channel")
-_IN_FLIGHT = 16
-"""Messages on their way to a host before the sender waits for the first of them."""
 _PING_SECONDS = 2.0
 _SILENT_SECONDS = 15.0
 """A host that does not answer for so long is lost, whatever Ray still thinks of it."""
 _ANSWER_SECONDS = 300.0
 """For what starts a rank: the host may be importing torch."""
 
-Piece = tuple[int, str, bytes]
-"""Bytes of a rank's stream, by the rank's number at its daemon; none at all: the stream's end."""
 
-
-class HostDaemon:
-    """In an actor on each host."""
+class _Daemon(HostDaemon):
+    """The actor."""
 
     def __init__(self, cpus: int) -> None:
-        found = read_resources()
-        own = replace(found, cores=found.cores[:cpus])
-        self._host = LocalHost(address=ray.util.get_node_ip_address(), resources=own)
-        self._kept: Any = None
-        self._ranks: dict[int, LocalRank] = {}
-        self._numbers = itertools.count()
-        self._out: queue.Queue[Piece] = queue.Queue(maxsize=256)
-        self._selector = selectors.DefaultSelector()
-        self._changes, changed = socket.socketpair()
-        self._selector.register(changed, selectors.EVENT_READ, None)
-        self._lock = threading.Lock()
-        threading.Thread(target=self._read, name="earl-daemon-reader", daemon=True).start()
-
-    def facts(self, directory: str, started_in: str) -> dict[str, Any]:
-        """Name, address, resources, and what tells the memory around `directory` from that of other
-        hosts. From now on paths are as the controller, started in that directory, writes them.
-
-        Raises `ConfigError` when this host does not see it.
-        """
-        host = self._host
-        try:
-            os.chdir(started_in)
-        except OSError as error:
-            raise ConfigError(
-                f"host {host.name} does not see {started_in}, where the run was started "
-                f"({error.strerror}): use a file system that all hosts share"
-            ) from error
-        return {
-            "name": host.name,
-            "address": host.address,
-            "resources": asdict(host.resources),
-            "memory": memory_of(directory),
-        }
-
-    def rename(self, name: str) -> None:
-        """Another name, should another host have the same."""
-        self._host.name = name
-
-    def preload(self, modules: Sequence[str]) -> None:
-        """See `Host`."""
-        fork_server().preload(*modules)
-
-    def keep(self, target: str, arguments: Sequence[Any]) -> None:
-        """See `Host`."""
-        self._kept = load_object(target)(*arguments)
-
-    def use(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Call a method of what is kept here."""
-        return getattr(self._kept, method)(*arguments)
+        super().__init__(ray.util.get_node_ip_address(), cpus)
 
     @ray.method(concurrency_group="ping")
     def ping(self) -> None:
         """Answer."""
 
-    def start(self, launch: Sequence[Any]) -> tuple[int, tuple[str, int]]:
-        """Start a rank; its number here, and where rank 0 listens. Raises `OSError`."""
-        module, log, environment, meeting = launch
-        Path(log).parent.mkdir(parents=True, exist_ok=True)
-        rank = self._host.start(Launch(module, Path(log), environment, meeting))
-        with self._lock:
-            number = next(self._numbers)
-            self._ranks[number] = rank
-            for stream in _STREAMS:
-                end = getattr(rank, stream)
-                self._selector.register(end, selectors.EVENT_READ, (number, stream))
-        self._changes.send(b"\n")
-        return number, rank.meeting
-
-    def _read(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.data is None:
-                    key.fileobj.recv(64)  # type: ignore[union-attr]
-                    continue
-                data = b""
-                with suppress(OSError):
-                    data = key.fileobj.recv(_CHUNK)  # type: ignore[union-attr]
-                if not data:
-                    self._selector.unregister(key.fileobj)
-                self._out.put((*key.data, data))
-
     @ray.method(concurrency_group="out")
     def received(self) -> Iterator[list[Piece]]:
-        """What the ranks and their supervisors send, until this process ends."""
-        while True:
-            pieces = [self._out.get()]
-            with suppress(queue.Empty):
-                while len(pieces) < _IN_FLIGHT:
-                    pieces.append(self._out.get_nowait())
-            yield pieces
+        yield from super().received()
 
     @ray.method(concurrency_group="in")
     def send(self, pieces: list[Piece]) -> None:
-        """Pass bytes on, in the order of the calls; an end closes the stream."""
-        for number, stream, data in pieces:
-            end: socket.socket = getattr(self._ranks[number], stream)
-            # One that is gone is reported by its supervisor.
-            with suppress(OSError):
-                if data:
-                    end.sendall(data)
-                else:
-                    end.shutdown(socket.SHUT_RDWR)
-
-    def kill(self, number: int) -> None:
-        """See `RankProcess`."""
-        self._ranks[number].kill()
-
-    def end(self, number: int, pid: int | None) -> None:
-        """See `RankProcess`."""
-        self._ranks[number].end(pid)
-
-    def lost(self, number: int) -> str:
-        """See `RankProcess`."""
-        return self._ranks[number].lost()
-
-    def close(self, number: int) -> None:
-        """See `RankProcess`."""
-        self._ranks.pop(number).close()
-
-    def log_bytes(self, path: str) -> int:
-        """Present size of a file, 0 without one."""
-        with suppress(OSError):
-            return Path(path).stat().st_size
-        return 0
+        super().send(pieces)
 
 
 class RayHost:
@@ -299,13 +176,13 @@ class RayHost:
                     continue
                 data = b""
                 with suppress(OSError):
-                    data = key.fileobj.recv(_CHUNK)  # type: ignore[union-attr]
+                    data = key.fileobj.recv(CHUNK)  # type: ignore[union-attr]
                 if not data:
                     self._selector.unregister(key.fileobj)
                 pieces.append((*key.data, data))
             if pieces:
                 sent.append(self._daemon.send.remote(pieces))
-            if len(sent) > _IN_FLIGHT:
+            if len(sent) > IN_FLIGHT:
                 with suppress(RayError):
                     ray.get(sent.pop(0), timeout=_SILENT_SECONDS)
 
@@ -362,14 +239,6 @@ class RayRank:
         with suppress(ConnectionError):
             self._host.ask("close", self._number, seconds=_SILENT_SECONDS)
         self._host.forget(self._number)
-
-
-def memory_of(directory: str) -> str:
-    """Equal for processes that see the same file system there, on one boot of one machine."""
-    path = Path(directory)
-    while not path.exists():
-        path = path.parent
-    return f"{boot_id()} {path.stat().st_dev}"
 
 
 def _connect(address: str | None) -> bool:
@@ -431,7 +300,7 @@ class RayCluster:
                 f"the Ray cluster has no {hosts} hosts with {cpus} free cores and {gpus} free "
                 f"GPUs each within {seconds:.0f} s: see `ray status`, or lower cluster.hosts"
             )
-        daemon = ray.remote(concurrency_groups={"out": 1, "in": 1, "ping": 1})(HostDaemon)
+        daemon = ray.remote(concurrency_groups={"out": 1, "in": 1, "ping": 1})(_Daemon)
         self._daemons = [
             daemon.options(
                 num_cpus=cpus,

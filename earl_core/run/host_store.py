@@ -91,11 +91,6 @@ class HostStore(StoreCommands):
         """Address and port of the range server."""
         return self._server.address
 
-    def close(self) -> None:
-        """Stop serving and let the store go; its shards stay."""
-        self._server.close()
-        self._lock.release()
-
 
 class HostStores:
     """On all hosts of a run. here: the controller's own."""

@@ -23,7 +23,7 @@ from earl_core.dispatch.spill.spiller import Spiller
 from earl_core.run.lock import is_locked
 from earl_core.run.record import RunDamaged, check_other_place, read_record, read_uid
 from earl_core.system.errors import InUse
-from earl_core.system.files import remove_when_empty
+from earl_core.system.files import device_of, remove_when_empty
 from earl_core.system.locks import FileLock, is_held
 
 logger = logging.getLogger(__name__)
@@ -173,19 +173,19 @@ def _state(directory: Path, mark: StoreMark) -> StoreState:
         run_directory=run_directory,
         bytes=ShardStore(directory, 1).pool.used_bytes(),
         live=live or young,
-        finished=run_directory is None or _finished(run_directory, directory.name),
+        finished=run_directory is None or _finished(run_directory, mark.device, directory.name),
         age_hours=age / 3600,
     )
 
 
-def _finished(run_directory: Path, uid: str) -> bool:
+def _finished(run_directory: Path, device: int | None, uid: str) -> bool:
     """Whether the run ended or was deleted, or another lies in its place now."""
     try:
         record = read_record(run_directory)
         return bool(record.get("finished")) or record.get("uid") != uid
     except FileNotFoundError:
-        # Where what it lay in is missing, too, it may only not be mounted here.
-        return run_directory.parent.is_dir()
-    except RunDamaged:
+        # Where its file system is missing, too, it may only not be mounted here.
+        return device_of(run_directory) == device
+    except (RunDamaged, OSError):
         # Whoever repairs it will want its shards.
         return False

@@ -56,6 +56,13 @@ def writing_atomic(path: Path, mode: int = 0o600) -> Iterator[int]:
     sync(path.parent)
 
 
+def device_of(path: Path) -> int:
+    """Number of the file system that a path lies on; of one that is not there, would lie on."""
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_dev
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     """Write the whole of `data`; a single write may stop short of it."""
     rest = memoryview(data)

@@ -12,6 +12,7 @@ Ctrl-C does; what a dead machine loses besides, `lose_memory` takes away.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -23,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils.environment
+
 from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import Raised, Where, WorkerCallFailed
 from earl_core.cluster.rank_handle import MemoryUse
@@ -31,6 +34,10 @@ from earl_core.config import load_config
 from earl_core.run.recovery import go_back
 from earl_core.system.import_path import load_object
 from flows.train import train
+
+accelerate.utils.environment.clear_environment = contextlib.nullcontext
+"""It empties the environment of the whole process for a moment, also for the other workers here,
+which may just read it."""
 
 _building = threading.Lock()
 """One group at a time: modules that threads import side by side may be seen half made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from earl_core.config import ConfigError, RunConfig, load_config, parse_config
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest
+from earl_core.dispatch.segments.pool_directory import MARK
 from earl_core.run import RunDirectory, stage_key
 from earl_core.run.checkpoints import holding_checkpoint
 from earl_core.run.journal import read_lines
@@ -234,6 +236,21 @@ def test_sweep_spares_live_and_waiting_runs(tmp_path: Path) -> None:
     stamp = json.loads((live.store.directory / ".store.json").read_text())["time"]
     assert time.time() - stamp < 60
     live.close()
+
+
+def test_a_run_whose_file_system_is_out_of_sight_is_not_taken_for_a_deleted_one(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "shm"
+    run = RunDirectory.open(config_in(tmp_path))
+    run.close()
+    mark = run.store.directory / MARK
+    noted = json.loads(mark.read_bytes())
+    shutil.rmtree(run.path.resolve().parent)
+    mark.write_text(json.dumps({**noted, "device": noted["device"] + 1}))
+    assert sweep_unneeded(root, run.config.dispatch) == []
+    mark.write_text(json.dumps(noted))
+    assert sweep_unneeded(root, run.config.dispatch) == [run.store.directory]
 
 
 def test_stopped_runs_hold_a_bounded_number_of_bytes(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from earl_core.system.errors import NotOurs
-from earl_core.system.files import make_parent, read_file, write_atomic
+from earl_core.system.files import device_of, make_parent, read_file, write_atomic
 from earl_core.system.locks import FileLock
 from earl_core.system.processes import ProcessId
 
@@ -111,10 +111,12 @@ _FORMAT = "earl.store/1"
 class StoreMark:
     """What a mark says. run_directory: of the run whose store it is; None where no run owns it.
 
-    time: when the run last claimed it, in seconds since 1970.
+    device: number of the file system that the run directory lies on; None in an older mark. time:
+    when the run last claimed it, in seconds since 1970.
     """
 
     run_directory: Path | None
+    device: int | None
     time: float
 
 
@@ -131,7 +133,11 @@ def read_mark(directory: Path) -> StoreMark | None:
         if whose != (_FORMAT, _name(directory), os.geteuid()):
             return None
         owner = content["run_directory"]
-        return StoreMark(Path(owner) if owner is not None else None, float(content["time"]))
+        return StoreMark(
+            run_directory=Path(owner) if owner is not None else None,
+            device=content.get("device"),
+            time=float(content["time"]),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -165,6 +171,7 @@ def write_mark(directory: Path, run_directory: Path | None) -> None:
         "store": _name(directory),
         "user": os.geteuid(),
         "run_directory": str(run_directory) if run_directory is not None else None,
+        "device": device_of(run_directory) if run_directory is not None else None,
         "time": time.time(),
     }
     write_atomic(directory / MARK, json.dumps(content).encode())

@@ -1,0 +1,179 @@
+"""What starts ranks on another host and carries their bytes, for a controller elsewhere.
+
+How its methods are called from afar is not its business: `ray_cluster` makes an actor of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import selectors
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from earl_core.cluster.fork_server import fork_server
+from earl_core.cluster.host import Launch, LocalHost, LocalRank
+from earl_core.system.errors import ConfigError
+from earl_core.system.files import device_of
+from earl_core.system.hardware import read_resources
+from earl_core.system.import_path import load_object
+from earl_core.system.processes import boot_id
+
+CHUNK = 1 << 18
+"""Bytes of a stream in one message at most."""
+IN_FLIGHT = 16
+"""Messages on their way to a host before the sender waits for the first of them."""
+STREAMS = ("control", "channel")
+
+Piece = tuple[int, str, bytes]
+"""Bytes of a rank's stream, by the rank's number at its daemon; none at all: the stream's end."""
+
+
+class HostDaemon:
+    """address: of this host, where its ranks listen. cpus: cores of it that the run may use.
+
+    Several threads may call it; `received` and `send` are called by one each.
+    """
+
+    def __init__(self, address: str, cpus: int) -> None:
+        found = read_resources()
+        own = replace(found, cores=found.cores[:cpus])
+        self._host = LocalHost(address=address, resources=own)
+        self._kept: Any = None
+        self._ranks: dict[int, LocalRank] = {}
+        self._numbers = itertools.count()
+        self._out: queue.Queue[Piece] = queue.Queue(maxsize=256)
+        self._selector = selectors.DefaultSelector()
+        self._changes, changed = socket.socketpair()
+        self._selector.register(changed, selectors.EVENT_READ, None)
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, name="earl-daemon-reader", daemon=True).start()
+
+    def facts(self, directory: str, started_in: str) -> dict[str, Any]:
+        """Name, address, resources, and what tells the memory around `directory` from that of other
+        hosts. From now on paths are as the controller, started in that directory, writes them.
+
+        Raises `ConfigError` when this host does not see it.
+        """
+        host = self._host
+        try:
+            os.chdir(started_in)
+        except OSError as error:
+            raise ConfigError(
+                f"host {host.name} does not see {started_in}, where the run was started "
+                f"({error.strerror}): use a file system that all hosts share"
+            ) from error
+        return {
+            "name": host.name,
+            "address": host.address,
+            "resources": asdict(host.resources),
+            "memory": memory_of(directory),
+        }
+
+    def rename(self, name: str) -> None:
+        """Another name, should another host have the same."""
+        self._host.name = name
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """See `Host`."""
+        fork_server().preload(*modules)
+
+    def keep(self, target: str, arguments: Sequence[Any]) -> None:
+        """See `Host`."""
+        self._kept = load_object(target)(*arguments)
+
+    def use(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Call a method of what is kept here."""
+        return getattr(self._kept, method)(*arguments)
+
+    def start(self, launch: Sequence[Any]) -> tuple[int, tuple[str, int]]:
+        """Start a rank; its number here, and where rank 0 listens. Raises `OSError`."""
+        module, log, environment, meeting = launch
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        rank = self._host.start(Launch(module, Path(log), environment, meeting))
+        with self._lock:
+            number = next(self._numbers)
+            self._ranks[number] = rank
+            for stream in STREAMS:
+                end = getattr(rank, stream)
+                self._selector.register(end, selectors.EVENT_READ, (number, stream))
+        self._changes.send(b"\n")
+        return number, rank.meeting
+
+    def _read(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    key.fileobj.recv(64)  # type: ignore[union-attr]
+                    continue
+                data = b""
+                with suppress(OSError):
+                    data = key.fileobj.recv(CHUNK)  # type: ignore[union-attr]
+                if not data:
+                    self._listen_no_more(key.fileobj)
+                self._out.put((*key.data, data))
+
+    def _listen_no_more(self, end: Any) -> None:
+        # A stream that ends and a rank that is closed may meet.
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(end)
+
+    def received(self) -> Iterator[list[Piece]]:
+        """What the ranks and their supervisors send, until this process ends."""
+        while True:
+            pieces = [self._out.get()]
+            with suppress(queue.Empty):
+                while len(pieces) < IN_FLIGHT:
+                    pieces.append(self._out.get_nowait())
+            yield pieces
+
+    def send(self, pieces: list[Piece]) -> None:
+        """Pass bytes on, in the order of the calls; an end closes the stream."""
+        for number, stream, data in pieces:
+            rank = self._ranks.get(number)
+            if rank is None:
+                continue  # closed meanwhile
+            end: socket.socket = getattr(rank, stream)
+            # One that is gone is reported by its supervisor.
+            with suppress(OSError):
+                if data:
+                    end.sendall(data)
+                else:
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def kill(self, number: int) -> None:
+        """See `RankProcess`."""
+        self._ranks[number].kill()
+
+    def end(self, number: int, pid: int | None) -> None:
+        """See `RankProcess`."""
+        self._ranks[number].end(pid)
+
+    def lost(self, number: int) -> str:
+        """See `RankProcess`."""
+        return self._ranks[number].lost()
+
+    def close(self, number: int) -> None:
+        """See `RankProcess`."""
+        rank = self._ranks.pop(number)
+        for stream in STREAMS:
+            # Before its number is another socket's.
+            self._listen_no_more(getattr(rank, stream))
+        rank.close()
+
+    def log_bytes(self, path: str) -> int:
+        """Present size of a file, 0 without one."""
+        with suppress(OSError):
+            return Path(path).stat().st_size
+        return 0
+
+
+def memory_of(directory: str) -> str:
+    """Equal for processes that see the same file system there, on one boot of one machine."""
+    return f"{boot_id()} {device_of(Path(directory))}"
