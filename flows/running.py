@@ -20,6 +20,7 @@ from prefect.states import Cancelled
 from earl_core.config import RunConfig
 from earl_core.control.live import interrupt_all
 from earl_core.control.run_controller import (
+    HostsChanged,
     RunController,
     close_controller,
     find_controller,
@@ -76,6 +77,11 @@ def stop_flows(outcome: str = "CANCELLED") -> None:
     for runs_directory, note in list(_noted.values()):
         flow_notes.end(runs_directory, note, _stopped[0])
     interrupt_all()
+
+
+def stopping() -> bool:
+    """Whether the flows of this process were told to stop."""
+    return bool(_stopped)
 
 
 def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
@@ -154,6 +160,13 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
         yield controller
 
 
+def _changed(controller: RunController, error: BaseException) -> HostsChanged | None:
+    """What a stage raises while a host is lost is the loss's doing."""
+    if isinstance(error, HostsChanged) or not isinstance(error, Exception):
+        return None
+    return controller.lost_hosts()
+
+
 @asynccontextmanager
 async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     """Open the run of a configuration; close it however the flow ends."""
@@ -162,8 +175,11 @@ async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     try:
         yield controller
     except BaseException as error:
-        await asyncio.to_thread(close_controller, controller, failed=True)
+        changed = await asyncio.to_thread(_changed, controller, error)
+        await asyncio.to_thread(close_controller, controller, changed or error)
         # Prefect stores the message with the flow run's state.
         redact_error(error)
+        if changed is not None:
+            raise changed from error
         raise
     await asyncio.to_thread(close_controller, controller)

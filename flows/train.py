@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +11,12 @@ from prefect import State, flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from earl_core.config import RunConfig, load_config
+from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.resume_point import StateLost, resume_point
-from earl_core.control.run_controller import RunController
+from earl_core.control.run_controller import HostsChanged, RunController
 from flows.iteration import Plan, Stages, iteration, until_done
 from flows.overrides import Overrides
-from flows.running import HOOKS, opened, recorded
+from flows.running import HOOKS, heard, opened, recorded, stopping
 from tasks.evaluate import evaluation
 from tasks.select import select_inputs
 from tasks.trust import forget_results
@@ -53,10 +55,31 @@ async def train(
 
 
 async def _train(settings: RunConfig) -> dict[str, Any]:
+    """On the hosts that there are; when they change, on the others, from what is finished."""
+    changes: Counter[int] = Counter()
+    changed: HostsChanged | None = None
+    while True:
+        try:
+            return await _train_on_hosts(settings, changes)
+        except HostsChanged as error:
+            if stopping() or changes[error.iteration] >= settings.deadlines.repeats:
+                raise
+            changes[error.iteration] += 1
+            changed = error
+            heard("hosts", error.iteration, {"repeated": f"{error}: the run is opened again"})
+        except ConfigError as error:
+            if changed is None:
+                raise
+            raise HostsChanged(f"{changed}; {error}", changed.iteration) from error
+
+
+async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[str, Any]:
     async with opened(settings) as controller:
         run = str(controller.run.path)
         returned: set[tuple[int, str, int]] = set()
         while (number := controller.next_iteration()) < settings.iterations:
+            if not changes[number]:
+                await asyncio.to_thread(controller.check_growth)
             try:
                 await _evaluate_if_due(controller, number)
                 await iteration(run, number)

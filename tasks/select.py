@@ -92,9 +92,14 @@ def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Deploymen
 
 
 def select_inputs(controller: RunController, iteration: int) -> list[str]:
-    """What the key of the step covers beside its settings: how often it was made before."""
+    """What the key of the step covers beside its settings: how often it was made before, and for
+    how many hosts."""
     attempt = attempts_of(controller.observed.through(iteration), iteration)
-    return [f"attempt {attempt}"] if attempt else []
+    hosts = controller.hardware.hosts
+    return [
+        *([f"attempt {attempt}"] if attempt else []),
+        *([f"hosts {hosts}"] if hosts > 1 else []),
+    ]
 
 
 def share_profile(controller: RunController) -> None:

@@ -215,6 +215,14 @@ class Cluster(Protocol):
         """Those that are not lost."""
         ...
 
+    def lost(self) -> str:
+        """Asks every host; which of them are lost, and why. Empty: none."""
+        ...
+
+    def can_grow(self) -> bool:
+        """Whether a further host is free, and opening the cluster again would take it."""
+        ...
+
     def close(self) -> None:
         """Give them back; whatever still runs there ends."""
         ...
@@ -229,6 +237,14 @@ class LocalCluster:
     def hosts(self) -> Sequence[Host]:
         """See `Cluster`."""
         return self._hosts
+
+    def lost(self) -> str:
+        """See `Cluster`. With this machine the controller is lost, too."""
+        return ""
+
+    def can_grow(self) -> bool:
+        """See `Cluster`."""
+        return False
 
     def close(self) -> None:
         """See `Cluster`."""

@@ -6,12 +6,14 @@ How its methods are called from afar is not its business: `ray_cluster` makes an
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import queue
 import selectors
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,10 +27,18 @@ from earl_core.system.hardware import read_resources
 from earl_core.system.import_path import load_object
 from earl_core.system.processes import boot_id
 
+logger = logging.getLogger(__name__)
+
 CHUNK = 1 << 18
 """Bytes of a stream in one message at most."""
 IN_FLIGHT = 16
 """Messages on their way to a host before the sender waits for the first of them."""
+SILENT_SECONDS = 25.0
+"""A controller that does not ask for so long is lost."""
+UNANSWERED_SECONDS = 15.0
+"""A host that does not answer for so long is lost, whatever Ray still thinks of it."""
+ANSWER_SECONDS = 300.0
+"""For what starts a rank: the host may be importing torch."""
 STREAMS = ("control", "channel")
 
 Piece = tuple[int, str, bytes]
@@ -53,7 +63,10 @@ class HostDaemon:
         self._changes, changed = socket.socketpair()
         self._selector.register(changed, selectors.EVENT_READ, None)
         self._lock = threading.Lock()
-        threading.Thread(target=self._read, name="earl-daemon-reader", daemon=True).start()
+        self._asked = time.monotonic()
+        for work in (self._read, self._wait_for_silence):
+            name = f"earl-daemon-{work.__name__.strip('_')}"
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     def facts(self, directory: str, started_in: str) -> dict[str, Any]:
         """Name, address, resources, and what tells the memory around `directory` from that of other
@@ -75,6 +88,22 @@ class HostDaemon:
             "resources": asdict(host.resources),
             "memory": memory_of(directory),
         }
+
+    def ping(self) -> None:
+        """Answer; the controller lives."""
+        self._asked = time.monotonic()
+
+    def _wait_for_silence(self) -> None:
+        """A controller that cannot be reached has given this host up: end all ranks."""
+        looked = time.monotonic()
+        while looked - self._asked < SILENT_SECONDS:
+            time.sleep(1.0)
+            if time.monotonic() - looked > SILENT_SECONDS / 2:
+                # It was this process that stood still.
+                self._asked = time.monotonic()
+            looked = time.monotonic()
+        logger.error("the controller has been silent for %.0f s: all ranks end", SILENT_SECONDS)
+        os._exit(1)
 
     def rename(self, name: str) -> None:
         """Another name, should another host have the same."""
@@ -172,6 +201,52 @@ class HostDaemon:
         with suppress(OSError):
             return Path(path).stat().st_size
         return 0
+
+
+class RemoteRank:
+    """A rank that a daemon has started; see `RankProcess`.
+
+    ask: calls a method of the daemon; raises `ConnectionError` when its host is lost. forget: told
+    that the rank is closed. `ends` are the far ends of the two sockets, for whoever carries bytes.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[..., Any],
+        forget: Callable[[int], None],
+        number: int,
+        meeting: tuple[str, int],
+    ) -> None:
+        self._ask, self._forget, self._number = ask, forget, number
+        self.meeting = (meeting[0], meeting[1])
+        self.control, control = socket.socketpair()
+        self.channel, channel = socket.socketpair()
+        self.ends = {"control": control, "channel": channel}
+
+    def lost(self) -> str:
+        """See `RankProcess`."""
+        try:
+            return str(self._ask("lost", self._number, seconds=UNANSWERED_SECONDS))
+        except ConnectionError as error:
+            return str(error)
+
+    def kill(self) -> None:
+        """See `RankProcess`."""
+        with suppress(ConnectionError):
+            self._ask("kill", self._number, seconds=UNANSWERED_SECONDS)
+
+    def end(self, pid: int | None) -> None:
+        """See `RankProcess`. The ranks of a lost host end with its daemon."""
+        with suppress(ConnectionError):
+            self._ask("end", self._number, pid)
+
+    def close(self) -> None:
+        """See `RankProcess`."""
+        self.control.close()
+        self.channel.close()
+        with suppress(ConnectionError):
+            self._ask("close", self._number, seconds=UNANSWERED_SECONDS)
+        self._forget(self._number)
 
 
 def memory_of(directory: str) -> str:

@@ -18,30 +18,53 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+# Ray reads it when it is imported. It tries 20 times, and a time takes 40 s.
+os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from earl_core.cluster.errors import LogFile
 from earl_core.cluster.host import Host, Launch
-from earl_core.cluster.host_daemon import CHUNK, IN_FLIGHT, HostDaemon, Piece, memory_of
+from earl_core.cluster.host_daemon import (
+    ANSWER_SECONDS,
+    CHUNK,
+    IN_FLIGHT,
+    UNANSWERED_SECONDS,
+    HostDaemon,
+    Piece,
+    RemoteRank,
+    memory_of,
+)
 from earl_core.system.errors import ConfigError
 from earl_core.system.hardware import HostResources
 
 logger = logging.getLogger(__name__)
 
+NODE_ID = "ray.io/node-id"
+"""Ray's own label of a node."""
 _PING_SECONDS = 2.0
-_SILENT_SECONDS = 15.0
-"""A host that does not answer for so long is lost, whatever Ray still thinks of it."""
-_ANSWER_SECONDS = 300.0
-"""For what starts a rank: the host may be importing torch."""
+_MORE_SECONDS = 10.0
+"""For more hosts than a run needs: one that has just died may still be listed."""
 
 
 class _Daemon(HostDaemon):
@@ -52,7 +75,7 @@ class _Daemon(HostDaemon):
 
     @ray.method(concurrency_group="ping")
     def ping(self) -> None:
-        """Answer."""
+        super().ping()
 
     @ray.method(concurrency_group="out")
     def received(self) -> Iterator[list[Piece]]:
@@ -61,6 +84,15 @@ class _Daemon(HostDaemon):
     @ray.method(concurrency_group="in")
     def send(self, pieces: list[Piece]) -> None:
         super().send(pieces)
+
+
+def _reason(error: RayError) -> str:
+    """In the words of the field; Ray's own have addresses and actors' numbers."""
+    if isinstance(error, ActorUnavailableError):
+        return "its connection broke"
+    if isinstance(error, ActorDiedError):
+        return "EARL's process there has ended"
+    return str(error).strip().split("\n")[0]
 
 
 class RayHost:
@@ -76,7 +108,7 @@ class RayHost:
         self.resources = HostResources(**facts["resources"])
         self._memory_is_here = facts["memory"] == memory_of(directory)
         self._lock = threading.Lock()
-        self._ranks: dict[int, RayRank] = {}
+        self._ranks: dict[int, RemoteRank] = {}
         self._selector = selectors.DefaultSelector()
         self._changes, changed = socket.socketpair()
         self._selector.register(changed, selectors.EVENT_READ, None)
@@ -84,7 +116,7 @@ class RayHost:
             name = f"earl-host-{work.__name__.strip('_')}"
             threading.Thread(target=work, name=name, daemon=True).start()
 
-    def ask(self, method: str, *arguments: Any, seconds: float = _ANSWER_SECONDS) -> Any:
+    def ask(self, method: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
         """Call the daemon and wait. Raises `ConnectionError` when the host is lost."""
         if self.lost:
             raise ConnectionError(self.lost)
@@ -95,7 +127,7 @@ class RayHost:
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
-            self.lose(str(error).strip().split("\n")[0])
+            self.lose(_reason(error))
         raise ConnectionError(self.lost)
 
     def rename(self, name: str) -> None:
@@ -114,11 +146,11 @@ class RayHost:
         self.ask("keep", target, arguments)
         return lambda method, *given: self.ask("use", method, given)
 
-    def start(self, launch: Launch) -> RayRank:
+    def start(self, launch: Launch) -> RemoteRank:
         """See `Host`."""
         given = [launch.module, str(launch.log), dict(launch.environment), launch.meeting]
         number, meeting = self.ask("start", given)
-        rank = RayRank(self, number, meeting)
+        rank = RemoteRank(self.ask, self.forget, number, meeting)
         with self._lock:
             self._ranks[number] = rank
             for stream, end in rank.ends.items():
@@ -147,7 +179,7 @@ class RayHost:
                 for number, stream, data in ray.get(reference):
                     self._pass_on(number, stream, data)
         except RayError as error:
-            self.lose(str(error).strip().split("\n")[0])
+            self.lose(_reason(error))
 
     def _pass_on(self, number: int, stream: str, data: bytes) -> None:
         with self._lock:
@@ -184,7 +216,7 @@ class RayHost:
                 sent.append(self._daemon.send.remote(pieces))
             if len(sent) > IN_FLIGHT:
                 with suppress(RayError):
-                    ray.get(sent.pop(0), timeout=_SILENT_SECONDS)
+                    ray.get(sent.pop(0), timeout=UNANSWERED_SECONDS)
 
     def _watch(self) -> None:
         heard = time.monotonic()
@@ -193,52 +225,16 @@ class RayHost:
                 ray.get(self._daemon.ping.remote(), timeout=_PING_SECONDS)
                 heard = time.monotonic()
             except RayError as error:
-                if time.monotonic() - heard > _SILENT_SECONDS:
-                    self.lose(f"it was silent for {_SILENT_SECONDS:.0f} s")
+                if time.monotonic() - heard > UNANSWERED_SECONDS:
+                    self.lose(f"it was silent for {UNANSWERED_SECONDS:.0f} s")
                 elif not isinstance(error, GetTimeoutError):
-                    self.lose(str(error).strip().split("\n")[0])
+                    self.lose(_reason(error))
             time.sleep(_PING_SECONDS)
 
     def forget(self, number: int) -> None:
         """A rank whose streams are closed."""
         with self._lock:
             self._ranks.pop(number, None)
-
-
-class RayRank:
-    """See `RankProcess`. `ends` are the far ends of the two sockets, which `RayHost` serves."""
-
-    def __init__(self, host: RayHost, number: int, meeting: tuple[str, int]) -> None:
-        self._host, self._number = host, number
-        self.meeting = (meeting[0], meeting[1])
-        self.control, control = socket.socketpair()
-        self.channel, channel = socket.socketpair()
-        self.ends = {"control": control, "channel": channel}
-
-    def lost(self) -> str:
-        """See `RankProcess`."""
-        try:
-            return str(self._host.ask("lost", self._number, seconds=_SILENT_SECONDS))
-        except ConnectionError as error:
-            return str(error)
-
-    def kill(self) -> None:
-        """See `RankProcess`."""
-        with suppress(ConnectionError):
-            self._host.ask("kill", self._number, seconds=_SILENT_SECONDS)
-
-    def end(self, pid: int | None) -> None:
-        """See `RankProcess`. The ranks of a lost host end with its daemon."""
-        with suppress(ConnectionError):
-            self._host.ask("end", self._number, pid)
-
-    def close(self) -> None:
-        """See `RankProcess`."""
-        self.control.close()
-        self.channel.close()
-        with suppress(ConnectionError):
-            self._host.ask("close", self._number, seconds=_SILENT_SECONDS)
-        self._host.forget(self._number)
 
 
 def _connect(address: str | None) -> bool:
@@ -270,13 +266,33 @@ def _check_token() -> None:
         )
 
 
+def _reserve(hosts: range, bundle: Mapping[str, int], seconds: float) -> PlacementGroup:
+    """As many whole hosts as are free. Raises `ConfigError` for fewer than the least number."""
+    fitting = [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and all(node["Resources"].get(k, 0) >= n for k, n in bundle.items())
+    ]
+    fewest, most = hosts[0], hosts[-1]
+    for count in range(max(fewest, min(most, len(fitting))), fewest - 1, -1):
+        group = placement_group([dict(bundle)] * count, strategy="STRICT_SPREAD")
+        if group.wait(seconds if count == fewest else _MORE_SECONDS):
+            return group
+        remove_placement_group(group)
+    raise ConfigError(
+        f"the Ray cluster has no {fewest} hosts with {bundle['CPU']} free cores and "
+        f"{bundle.get('GPU', 0)} free GPUs each within {seconds:.0f} s: see `ray status`, or lower "
+        "cluster.hosts"
+    )
+
+
 class RayCluster:
     """Whole hosts of a Ray cluster, reserved for one run."""
 
     def __init__(
         self,
         address: str | None,
-        hosts: int,
+        hosts: range,
         cpus: int,
         gpus: int,
         directory: str,
@@ -284,24 +300,33 @@ class RayCluster:
         insecure: bool = False,
         seconds: float = 300.0,
     ) -> None:
-        """Reserve `hosts` hosts of `cpus` cores and `gpus` GPUs each and start their daemons.
+        """Reserve hosts of `cpus` cores and `gpus` GPUs each and start their daemons.
 
-        directory: where shards lie on each. insecure: whatever the cluster asks of who commands it.
-        Raises `ConfigError` when the cluster has not so many free.
+        hosts: numbers of them that will do. directory: where shards lie on each. insecure: whatever
+        the cluster asks of who commands it. seconds: to wait for the least number. Raises
+        `ConfigError` when the cluster has not so many free.
         """
         self._connected = _connect(address)
         if not insecure:
             _check_token()
-        bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
-        self._group = placement_group([bundle] * hosts, strategy="STRICT_SPREAD")
-        if not self._group.wait(seconds):
-            remove_placement_group(self._group)
-            raise ConfigError(
-                f"the Ray cluster has no {hosts} hosts with {cpus} free cores and {gpus} free "
-                f"GPUs each within {seconds:.0f} s: see `ray status`, or lower cluster.hosts"
-            )
+        self._bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        self._group = _reserve(hosts, self._bundle, seconds)
+        self._daemons: list[Any] = []
+        self._hosts: list[RayHost] = []
+        self._further: PlacementGroup | None = None
+        try:
+            self._daemons = self._start(cpus, gpus)
+            self._meet(directory, hosts[0])
+            if len(self._hosts) < hosts[-1]:
+                self._further = self._ask_for_another()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, cpus: int, gpus: int) -> list[Any]:
+        """The daemons."""
         daemon = ray.remote(concurrency_groups={"out": 1, "in": 1, "ping": 1})(_Daemon)
-        self._daemons = [
+        return [
             daemon.options(
                 num_cpus=cpus,
                 num_gpus=gpus,
@@ -311,17 +336,44 @@ class RayCluster:
                     self._group, placement_group_bundle_index=index
                 ),
             ).remote(cpus)
-            for index in range(hosts)
+            for index in range(self._group.bundle_count)
         ]
-        self._hosts = [RayHost(each, directory) for each in self._daemons]
+
+    def _meet(self, directory: str, fewest: int) -> None:
+        """Wait for the daemons. Raises `ConfigError` when fewer than so many answer."""
+        reason = ""
+        for daemon in self._daemons:
+            try:
+                self._hosts.append(RayHost(daemon, directory))
+            except ConnectionError as error:
+                reason = str(error)
+        if len(self._hosts) < fewest:
+            raise ConfigError(f"{reason}: see `ray status`, or lower cluster.hosts")
         named = Counter(host.name for host in self._hosts)
         for host in self._hosts:
             if named[host.name] > 1:
                 host.rename(f"{host.name}-{host.address}")
 
+    def _ask_for_another(self) -> PlacementGroup:
+        """A reservation of one more host, to be fulfilled whenever there is one."""
+        nodes = placement_group_table(self._group)["bundles_to_node_id"].values()
+        others = {NODE_ID: f"!in({','.join(sorted(nodes))})"}
+        return placement_group([self._bundle], bundle_label_selector=[others])
+
     def hosts(self) -> Sequence[Host]:
         """Those that are not lost."""
         return [host for host in self._hosts if not host.lost]
+
+    def lost(self) -> str:
+        """See `Cluster`."""
+        for host in self._hosts:
+            with suppress(ConnectionError):
+                host.ask("ping", seconds=UNANSWERED_SECONDS)
+        return "; ".join(host.lost for host in self._hosts if host.lost)
+
+    def can_grow(self) -> bool:
+        """See `Cluster`."""
+        return self._further is not None and self._further.wait(0)
 
     def close(self) -> None:
         """End the daemons, and with them all that they started; give the hosts back."""
@@ -329,6 +381,8 @@ class RayCluster:
             host.lost = host.lost or f"host {host.name} was given back"
         for daemon in self._daemons:
             ray.kill(daemon)
-        remove_placement_group(self._group)
+        for group in (self._group, self._further):
+            if group is not None:
+                remove_placement_group(group)
         if self._connected:
             ray.shutdown()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from earl_core.config.settings import Options, Settings
 from earl_core.system.files import user_directory
+
+_HOSTS = re.compile(r"[1-9]\d*(\.\.[1-9]\d*)?")
 
 
 class ClusterConfig(Settings):
@@ -19,16 +22,40 @@ class ClusterConfig(Settings):
     address: str | None = Field(
         default=None, description="Of the Ray cluster; None: the one that this host belongs to."
     )
-    hosts: int = Field(
+    hosts: int | str = Field(
         default=1,
-        ge=1,
-        description="How many. With `local`, equal parts of this machine that work as hosts do.",
+        description="How many; with `ray` also 2..8: as many as there are, and the run goes on "
+        "when some are lost or join. With `local`, equal parts of this machine that work as hosts.",
     )
     cpus_per_host: int = Field(default=1, ge=1, description="Cores to reserve on each, with `ray`.")
     gpus_per_host: int = Field(default=0, ge=0, description="GPUs to reserve on each, with `ray`.")
     insecure: bool = Field(
         default=False, description="Use a Ray cluster that takes commands without a token."
     )
+
+    @property
+    def fewest(self) -> int:
+        """Hosts that the run needs."""
+        return int(str(self.hosts).partition("..")[0])
+
+    @property
+    def most(self) -> int:
+        """Hosts that it can use."""
+        return int(str(self.hosts).rpartition("..")[2])
+
+    @model_validator(mode="after")
+    def _range(self) -> ClusterConfig:
+        if not _HOSTS.fullmatch(str(self.hosts)) or self.fewest > self.most:
+            raise ValueError(
+                f"cluster.hosts is {self.hosts}: write a number such as 2, or, with "
+                "cluster.backend `ray`, a range such as 2..8"
+            )
+        if self.backend == "local" and isinstance(self.hosts, str):
+            raise ValueError(
+                f"cluster.hosts is {self.hosts}, but one machine has always as many parts: say how "
+                "many, or set cluster.backend to `ray`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _only_ray(self) -> ClusterConfig:

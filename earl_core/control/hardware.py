@@ -10,8 +10,9 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.system.hardware import HostResources
 
 
-def hardware_of(hosts: Sequence[Host]) -> Hardware:
-    """Of each host as much as the one that has least."""
+def hardware_of(hosts: Sequence[Host], fewest: int | None = None) -> Hardware:
+    """Of each host as much as the one that has least. fewest: hosts for which `stages` says the
+    replicas; None: these."""
     resources: list[HostResources] = [host.resources for host in hosts]
     gpus = min(each.gpus for each in resources)
     return Hardware(
@@ -21,6 +22,7 @@ def hardware_of(hosts: Sequence[Host]) -> Hardware:
         gpu_memory_bytes=min(each.gpu_memory_bytes for each in resources) if gpus else 0,
         gpu_name=resources[0].gpu_name if gpus else "",
         hosts=len(hosts),
+        fewest_hosts=fewest or len(hosts),
     )
 
 
@@ -28,7 +30,7 @@ def open_cluster(config: RunConfig) -> Cluster:
     """The hosts that the configuration asks for, until it is closed. Raises `ConfigError`."""
     given = config.cluster
     if given.backend == "local":
-        return LocalCluster(given.hosts)
+        return LocalCluster(given.fewest)
     try:
         from earl_core.cluster.ray_cluster import RayCluster
     except ModuleNotFoundError as error:
@@ -37,11 +39,12 @@ def open_cluster(config: RunConfig) -> Cluster:
         ) from error
     return RayCluster(
         given.address,
-        given.hosts,
+        range(given.fewest, given.most + 1),
         given.cpus_per_host,
         given.gpus_per_host,
         config.dispatch.directory,
         insecure=given.insecure,
+        seconds=config.deadlines.start,
     )
 
 
@@ -50,10 +53,11 @@ def expected_hardware(config: RunConfig) -> Hardware:
     and GPUs, and as many cores and GPUs as are reserved."""
     given = config.cluster
     if given.backend == "local":
-        return read_hardware(given.hosts)
-    gpus = given.hosts * given.gpus_per_host
-    reserved = {"cpu_cores": given.cpus_per_host, "gpus": gpus, "hosts": given.hosts}
-    return read_hardware().model_copy(update=reserved)
+        return read_hardware(given.most)
+    gpus = given.most * given.gpus_per_host
+    hosts = {"hosts": given.most, "fewest_hosts": given.fewest}
+    reserved = {"cpu_cores": given.cpus_per_host, "gpus": gpus}
+    return read_hardware().model_copy(update=hosts | reserved)
 
 
 def read_hardware(hosts: int = 1) -> Hardware:

@@ -15,13 +15,16 @@ _counting = threading.Lock()
 @contextmanager
 def surviving(controller: RunController, iteration: int, stage: str) -> Iterator[None]:
     """Around a stage's work: raises `RanksLost` for lost ranks while the iteration has repeats
-    left (`deadlines.repeats`); all else passes, and so does a loss once there are none."""
+    left (`deadlines.repeats`), `HostsChanged` where their host is lost; all else passes, and so
+    does a loss once there are none."""
     try:
         yield
     except Exception as error:
         lost = loss_of(error)
         if lost is None or controller.stop_requested.is_set():
             raise
+        if (changed := controller.lost_hosts()) is not None:
+            raise changed from error
         with _counting:
             controller.losses[iteration] += 1
             losses = controller.losses[iteration]

@@ -35,6 +35,7 @@ from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.reads import Peers
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.shards import sweep_unneeded
+from earl_core.system.errors import EarlError
 from earl_core.system.processes import give_back_free_memory, host_name
 
 HOST_STORE = "earl_core.run.host_store:HostStore"
@@ -42,6 +43,15 @@ HOST_STORE = "earl_core.run.host_store:HostStore"
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run ended, in the tracker's words."""
+
+
+class HostsChanged(EarlError):
+    """Hosts of the run were lost, or it can have more, at an iteration: what goes on has to open it
+    again."""
+
+    def __init__(self, message: str, iteration: int) -> None:
+        super().__init__(message)
+        self.iteration = iteration
 
 
 class RunTracker(Protocol):
@@ -73,8 +83,9 @@ class RunController:
 
     def __init__(self, run: RunDirectory, cluster: Cluster, listener: Progress = quiet) -> None:
         hosts = cluster.hosts()
+        self._cluster = cluster
         self.run = run
-        self.hardware = hardware_of(hosts)
+        self.hardware = hardware_of(hosts, run.config.cluster.fewest)
         self.config: RunConfig = run.config
         self.listener: Progress = listener
         self._finished_here = -1
@@ -203,6 +214,19 @@ class RunController:
         """Forget what this controller finished after the last checkpoint: it is done again."""
         self._finished_here = -1
 
+    def lost_hosts(self) -> HostsChanged | None:
+        """Asks every host; what to raise where some are lost."""
+        lost = self._cluster.lost()
+        if not lost or self.stop_requested.is_set():
+            return None
+        return HostsChanged(lost, self.next_iteration())
+
+    def check_growth(self) -> None:
+        """Raise `HostsChanged` when the run can have a further host, and all it did is saved."""
+        iteration = self.next_iteration()
+        if resume_point(self.run).iteration == iteration and self._cluster.can_grow():
+            raise HostsChanged("a further host has joined", iteration)
+
     @property
     def live_version(self) -> int | None:
         """Policy version that the live learner holds; None when there is none."""
@@ -237,7 +261,7 @@ def open_controller(
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
         preload_ranks(cluster.hosts())
-        check_start(config, hardware_of(cluster.hosts()))
+        check_start(config, hardware_of(cluster.hosts(), config.cluster.fewest))
         take_newest_whole(Path(config.runs_directory) / config.name)
         run = opened.enter_context(closing(RunDirectory.open(config)))
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
@@ -245,18 +269,25 @@ def open_controller(
         opened.pop_all()
     try:
         controller.prepare(track)
-    except BaseException:
-        close_controller(controller, failed=True)
+    except BaseException as error:
+        close_controller(controller, error)
         raise
     return controller
 
 
-def close_controller(controller: RunController, failed: bool = False) -> None:
+def close_controller(controller: RunController, failure: BaseException | None = None) -> None:
     """Close and forget a controller; the tracker is told how it ended."""
-    interrupted = controller.stop_requested.is_set()
-    event = "interrupted" if interrupted else "failed" if failed else "ended"
+    event, status = _ending(controller, failure)
     controller.run.note(controller.next_iteration(), "run", event)
-    controller.close("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
+    controller.close(status)
+
+
+def _ending(controller: RunController, failure: BaseException | None) -> tuple[str, Status]:
+    if controller.stop_requested.is_set():
+        return "interrupted", "KILLED"
+    if isinstance(failure, HostsChanged):
+        return f"opened again: {failure}", "KILLED"
+    return ("ended", "FINISHED") if failure is None else ("failed", "FAILED")
 
 
 def find_controller(run_directory: str | Path) -> RunController | None:

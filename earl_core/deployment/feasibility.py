@@ -19,9 +19,12 @@ def configured(
     hardware: Hardware,
     iteration: int,
 ) -> tuple[StageDeployment, StageDeployment]:
-    """Those of rollout and update in an iteration. Threads that are not configured are a host's
-    cores, divided as the placement says."""
-    engines, mesh = stages.at(iteration)
+    """Those of rollout and update in an iteration. Hosts beyond the fewest have as many replicas as
+    those. Threads that are not configured are a host's cores, divided as the placement says."""
+    engines, mesh = (
+        each._replace(replicas=each.replicas * hardware.hosts // hardware.fewest_hosts)
+        for each in stages.at(iteration)
+    )
     share, cores = stages.placed.threads, hardware.cpu_cores
     of_host = [most_on_a_host(each, hardware.hosts) for each in (engines, mesh)]
     of_engine = rollout.threads // engines.tensor_parallel

@@ -62,6 +62,24 @@ class TwoHosts:
         """Start the raylet of host-1."""
         self._start_raylet(1, f"--address={self.address}")
 
+    def cut(self) -> None:
+        """Take the link away: no packet arrives any more, and nothing says so."""
+        self._set_link("down")
+
+    def mend(self) -> None:
+        """Undo `cut`."""
+        self._set_link("up")
+
+    def _set_link(self, state: str) -> None:
+        name = f"{self._tag}-0"
+        _run("ip", "-n", name, "link", "set", f"{self._tag[-9:]}v0", state)
+
+    def kill_head(self) -> None:
+        """SIGKILL to what keeps the cluster together."""
+        for process in psutil.Process(self._hosts[0].pid).children(recursive=True):
+            if process.name() == "gcs_server":
+                process.kill()
+
     def kill(self) -> None:
         """SIGKILL to all processes of host-1; its shared memory goes with them."""
         self._hosts[1].kill()
@@ -173,7 +191,7 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
     pytest.importorskip("ray")
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
