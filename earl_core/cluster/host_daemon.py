@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import queue
-import selectors
 import socket
 import threading
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.host import Launch, LocalHost, LocalRank
+from earl_core.cluster.streams import Piece, Streams
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import device_of
 from earl_core.system.hardware import read_resources
@@ -29,10 +28,6 @@ from earl_core.system.processes import boot_id
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 1 << 18
-"""Bytes of a stream in one message at most."""
-IN_FLIGHT = 16
-"""Messages on their way to a host before the sender waits for the first of them."""
 SILENT_SECONDS = 25.0
 """A controller that does not ask for so long is lost."""
 UNANSWERED_SECONDS = 15.0
@@ -40,9 +35,6 @@ UNANSWERED_SECONDS = 15.0
 ANSWER_SECONDS = 300.0
 """For what starts a rank: the host may be importing torch."""
 STREAMS = ("control", "channel")
-
-Piece = tuple[int, str, bytes]
-"""Bytes of a rank's stream, by the rank's number at its daemon; none at all: the stream's end."""
 
 
 class HostDaemon:
@@ -58,15 +50,11 @@ class HostDaemon:
         self._kept: Any = None
         self._ranks: dict[int, LocalRank] = {}
         self._numbers = itertools.count()
-        self._out: queue.Queue[Piece] = queue.Queue(maxsize=256)
-        self._selector = selectors.DefaultSelector()
-        self._changes, changed = socket.socketpair()
-        self._selector.register(changed, selectors.EVENT_READ, None)
-        self._lock = threading.Lock()
+        self._streams = Streams()
         self._asked = time.monotonic()
-        for work in (self._read, self._wait_for_silence):
-            name = f"earl-daemon-{work.__name__.strip('_')}"
-            threading.Thread(target=work, name=name, daemon=True).start()
+        threading.Thread(
+            target=self._wait_for_silence, name="earl-daemon-silence", daemon=True
+        ).start()
 
     def facts(self, directory: str, started_in: str) -> dict[str, Any]:
         """Name, address, resources, and what tells the memory around `directory` from that of other
@@ -126,55 +114,19 @@ class HostDaemon:
         module, log, environment, meeting = launch
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         rank = self._host.start(Launch(module, Path(log), environment, meeting))
-        with self._lock:
-            number = next(self._numbers)
-            self._ranks[number] = rank
-            for stream in STREAMS:
-                end = getattr(rank, stream)
-                self._selector.register(end, selectors.EVENT_READ, (number, stream))
-        self._changes.send(b"\n")
+        number = next(self._numbers)
+        self._ranks[number] = rank
+        self._streams.add(number, {name: getattr(rank, name) for name in STREAMS})
         return number, rank.meeting
-
-    def _read(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.data is None:
-                    key.fileobj.recv(64)  # type: ignore[union-attr]
-                    continue
-                data = b""
-                with suppress(OSError):
-                    data = key.fileobj.recv(CHUNK)  # type: ignore[union-attr]
-                if not data:
-                    self._listen_no_more(key.fileobj)
-                self._out.put((*key.data, data))
-
-    def _listen_no_more(self, end: Any) -> None:
-        # A stream that ends and a rank that is closed may meet.
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(end)
 
     def received(self) -> Iterator[list[Piece]]:
         """What the ranks and their supervisors send, until this process ends."""
         while True:
-            pieces = [self._out.get()]
-            with suppress(queue.Empty):
-                while len(pieces) < IN_FLIGHT:
-                    pieces.append(self._out.get_nowait())
-            yield pieces
+            yield self._streams.collect()
 
     def send(self, pieces: list[Piece]) -> None:
-        """Pass bytes on, in the order of the calls; an end closes the stream."""
-        for number, stream, data in pieces:
-            rank = self._ranks.get(number)
-            if rank is None:
-                continue  # closed meanwhile
-            end: socket.socket = getattr(rank, stream)
-            # One that is gone is reported by its supervisor.
-            with suppress(OSError):
-                if data:
-                    end.sendall(data)
-                else:
-                    end.shutdown(socket.SHUT_RDWR)
+        """Pass bytes on, in the order of the calls."""
+        self._streams.deliver(pieces)
 
     def kill(self, number: int) -> None:
         """See `RankProcess`."""
@@ -190,11 +142,8 @@ class HostDaemon:
 
     def close(self, number: int) -> None:
         """See `RankProcess`."""
-        rank = self._ranks.pop(number)
-        for stream in STREAMS:
-            # Before its number is another socket's.
-            self._listen_no_more(getattr(rank, stream))
-        rank.close()
+        self._streams.remove(number)
+        self._ranks.pop(number).close()
 
     def log_bytes(self, path: str) -> int:
         """Present size of a file, 0 without one."""

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import logging
 import os
-import selectors
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # Ray reads it when it is imported. It tries 20 times, and a time takes 40 s.
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
@@ -47,22 +47,24 @@ from earl_core.cluster.errors import LogFile
 from earl_core.cluster.host import Host, Launch
 from earl_core.cluster.host_daemon import (
     ANSWER_SECONDS,
-    CHUNK,
-    IN_FLIGHT,
     UNANSWERED_SECONDS,
     HostDaemon,
-    Piece,
     RemoteRank,
     memory_of,
 )
+from earl_core.cluster.streams import Piece, Streams
 from earl_core.system.errors import ConfigError
 from earl_core.system.hardware import HostResources
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NODE_ID = "ray.io/node-id"
 """Ray's own label of a node."""
 _PING_SECONDS = 2.0
+_IN_FLIGHT = 16
+"""Messages on their way to a host before the sender waits for the first of them."""
 _MORE_SECONDS = 10.0
 """For more hosts than a run needs: one that has just died may still be listed."""
 
@@ -107,11 +109,9 @@ class RayHost:
         self.address: str = facts["address"]
         self.resources = HostResources(**facts["resources"])
         self._memory_is_here = facts["memory"] == memory_of(directory)
-        self._lock = threading.Lock()
-        self._ranks: dict[int, RemoteRank] = {}
-        self._selector = selectors.DefaultSelector()
-        self._changes, changed = socket.socketpair()
-        self._selector.register(changed, selectors.EVENT_READ, None)
+        # A rank may be heard before its start has been answered.
+        self._streams = Streams(patience=_PING_SECONDS)
+        self._losing = threading.Lock()
         for work in (self._receive, self._send, self._watch):
             name = f"earl-host-{work.__name__.strip('_')}"
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -150,12 +150,8 @@ class RayHost:
         """See `Host`."""
         given = [launch.module, str(launch.log), dict(launch.environment), launch.meeting]
         number, meeting = self.ask("start", given)
-        rank = RemoteRank(self.ask, self.forget, number, meeting)
-        with self._lock:
-            self._ranks[number] = rank
-            for stream, end in rank.ends.items():
-                self._selector.register(end, selectors.EVENT_READ, (number, stream))
-        self._changes.send(b"\n")
+        rank = RemoteRank(self.ask, self._streams.remove, number, meeting)
+        self._streams.add(number, rank.ends)
         return rank
 
     def log(self, path: Path) -> LogFile:
@@ -164,57 +160,25 @@ class RayHost:
 
     def lose(self, reason: str) -> None:
         """The host is lost: all its streams end."""
-        if not self.lost:
-            logger.warning("host %s is lost: %s", self.name, reason)
-            self.lost = f"host {self.name} is lost: {reason}"
-        with self._lock:
-            for rank in self._ranks.values():
-                for end in rank.ends.values():
-                    with suppress(OSError):
-                        end.shutdown(socket.SHUT_WR)
+        with self._losing:
+            if not self.lost:
+                logger.warning("host %s is lost: %s", self.name, reason)
+                self.lost = f"host {self.name} is lost: {reason}"
+        self._streams.end_all()
 
     def _receive(self) -> None:
         try:
             for reference in self._daemon.received.remote():
-                for number, stream, data in ray.get(reference):
-                    self._pass_on(number, stream, data)
+                self._streams.deliver(ray.get(reference))
         except RayError as error:
             self.lose(_reason(error))
-
-    def _pass_on(self, number: int, stream: str, data: bytes) -> None:
-        with self._lock:
-            rank = self._ranks.get(number)
-        # Bytes may come before `start` has returned here, and after `close`.
-        limit = time.monotonic() + _PING_SECONDS
-        while rank is None and time.monotonic() < limit:
-            time.sleep(0.005)
-            with self._lock:
-                rank = self._ranks.get(number)
-        if rank is None:
-            return
-        with suppress(OSError):
-            if data:
-                rank.ends[stream].sendall(data)
-            else:
-                rank.ends[stream].shutdown(socket.SHUT_WR)
 
     def _send(self) -> None:
         sent: list[Any] = []
         while not self.lost:
-            pieces: list[Piece] = []
-            for key, _ in self._selector.select(_PING_SECONDS):
-                if key.data is None:
-                    key.fileobj.recv(64)  # type: ignore[union-attr]
-                    continue
-                data = b""
-                with suppress(OSError):
-                    data = key.fileobj.recv(CHUNK)  # type: ignore[union-attr]
-                if not data:
-                    self._selector.unregister(key.fileobj)
-                pieces.append((*key.data, data))
-            if pieces:
+            if pieces := self._streams.collect(_PING_SECONDS):
                 sent.append(self._daemon.send.remote(pieces))
-            if len(sent) > IN_FLIGHT:
+            if len(sent) > _IN_FLIGHT:
                 with suppress(RayError):
                     ray.get(sent.pop(0), timeout=UNANSWERED_SECONDS)
 
@@ -231,15 +195,34 @@ class RayHost:
                     self.lose(_reason(error))
             time.sleep(_PING_SECONDS)
 
-    def forget(self, number: int) -> None:
-        """A rank whose streams are closed."""
-        with self._lock:
-            self._ranks.pop(number, None)
+
+def _ask_head(function: Callable[[], T], seconds: float = UNANSWERED_SECONDS) -> T:
+    """A call for which Ray's head is needed and that Ray gives no deadline. Raises
+    `ConnectionError`."""
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="earl-ray-head", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except FutureTimeout:
+        raise ConnectionError(
+            f"the head of the Ray cluster was silent for {seconds:.0f} s"
+        ) from None
 
 
 def _connect(address: str | None) -> bool:
     """Connect this process, if it is not. Raises `ConfigError` where no cluster is."""
     if ray.is_initialized():
+        try:
+            _ask_head(ray.nodes)
+        except ConnectionError as error:
+            raise ConfigError(f"{error}: start the cluster again") from error
         return False
     where = address or "auto"
     try:
@@ -373,12 +356,20 @@ class RayCluster:
 
     def can_grow(self) -> bool:
         """See `Cluster`."""
-        return self._further is not None and self._further.wait(0)
+        further = self._further
+        with suppress(ConnectionError):
+            return further is not None and _ask_head(lambda: further.wait(0))
+        return False
 
     def close(self) -> None:
         """End the daemons, and with them all that they started; give the hosts back."""
         for host in self._hosts:
             host.lost = host.lost or f"host {host.name} was given back"
+        # Without a head the daemons end because nobody asks them any more.
+        with suppress(ConnectionError):
+            _ask_head(self._give_back)
+
+    def _give_back(self) -> None:
         for daemon in self._daemons:
             ray.kill(daemon)
         for group in (self._group, self._further):
