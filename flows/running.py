@@ -33,6 +33,7 @@ from flows.flow_notes import Note
 from flows.reaper import keep_reconciled
 from flows.server_access import Access
 from flows.tls_context import share_tls_context
+from tasks.tracking.mlflow_client import check_tracker
 from tasks.tracking.tracker import Tracker
 from tasks.trust import distrust_servers
 
@@ -171,6 +172,7 @@ def _changed(controller: RunController, error: BaseException) -> HostsChanged | 
 async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
+    check_tracker(config)
     controller = await asyncio.to_thread(open_controller, config, Tracker, heard)
     try:
         yield controller

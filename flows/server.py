@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from earl_core.system.errors import ConfigError, EarlError
+from earl_core.system.files import refuse_network
 from flows.server_access import (
     DEFAULT_URL,
     PROBE_SECONDS,
@@ -58,6 +59,8 @@ def configure(runs_directory: str | Path) -> Path:
     asked = os.environ.get("PREFECT_HOME")
     home = Path(asked or Path(runs_directory) / "prefect").absolute()
     _make_writable(home, f"PREFECT_HOME {asked!r}" if asked else f"{home} in runs_directory")
+    if not os.environ.get("PREFECT_API_URL"):
+        refuse_network(home / "prefect.db", "set PREFECT_HOME to a folder on a local disk")
     _close_to_others(home)
     os.environ["PREFECT_HOME"] = str(home)
     for name, value in {

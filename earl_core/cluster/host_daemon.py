@@ -47,7 +47,7 @@ class HostDaemon:
         found = read_resources()
         own = replace(found, cores=found.cores[:cpus])
         self._host = LocalHost(address=address, resources=own)
-        self._kept: Any = None
+        self._kept: dict[str, Any] = {}
         self._ranks: dict[int, LocalRank] = {}
         self._numbers = itertools.count()
         self._streams = Streams()
@@ -103,11 +103,11 @@ class HostDaemon:
 
     def keep(self, target: str, arguments: Sequence[Any]) -> None:
         """See `Host`."""
-        self._kept = load_object(target)(*arguments)
+        self._kept[target] = load_object(target)(*arguments)
 
-    def use(self, method: str, arguments: Sequence[Any]) -> Any:
+    def use(self, target: str, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method of what is kept here."""
-        return getattr(self._kept, method)(*arguments)
+        return getattr(self._kept[target], method)(*arguments)
 
     def start(self, launch: Sequence[Any]) -> tuple[int, tuple[str, int]]:
         """Start a rank; its number here, and where rank 0 listens. Raises `OSError`."""

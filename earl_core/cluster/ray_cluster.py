@@ -144,7 +144,7 @@ class RayHost:
         if self._memory_is_here:
             return None
         self.ask("keep", target, arguments)
-        return lambda method, *given: self.ask("use", method, given)
+        return lambda method, *given: self.ask("use", target, method, given)
 
     def start(self, launch: Launch) -> RemoteRank:
         """See `Host`."""

@@ -19,6 +19,7 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.hardware import hardware_of, open_cluster
+from earl_core.control.host_agreement import check_agreement
 from earl_core.control.live import find, live
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
@@ -260,6 +261,7 @@ def open_controller(
     """
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
+        check_agreement(config, cluster.hosts())
         preload_ranks(cluster.hosts())
         check_start(config, hardware_of(cluster.hosts(), config.cluster.fewest))
         take_newest_whole(Path(config.runs_directory) / config.name)

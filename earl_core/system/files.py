@@ -21,7 +21,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from earl_core.system.errors import NotOurs
+import psutil
+
+from earl_core.system.errors import ConfigError, NotOurs
+
+_NETWORK = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "afs", "lustre", "gpfs", "beegfs", "ceph",
+     "glusterfs", "pvfs2", "orangefs", "panfs", "wekafs")
+)  # fmt: skip
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -58,9 +65,28 @@ def writing_atomic(path: Path, mode: int = 0o600) -> Iterator[int]:
 
 def device_of(path: Path) -> int:
     """Number of the file system that a path lies on; of one that is not there, would lie on."""
-    while not path.exists():
-        path = path.parent
-    return path.stat().st_dev
+    return existing(path).stat().st_dev
+
+
+def refuse_network(database: Path, remedy: str) -> None:
+    """Raise `ConfigError` where an SQLite database would lie on a network file system: its locks
+    do not hold there, and what it has written may be lost."""
+    place = existing(database).resolve()
+    mounts = [
+        each for each in psutil.disk_partitions(all=True) if place.is_relative_to(each.mountpoint)
+    ]
+    kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
+    if kind.removeprefix("fuse.") in _NETWORK:
+        raise ConfigError(
+            f"{database} would be an SQLite database on a network file system ({kind}), which can "
+            "damage it",
+            remedy=remedy,
+        )
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def write_all(descriptor: int, data: bytes) -> None:

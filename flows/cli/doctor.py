@@ -12,6 +12,7 @@ from rich.text import Text
 from earl_core.config import ConfigError, RunConfig, load_config
 from flows.cli.checks.configuration import check_configuration
 from flows.cli.checks.finding import Finding, Level, refused
+from flows.cli.checks.hosts import check_hosts
 from flows.cli.checks.machine import check_machine
 from flows.cli.checks.packages import check_packages
 from flows.cli.checks.services import check_services
@@ -59,5 +60,7 @@ def examine(config: str | None) -> Iterator[tuple[str, Iterable[Finding]]]:
     yield "Machine", check_machine(Path(settings.runs_directory if settings else "runs"))
     yield "Shared memory", check_shared_memory(settings)
     yield "Services", check_services(os.environ)
+    if settings is not None and settings.cluster.backend != "local":
+        yield "Hosts", check_hosts(settings)
     if config is not None:
         yield "Run file", of_file

@@ -22,6 +22,7 @@ from earl_core.config import RunConfig
 from earl_core.deployment.shapes import Hardware
 from earl_core.run.record import flat
 from earl_core.secrets import learn_url, redact, redact_tree, resolve
+from earl_core.system.files import refuse_network
 from earl_core.system.import_path import installed
 from earl_core.system.locks import FileLock
 from tasks.tracking.traces import EpisodeTrace
@@ -50,6 +51,15 @@ def default_uri(config: RunConfig) -> str:
     given = resolve(config.tracking.uri) or os.environ.get("MLFLOW_TRACKING_URI")
     learn_url(given or "")
     return given or f"sqlite:///{Path(config.runs_directory).resolve() / 'mlflow.db'}"
+
+
+def check_tracker(config: RunConfig) -> None:
+    """Raise `ConfigError` for a tracker that would lose what it is given."""
+    if config.tracking.enabled and (database := sqlite_path(default_uri(config))) is not None:
+        refuse_network(
+            database,
+            "start an MLflow server and set tracking.uri to its URL, or set tracking.enabled=false",
+        )
 
 
 def sqlite_path(uri: str) -> Path | None:

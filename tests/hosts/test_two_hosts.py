@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.conftest import TwoHosts
+from tests.hosts.conftest import REPOSITORY, TwoHosts
 
 ITERATIONS = 3
 SETTINGS = {
@@ -64,6 +64,20 @@ def test_a_run_over_two_hosts_equals_one_on_two_parts_of_a_machine(
     assert len(metrics) == ITERATIONS
     assert all(json.loads(line)["update/grad_norm"] > 0 for line in metrics)
     assert_nothing_is_left(two_hosts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_doctor_looks_at_both_hosts(two_hosts: TwoHosts, directory: Path) -> None:
+    file = directory / "run.yaml"
+    recipe = (REPOSITORY / "earl_core" / "recipes" / "tictactoe_tiny.yaml").read_text()
+    cluster = {"backend": "ray", "address": two_hosts.address, "hosts": 2}
+    file.write_text(f"{recipe}\ncluster: {json.dumps(cluster)}\n")
+    doctor = [sys.executable, "-m", "flows.cli", "doctor", str(file)]
+    told = two_hosts.run(0, *doctor, directory=directory)
+    for host in ("host-0 at 10.99.0.1", "host-1 at 10.99.0.2"):
+        assert f"✓ {host}: 1 CPU cores" in told
+    assert "0 findings block a run" in told
 
 
 @pytest.mark.slow

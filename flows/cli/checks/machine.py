@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from earl_core.control.hardware import read_hardware
+from earl_core.system.files import existing
 from earl_core.system.import_path import installed
 from flows.cli.checks.finding import Finding, judged
 
@@ -51,8 +52,3 @@ def _disk(runs_directory: Path) -> Finding:
     text = f"{free / _GIB:.1f} GiB are free on the disk of {runs_directory}/"
     advice = "checkpoints need three times the model: free some, or set checkpoint.keep_last=1"
     return judged(free >= _LEAST_DISK, text, advice)
-
-
-def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next(place for place in (path, *path.parents) if place.exists())

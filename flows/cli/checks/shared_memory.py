@@ -12,9 +12,8 @@ from earl_core.config import RunConfig
 from earl_core.config.services import DispatchConfig
 from earl_core.run.shards import list_stores
 from earl_core.system.errors import NotOurs
-from earl_core.system.files import check_user_directory
+from earl_core.system.files import check_user_directory, existing
 from flows.cli.checks.finding import Finding, Level, judged, refused
-from flows.cli.checks.machine import existing
 from flows.cli.shards import shards_command
 
 _MIB, _GIB = 2**20, 2**30
