@@ -301,6 +301,29 @@ def test_too_many_connections_are_turned_away(
     assert serves(server, store, entry)
 
 
+def test_the_silent_keep_nobody_out(store: ShardStore, entry: ShardEntry) -> None:
+    """However many connect and say nothing; who knows the token is answered each time."""
+    with RangeServer(store.directory, TOKEN) as server:
+        silent: list[socket.socket] = []
+        for _ in range(12):
+            silent += [socket.create_connection(server.address, timeout=10) for _ in range(30)]
+            assert serves(server, store, entry)
+        assert len(server._open) <= server.limits.max_strangers + 2
+        for client in silent:
+            client.close()
+
+
+def test_who_is_turned_away_tries_again(store: ShardStore, entry: ShardEntry) -> None:
+    with RangeServer(store.directory, TOKEN, limits=HASTY) as server:
+        known = [connect(server) for _ in range(HASTY.max_connections)]
+        began = time.monotonic()
+        assert serves(server, store, entry)
+        # Until the others were closed, for they asked nothing.
+        assert time.monotonic() - began > 0.3 * HASTY.idle_seconds
+        for client in known:
+            client.close()
+
+
 def test_closing_breaks_connections_off_and_is_quick(store: ShardStore) -> None:
     server = RangeServer(store.directory, TOKEN)
     clients = [connect(server) for _ in range(3)]

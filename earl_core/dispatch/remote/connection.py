@@ -19,6 +19,10 @@ from earl_core.dispatch.remote.transport import TransportError
 from earl_core.system.frames import WireError
 
 
+class Busy(TransportError):
+    """The host has no room for one more connection at this moment."""
+
+
 class Connection:
     """An open connection; both ends have shown that they know the token.
 
@@ -50,7 +54,10 @@ class Connection:
         try:
             with self._errors():
                 tune(self._socket)
-                self._shake_hands(token, deadline)
+                try:
+                    self._shake_hands(token, deadline)
+                except ConnectionError as error:
+                    raise Busy(f"host {host!r} broke the handshake off: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -59,7 +66,7 @@ class Connection:
         host = self.host
         hello, welcome = bytearray(protocol.HELLO.size), bytearray(protocol.WELCOME.size)
         if not receive(self._socket, [hello], deadline):
-            raise TransportError(f"host {host!r} closed the connection at once: it may be full")
+            raise Busy(f"host {host!r} closed the connection at once: it may be full")
         magic, theirs = protocol.HELLO.unpack(hello)
         if magic != protocol.MAGIC:
             raise TransportError(
@@ -69,7 +76,7 @@ class Connection:
         proof = protocol.prove(token, b"client", theirs, mine)
         send_all(self._socket, [protocol.ANSWER.pack(protocol.MAGIC, mine, proof)], deadline)
         if not receive(self._socket, [welcome], deadline):
-            raise TransportError(f"host {host!r} broke the handshake off")
+            raise Busy(f"host {host!r} broke the handshake off: it may be full")
         _, status, shown = protocol.WELCOME.unpack(welcome)
         if status != protocol.Status.OK:
             raise TransportError(

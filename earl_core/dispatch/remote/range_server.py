@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,9 @@ _servers: weakref.WeakSet[RangeServer] = weakref.WeakSet()
 class ServerLimits:
     """What a client may ask for, and how long it may take.
 
-    handshake_seconds: from connecting to being welcome. idle_seconds: without a request.
+    max_strangers: connections that have not shown yet that they know the token; one more takes the
+    place of the oldest from the address that has most. handshake_seconds: from connecting to being
+    welcome. idle_seconds: without a request.
     request_seconds: for the bytes of one request to come. send_seconds: for one answer to be
     taken.
     """
@@ -41,6 +44,7 @@ class ServerLimits:
     max_request_bytes: int = 4 * 2**20
     max_ranges: int = protocol.MAX_RANGES
     max_connections: int = 256
+    max_strangers: int = 64
     handshake_seconds: float = 5.0
     idle_seconds: float = 3600.0
     request_seconds: float = 10.0
@@ -67,6 +71,7 @@ class RangeServer:
         self._token = token
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
+        self._strangers: dict[socket.socket, str] = {}
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=256)
@@ -100,7 +105,7 @@ class RangeServer:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                client, _ = self._listener.accept()
+                client, address = self._listener.accept()
             except OSError as error:
                 if self._closed or self._listener.fileno() < 0:
                     return
@@ -109,14 +114,35 @@ class RangeServer:
                 time.sleep(0.05)
                 continue
             with self._lock:
-                if self._closed or len(self._open) >= self.limits.max_connections:
+                if self._closed:
                     client.close()
                     continue
+                self._make_room()
+                self._strangers[client] = str(address[0])
                 thread = threading.Thread(
                     target=self._serve, args=(client,), name="earl-ranges-client", daemon=True
                 )
                 self._open[client] = thread
             thread.start()
+
+    def _make_room(self) -> None:
+        """For one more stranger: those who keep silent must not keep others out."""
+        if len(self._strangers) < self.limits.max_strangers:
+            return
+        ((most, _),) = Counter(self._strangers.values()).most_common(1)
+        oldest = next(each for each, address in self._strangers.items() if address == most)
+        del self._strangers[oldest]
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def _admit(self, client: socket.socket) -> bool:
+        """Whether there is room for one more that knows the token."""
+        with self._lock:
+            known = len(self._open) - len(self._strangers)
+            if client not in self._strangers or known >= self.limits.max_connections:
+                return False
+            del self._strangers[client]
+            return True
 
     def _serve(self, client: socket.socket) -> None:
         try:
@@ -131,6 +157,7 @@ class RangeServer:
         finally:
             with self._lock:
                 self._open.pop(client, None)
+                self._strangers.pop(client, None)
             client.close()
 
     def _welcome(self, client: socket.socket) -> bool:
@@ -143,6 +170,8 @@ class RangeServer:
         magic, theirs, proof = protocol.ANSWER.unpack(answer)
         expected = protocol.prove(self._token, b"client", nonce, theirs)
         good = protocol.same(proof, expected) and magic == protocol.MAGIC
+        if good and not self._admit(client):
+            return False
         status = protocol.Status.OK if good else protocol.Status.FAILED
         mine = (
             protocol.prove(self._token, b"server", nonce, theirs) if good else bytes(len(expected))
