@@ -65,7 +65,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     """Equal where a measurement of one run holds for the other."""
     rollout, update, algorithm = config.rollout, config.update, config.algorithm
     vllm = rollout.engine == "vllm"
-    sizes = hardware.model_dump()
+    sizes = hardware.model_dump(exclude={"fewest_hosts"})
     # A machine reports some pages more or less after each boot.
     sizes["memory_bytes"] = round(hardware.memory_bytes / 2**30)
     return fingerprint(

@@ -7,6 +7,7 @@ from typing import Any
 from earl_core.cluster.rpc import Rule, merge_results
 from earl_core.control.learner import call_together
 from earl_core.control.observation import StageWatch, load_of
+from earl_core.run.reads import READ_RULES
 from tasks.stage import StageInputs, stage_task
 
 _RULES: dict[str, Rule] = {
@@ -14,6 +15,7 @@ _RULES: dict[str, Rule] = {
     "tokens_per_second": "sum",
     "peak_rss_bytes": "max",
     "peak_cuda_bytes": "max",
+    **READ_RULES,
 }
 
 

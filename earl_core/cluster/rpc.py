@@ -185,8 +185,11 @@ def merge_results(
     return {"shards": shards, "metrics": {name: _merged(name, rules, results) for name in names}}
 
 
-def same_results(results: Sequence[Mapping[str, Any]], agreed: Sequence[str]) -> dict[str, Any]:
-    """The first rank's result; its shards, if it has any, are those of all ranks in their order.
+def same_results(
+    results: Sequence[Mapping[str, Any]], agreed: Sequence[str], rules: Mapping[str, Rule] = {}
+) -> dict[str, Any]:
+    """The first rank's result; its shards, if it has any, are those of all ranks in their order,
+    and metrics that have rules are merged by them.
 
     For ranks that do one thing together and report what is true of all of them. Raises
     `ValueError` when they do not return the same under the names `agreed`.
@@ -198,6 +201,9 @@ def same_results(results: Sequence[Mapping[str, Any]], agreed: Sequence[str]) ->
     together = dict(results[0])
     if "shards" in together:
         together["shards"] = [shard for result in results for shard in result["shards"]]
+    if metrics := together.get("metrics"):
+        merged = {name: _merged(name, rules, results) for name in rules if name in metrics}
+        together["metrics"] = {**metrics, **merged}
     return together
 
 

@@ -22,7 +22,7 @@ def hardware_of(hosts: Sequence[Host], fewest: int | None = None) -> Hardware:
         gpu_memory_bytes=min(each.gpu_memory_bytes for each in resources) if gpus else 0,
         gpu_name=resources[0].gpu_name if gpus else "",
         hosts=len(hosts),
-        fewest_hosts=fewest or len(hosts),
+        fewest_hosts=fewest,
     )
 
 

@@ -14,6 +14,7 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.observation import StageWatch
 from earl_core.control.resume_point import StateLost, saved_state
 from earl_core.control.run_controller import RunController
+from earl_core.run.reads import READ_RULES
 from earl_core.weights.manifest import WeightsManifest
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def call_learner(
     agreed: what all ranks must return alike.
     """
     results = call_together(controller, deployment, "update", method, iteration, **arguments)
-    return same_results(results, agreed)
+    return same_results(results, agreed, READ_RULES)
 
 
 def call_together(

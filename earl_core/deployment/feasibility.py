@@ -21,8 +21,9 @@ def configured(
 ) -> tuple[StageDeployment, StageDeployment]:
     """Those of rollout and update in an iteration. Hosts beyond the fewest have as many replicas as
     those. Threads that are not configured are a host's cores, divided as the placement says."""
+    fewest = hardware.fewest_hosts or hardware.hosts
     engines, mesh = (
-        each._replace(replicas=each.replicas * hardware.hosts // hardware.fewest_hosts)
+        each._replace(replicas=each.replicas * hardware.hosts // fewest)
         for each in stages.at(iteration)
     )
     share, cores = stages.placed.threads, hardware.cpu_cores

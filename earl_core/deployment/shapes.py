@@ -139,8 +139,8 @@ class Hardware(Settings):
     gpu_memory_bytes: int = Field(default=0, ge=0)
     gpu_name: str = ""
     hosts: int = Field(default=1, ge=1)
-    fewest_hosts: int = Field(
-        default=1, ge=1, description="Hosts for which `stages` says the replicas."
+    fewest_hosts: int | None = Field(
+        default=None, ge=1, description="Hosts for which `stages` says the replicas; None: these."
     )
     network_bandwidth: float = Field(
         default=25e9, gt=0, description="bytes/s of one host to the others, one way"

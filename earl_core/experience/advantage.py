@@ -28,6 +28,7 @@ from earl_core.algorithms.moments import Moments
 from earl_core.cluster.rpc import Rule
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch.reads.batch import Batch
+from earl_core.run.reads import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
 
@@ -69,6 +70,7 @@ ADVANTAGE_RULES: dict[str, Rule] = {
     "groups_dropped": "sum",
     "episodes_dropped_with_group": "sum",
     "seconds": "max",
+    **READ_RULES,
 }
 """How the metrics of several ranks become one; their weight is their number of trained tokens."""
 

@@ -37,10 +37,10 @@ class ExperienceWorker(RunWorker):
         started = time.perf_counter()
         with self._open(manifests) as batch:
             if not len(batch):
-                return _result([], {}, 0, started)
+                return self._result([], {}, 0, started)
             rows, metrics, episodes = reward_rows(batch)
         entry = self._publish("reward", REWARD_SCHEMA, rows)
-        return _result([entry], metrics, episodes, started)
+        return self._result([entry], metrics, episodes, started)
 
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """What `advantage` must know of this rank's episodes in every rank; manifests as there."""
@@ -57,14 +57,14 @@ class ExperienceWorker(RunWorker):
         started = time.perf_counter()
         with self._open(manifests) as batch:
             if not len(batch):
-                return _result([], {}, 0, started)
+                return self._result([], {}, 0, started)
             rows, metrics, tokens = advantage_rows(
                 batch, self._config.algorithm, RankStatistics.model_validate(statistics)
             )
         if not metrics["episodes_kept"]:
-            return _result([], metrics, tokens, started)
+            return self._result([], metrics, tokens, started)
         entry = self._publish("advantage", ADVANTAGE_SCHEMA, rows)
-        return _result([entry], metrics, tokens, started)
+        return self._result([entry], metrics, tokens, started)
 
     def _publish(self, stage: str, schema: pa.Schema, rows: Rows) -> ShardEntry:
         context, iteration = self._context, self._context.iteration or 0
@@ -94,13 +94,12 @@ class ExperienceWorker(RunWorker):
         sources = join(parsed, rows=plan.sources.rows)
         return self._shards.open(replace(plan, sources=sources), rank)
 
-
-def _result(
-    shards: list[ShardEntry], metrics: dict[str, float], weight: int, started: float
-) -> dict[str, Any]:
-    seconds = time.perf_counter() - started
-    return {
-        "shards": [entry.model_dump(mode="json") for entry in shards],
-        "metrics": {**metrics, "seconds": seconds},
-        "weight": weight,
-    }
+    def _result(
+        self, shards: list[ShardEntry], metrics: dict[str, float], weight: int, started: float
+    ) -> dict[str, Any]:
+        seconds = time.perf_counter() - started
+        return {
+            "shards": [entry.model_dump(mode="json") for entry in shards],
+            "metrics": {**metrics, "seconds": seconds, **self._shards.spent()},
+            "weight": weight,
+        }

@@ -6,6 +6,7 @@ import numpy as np
 
 from earl_core.cluster.rpc import Rule
 from earl_core.dispatch.reads.batch import Batch
+from earl_core.run.reads import READ_RULES
 from earl_core.trajectory.samples import Rows
 
 REWARD_RULES: dict[str, Rule] = {
@@ -14,6 +15,7 @@ REWARD_RULES: dict[str, Rule] = {
     "min": "min",
     "max": "max",
     "seconds": "max",
+    **READ_RULES,
 }
 """How the metrics of several ranks become one; their weight is their number of episodes."""
 

@@ -34,5 +34,10 @@ class ReferenceWorker(ModelWorker):
         fault_points.point("reference.written", self._context.iteration or 0)
         seconds = time.perf_counter() - started
         rate = tokens / max(seconds, 1e-9)
-        metrics = {"seconds": seconds, "tokens_per_second": rate, **peak_bytes()}
+        metrics = {
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            **peak_bytes(),
+            **self._reader.reads.spent(),
+        }
         return {"shards": shards, "metrics": metrics, "weight": tokens}

@@ -321,6 +321,7 @@ def test_three_real_ranks_equal_one_place(tmp_path: Path, advantage: str) -> Non
         expected, metrics = central(ranks.store, reference, config.algorithm)
         seconds = merged["metrics"].pop("seconds")
         assert seconds > 0
+        assert merged["metrics"].pop("read_seconds") > 0
         assert merged["metrics"] == pytest.approx(metrics, abs=1e-6)
         with Batch(ranks.store, [rollout, found]) as batch:
             assert batch.rows.tolist() == sorted(expected)

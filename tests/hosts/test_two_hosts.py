@@ -63,6 +63,7 @@ def test_a_run_over_two_hosts_equals_one_on_two_parts_of_a_machine(
     metrics = (directory / "runs" / "there" / "metrics.jsonl").read_text().splitlines()
     assert len(metrics) == ITERATIONS
     assert all(json.loads(line)["update/grad_norm"] > 0 for line in metrics)
+    assert all(json.loads(line)["update/remote_bytes"] > 0 for line in metrics)
     assert_nothing_is_left(two_hosts)
 
 

@@ -53,7 +53,8 @@ class TcpTransport:
     """Reads from the range servers at `addresses` (host name → IP address, port).
 
     Connections stay open between reads. Several threads may read at a time, each over connections
-    of its own; a forked or spawned process opens its own too.
+    of its own; a forked or spawned process opens its own too. received_bytes: of all reads that
+    ended well; whoever counts may set it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class TcpTransport:
     ) -> None:
         self.addresses = dict(addresses)
         self.limits = limits or ClientLimits()
+        self.received_bytes = 0
         self._token = token
         self.reset()
         _transports.add(self)
@@ -108,6 +110,8 @@ class TcpTransport:
         try:
             while jobs:
                 jobs.pop(0).result()
+            with self._lock:
+                self.received_bytes += total
         finally:
             jobs.clear()  # else an error would hold itself, and views of shards, by its traceback
 
