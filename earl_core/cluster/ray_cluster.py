@@ -103,15 +103,15 @@ class RayHost:
     def __init__(self, daemon: Any, directory: str) -> None:
         self.lost = ""
         self._daemon = daemon
+        # A rank may be heard before its start has been answered.
+        self._streams = Streams(patience=_PING_SECONDS)
+        self._losing = threading.Lock()
         self.name = "a host of the Ray cluster"
         facts = self.ask("facts", directory, os.getcwd())
         self.name = facts["name"]
         self.address: str = facts["address"]
         self.resources = HostResources(**facts["resources"])
         self._memory_is_here = facts["memory"] == memory_of(directory)
-        # A rank may be heard before its start has been answered.
-        self._streams = Streams(patience=_PING_SECONDS)
-        self._losing = threading.Lock()
         for work in (self._receive, self._send, self._watch):
             name = f"earl-host-{work.__name__.strip('_')}"
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -290,36 +290,39 @@ class RayCluster:
         `ConfigError` when the cluster has not so many free.
         """
         self._connected = _connect(address)
-        if not insecure:
-            _check_token()
         self._bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
-        self._group = _reserve(hosts, self._bundle, seconds)
+        self._groups: list[PlacementGroup] = []
         self._daemons: list[Any] = []
         self._hosts: list[RayHost] = []
         self._further: PlacementGroup | None = None
         try:
-            self._daemons = self._start(cpus, gpus)
+            if not insecure:
+                _check_token()
+            group = _reserve(hosts, self._bundle, seconds)
+            self._groups.append(group)
+            self._start(group, cpus, gpus)
             self._meet(directory, hosts[0])
             if len(self._hosts) < hosts[-1]:
-                self._further = self._ask_for_another()
+                self._further = self._ask_for_another(group)
+                self._groups.append(self._further)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, cpus: int, gpus: int) -> list[Any]:
-        """The daemons."""
+    def _start(self, group: PlacementGroup, cpus: int, gpus: int) -> None:
+        """Start the daemons."""
         daemon = ray.remote(concurrency_groups={"out": 1, "in": 1, "ping": 1})(_Daemon)
-        return [
+        self._daemons = [
             daemon.options(
                 num_cpus=cpus,
                 num_gpus=gpus,
                 max_restarts=0,
                 max_concurrency=16,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=index
+                    group, placement_group_bundle_index=index
                 ),
             ).remote(cpus)
-            for index in range(self._group.bundle_count)
+            for index in range(group.bundle_count)
         ]
 
     def _meet(self, directory: str, fewest: int) -> None:
@@ -337,9 +340,9 @@ class RayCluster:
             if named[host.name] > 1:
                 host.rename(f"{host.name}-{host.address}")
 
-    def _ask_for_another(self) -> PlacementGroup:
+    def _ask_for_another(self, group: PlacementGroup) -> PlacementGroup:
         """A reservation of one more host, to be fulfilled whenever there is one."""
-        nodes = placement_group_table(self._group)["bundles_to_node_id"].values()
+        nodes = placement_group_table(group)["bundles_to_node_id"].values()
         others = {NODE_ID: f"!in({','.join(sorted(nodes))})"}
         return placement_group([self._bundle], bundle_label_selector=[others])
 
@@ -372,8 +375,7 @@ class RayCluster:
     def _give_back(self) -> None:
         for daemon in self._daemons:
             ray.kill(daemon)
-        for group in (self._group, self._further):
-            if group is not None:
-                remove_placement_group(group)
+        for group in self._groups:
+            remove_placement_group(group)
         if self._connected:
             ray.shutdown()

@@ -259,6 +259,20 @@ def open_controller(
 
     Nothing is written before what can be checked without it was.
     """
+    try:
+        controller = _opened(config, listener)
+    except ConnectionError as error:
+        remedy = "see whether it runs, and start again"
+        raise ConfigError(f"a host was lost at the start: {error}", remedy=remedy) from error
+    try:
+        controller.prepare(track)
+    except BaseException as error:
+        close_controller(controller, error)
+        raise
+    return controller
+
+
+def _opened(config: RunConfig, listener: Progress) -> RunController:
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
         check_agreement(config, cluster.hosts())
@@ -269,11 +283,6 @@ def open_controller(
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
         controller = RunController(run, cluster, listener)
         opened.pop_all()
-    try:
-        controller.prepare(track)
-    except BaseException as error:
-        close_controller(controller, error)
-        raise
     return controller
 
 
