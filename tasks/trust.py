@@ -42,10 +42,6 @@ _RESULT = re.compile("[0-9a-f]{64}")
 """Name of a stored result: the digest that Prefect makes of the cache key."""
 
 
-class UntrustedResult(EarlError):
-    """The Prefect server, or a stored file, named a result that is not read."""
-
-
 def result_directory(run: Path) -> Path:
     """Where the results of a run's tasks are stored; from now on they may be read there."""
     directory = run.resolve() / "prefect_results"
@@ -61,13 +57,13 @@ def forget_results(run: Path) -> None:
 
 
 def check_answer(url: str, content: bytes) -> None:
-    """Raise `UntrustedResult` when a server's answer holds a state with a result."""
+    """Raise `EarlError` when a server's answer holds a state with a result."""
     try:
         answer = json.loads(content) if content else None
     except ValueError:
         return
     for state in _states_with_data(answer):
-        raise UntrustedResult(
+        raise EarlError(
             f"the Prefect server handed out a result with the state {state} (at {url}), which EARL "
             "never stores there: use a server of your own, or unset PREFECT_API_URL"
         )
@@ -96,11 +92,11 @@ def _read_record(cls: Any, data: bytes, backup_serializer: Any = None) -> Result
             return record
     except (ValueError, KeyError, TypeError):
         pass
-    raise UntrustedResult("a stored result is not the plain JSON that EARL writes: it is not read")
+    raise EarlError("a stored result is not the plain JSON that EARL writes: it is not read")
 
 
 def _refuse(cls: Any, result: bytes, metadata: bytes) -> ResultRecord[Any]:
-    raise UntrustedResult("a result beside its metadata is not what EARL writes: it is not read")
+    raise EarlError("a result beside its metadata is not what EARL writes: it is not read")
 
 
 def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +104,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
     def read(self: ResultStore, key: str, *given: Any, **named: Any) -> Any:
         place = _place(self)
         if place is None or not (place / key).resolve().is_relative_to(place):
-            raise UntrustedResult(f"the result {key!r} is not stored in a run that is open here")
+            raise EarlError(f"the result {key!r} is not stored in a run that is open here")
         return method(self, key, *given, **named)
 
     return read

@@ -106,7 +106,7 @@ def test_every_way_to_a_stored_result_refuses_what_is_not_ours(tmp_path: Path, e
         )
     found = dict(line.split() for line in shown.stdout.splitlines())
     assert len(found) == 14, shown.stderr
-    assert set(found.values()) == {"UntrustedResult"}, found
+    assert set(found.values()) == {"EarlError"}, found
     assert not mark.exists()
 
 
@@ -142,5 +142,5 @@ def test_plain_results_of_an_open_run_are_read(tmp_path: Path, earl: Earl) -> No
         text=True,
         timeout=60,
     )
-    assert shown.stdout.strip() == "UntrustedResult", shown.stderr
+    assert shown.stdout.strip() == "EarlError", shown.stderr
     assert not (tmp_path / "executed").exists()

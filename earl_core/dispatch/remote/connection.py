@@ -19,8 +19,8 @@ from earl_core.dispatch.remote.transport import TransportError
 from earl_core.system.frames import WireError
 
 
-class Busy(TransportError):
-    """The host has no room for one more connection at this moment."""
+def _full(host: str, what: str) -> TransportError:
+    return TransportError(f"host {host!r} {what}: it may be full", payload={"full": True})
 
 
 class Connection:
@@ -28,7 +28,8 @@ class Connection:
 
     asked: questions that the host has not answered yet, in the order in which it will.
     stall_seconds: how long the host may send nothing while it owes bytes. Whatever goes wrong is a
-    `TransportError`; the connection is then out of step and has to be closed.
+    `TransportError`; the connection is then out of step and has to be closed. Its payload
+    has `full` where the host may have room for one more connection a moment later.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Connection:
                 try:
                     self._shake_hands(token, deadline)
                 except ConnectionError as error:
-                    raise Busy(f"host {host!r} broke the handshake off: {error}") from error
+                    raise _full(host, f"broke the handshake off, {error}") from error
         except BaseException:
             self.close()
             raise
@@ -66,7 +67,7 @@ class Connection:
         host = self.host
         hello, welcome = bytearray(protocol.HELLO.size), bytearray(protocol.WELCOME.size)
         if not receive(self._socket, [hello], deadline):
-            raise Busy(f"host {host!r} closed the connection at once: it may be full")
+            raise _full(host, "closed the connection at once")
         magic, theirs = protocol.HELLO.unpack(hello)
         if magic != protocol.MAGIC:
             raise TransportError(
@@ -76,7 +77,7 @@ class Connection:
         proof = protocol.prove(token, b"client", theirs, mine)
         send_all(self._socket, [protocol.ANSWER.pack(protocol.MAGIC, mine, proof)], deadline)
         if not receive(self._socket, [welcome], deadline):
-            raise Busy(f"host {host!r} broke the handshake off: it may be full")
+            raise _full(host, "broke the handshake off")
         _, status, shown = protocol.WELCOME.unpack(welcome)
         if status != protocol.Status.OK:
             raise TransportError(

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from earl_core.dispatch.remote.connection import Busy, Connection
+from earl_core.dispatch.remote.connection import Connection
 from earl_core.dispatch.remote.questions import Question, cut
 from earl_core.dispatch.remote.transport import RemoteRead, TransportError
 from earl_core.dispatch.shards.checksums import Proof
@@ -164,8 +164,8 @@ class TcpTransport:
         while True:
             try:
                 made = Connection(host, address, self._token, soon, self.limits.stall_seconds)
-            except Busy:
-                if time.monotonic() + pause > soon:
+            except TransportError as error:
+                if not error.payload.get("full") or time.monotonic() + pause > soon:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, 0.2)
