@@ -86,12 +86,15 @@ def test_the_doctor_looks_at_both_hosts(two_hosts: TwoHosts, directory: Path) ->
 def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
     two_hosts: TwoHosts, directory: Path
 ) -> None:
+    # Long enough for a host to start meanwhile.
+    last = 24
     settings = {
         **over(two_hosts),
         "cluster.hosts": "1..2",
         "stages.rollout.replicas": 1,
         "stages.update.replicas": 1,
-        "iterations": 12,
+        "checkpoint.every": 1,
+        "iterations": last + 1,
     }
     process = two_hosts.popen(0, *command("goes-on", settings), directory=directory)
     ledger = directory / "runs" / "goes-on" / "ledger.jsonl"
@@ -106,9 +109,8 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
     assert "host host-1 is lost" in output
     assert "a further host has joined" in output
     metrics = (directory / "runs" / "goes-on" / "metrics.jsonl").read_text().splitlines()
-    # Those after the last checkpoint were repeated.
-    assert sorted({json.loads(line)["iteration"] for line in metrics}) == list(range(12))
-    assert hosts_of(directory, "goes-on", "rollout", 11) == {"host-0", "host-1"}
+    assert sorted({json.loads(line)["iteration"] for line in metrics}) == list(range(last + 1))
+    assert hosts_of(directory, "goes-on", "rollout", last) == {"host-0", "host-1"}
     assert_nothing_is_left(two_hosts)
 
 
@@ -117,7 +119,7 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
 def test_a_cut_link_ends_a_run_that_needs_both_hosts_and_a_resume_gives_the_same(
     two_hosts: TwoHosts, directory: Path
 ) -> None:
-    settings = {**over(two_hosts), "deadlines.start": 30}
+    settings = {**over(two_hosts), "deadlines.start": 60}
     process = two_hosts.popen(0, *command("cut", settings), directory=directory)
     wait_for(directory / "runs" / "cut" / "ledger.jsonl", "update", 1)
     two_hosts.cut()
