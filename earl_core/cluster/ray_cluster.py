@@ -360,8 +360,10 @@ class RayCluster:
     def can_grow(self) -> bool:
         """See `Cluster`."""
         further = self._further
+        if further is None:
+            return False
         with suppress(ConnectionError):
-            return further is not None and _ask_head(lambda: further.wait(0))
+            return bool(_ask_head(lambda: placement_group_table(further))["state"] == "CREATED")
         return False
 
     def close(self) -> None:
