@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from earl_core.dispatch import Manifest, ShardEntry, ShardStore
-from earl_core.dispatch.shards.shard import open_batch
+from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
+from earl_core.run.host_store import HostStores
 from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic
@@ -45,11 +45,12 @@ class EpisodesDamaged(EarlError):
 
 
 def write_episodes(
-    path: Path, store: ShardStore, rollout: Manifest, reward: Manifest, most: int | None = None
+    path: Path, stores: HostStores, rollout: Manifest, reward: Manifest, most: int | None = None
 ) -> None:
     """Write the episodes of an iteration, unless `path` holds them already; on disk at the end.
 
-    rollout, reward: sealed manifests, whose shards are leased while they are read. most: how many
+    rollout, reward: sealed manifests, whose shards are leased while they are read; those of other
+    hosts come through copies in the file's directory. most: how many
     episodes, the first ones; None: all. Raises `ManifestError` for shards that are gone or damaged,
     and `OSError`.
     """
@@ -57,7 +58,7 @@ def write_episodes(
     if _source_of(path) == source:
         return
     ids = np.unique([row >> SAMPLE_BITS for entry in rollout.shards for row in entry.row_ids])
-    rewards = pa.concat_tables(_table(store, entry) for entry in reward.shards)
+    rewards = pa.concat_tables(stores.table(entry, path.parent) for entry in reward.shards)
     samples = rewards["sample_id"].to_numpy()
     order = np.argsort(samples)
     with writing_atomic(path) as descriptor, open(descriptor, "wb", closefd=False) as stream:
@@ -66,7 +67,7 @@ def write_episodes(
             stream, schema, compression="zstd", write_page_checksum=True
         ) as writer:
             for entry in rollout.shards:
-                table = _table(store, entry)
+                table = stores.table(entry, path.parent)
                 if most is not None and len(ids) > most:
                     kept = np.searchsorted(table["episode_id"].to_numpy(), ids[most])
                     table = table.slice(0, kept)
@@ -135,13 +136,6 @@ def _source_of(path: Path) -> bytes | None:
         return None
 
 
-def _table(store: ShardStore, entry: ShardEntry) -> pa.Table:
-    """A shard without copies; its lease goes with the last view."""
-    memory = store.open(entry).memory
-    batch = open_batch(pa.BufferReader(pa.py_buffer(memory)), f"the shard {entry.file}")
-    return pa.Table.from_batches([batch])
-
-
 def _with_texts(table: pa.Table) -> pa.Table:
     """Texts as lists; what people read has no secrets in it."""
     lists = [json.loads(row) for row in table["texts"].to_pylist()]
@@ -185,12 +179,9 @@ class EpisodeKeeper:
 
     def _keep(self, rollout: Manifest, reward: Manifest) -> None:
         run, tracking, iteration = self._run, self._run.config.tracking, rollout.iteration
-        if not run.stores.all_here([*rollout.shards, *reward.shards]):
-            run.note(iteration, "episodes", "not kept: their shards lie on several hosts")
-            return
         most = tracking.keep_episodes if isinstance(tracking.keep_episodes, int) else None
         try:
-            write_episodes(run.episodes_path(iteration), run.store, rollout, reward, most)
+            write_episodes(run.episodes_path(iteration), run.stores, rollout, reward, most)
             remove_oldest(run.path, tracking.keep_episodes_bytes)
         except Exception as error:
             logger.warning("the episodes of iteration %d were not kept: %s", iteration, error)

@@ -6,16 +6,23 @@ daemon of another host it is a `HostStore`, which holds the store for the run an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+from pyarrow import feather
+
 from earl_core.config import parse_config
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
+from earl_core.dispatch.shards.shard import open_batch
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.run.shards import claim, run_store, sweep_unneeded
+from earl_core.system.files import writing_atomic
 
 Ask = Callable[..., Any]
 """Calls a method, named by the first argument, of another host's `HostStore`; raises
@@ -47,6 +54,18 @@ class StoreCommands:
     def release(self, entry: dict[str, Any]) -> bool:
         """See `ShardStore.release`."""
         return self._store.release(ShardEntry.model_validate(entry))
+
+    def table(self, entry: ShardEntry) -> pa.Table:
+        """A shard without copies; its lease goes with the last view."""
+        memory = self._store.open(entry).memory
+        batch = open_batch(pa.BufferReader(pa.py_buffer(memory)), f"the shard {entry.file}")
+        return pa.Table.from_batches([batch])
+
+    def export(self, entry: dict[str, Any], path: str) -> None:
+        """Copy a shard to where the controller can read it."""
+        with writing_atomic(Path(path)) as file, open(file, "wb", closefd=False) as stream:
+            table = self.table(ShardEntry.model_validate(entry))
+            feather.write_feather(table, stream, compression="zstd")
 
     def has(self, name: str, size: int) -> bool:
         """Whether a sealed file of this size lies in the store."""
@@ -104,9 +123,18 @@ class HostStores:
         ask("adopt", sorted(files))
         self._away[host] = ask
 
-    def all_here(self, entries: Iterable[ShardEntry]) -> bool:
-        """Whether the controller can read these shards."""
-        return not any(entry.host in self._away for entry in entries)
+    def table(self, entry: ShardEntry, scratch: Path) -> pa.Table:
+        """A shard, wherever it lies. scratch: a directory that all hosts see, through which one of
+        another host comes. Raises `ManifestError`, and `ConnectionError` for one of a lost host."""
+        if entry.host not in self._away:
+            return self._here.table(entry)
+        # Should a kill leave it, it is removed as other files that were not finished.
+        path = scratch / f".{entry.file}.{os.getpid()}.{threading.get_ident()}.tmp"
+        try:
+            self._ask(entry.host, "export", entry.model_dump(mode="json"), str(path.resolve()))
+            return feather.read_table(path, memory_map=False)
+        finally:
+            path.unlink(missing_ok=True)
 
     def verify(self, entry: ShardEntry, checksum: bool) -> None:
         """See `ShardStore.verify`; a shard of a host that is lost is gone."""

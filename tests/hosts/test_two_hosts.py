@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from earl_core.run.episodes import read_episodes
 from tests.hosts.conftest import REPOSITORY, TwoHosts
 
 ITERATIONS = 3
@@ -47,6 +48,11 @@ def weights(directory: Path, name: str) -> bytes:
     return (last / "policy" / "model.safetensors").read_bytes()
 
 
+def episodes(directory: Path, name: str, iteration: int) -> list[dict[str, Any]]:
+    path = directory / "runs" / name / "iterations" / f"{iteration:06d}" / "episodes.parquet"
+    return read_episodes(path, 10_000)
+
+
 def hosts_of(directory: Path, name: str, stage: str, iteration: int = 1) -> set[str]:
     path = directory / "runs" / name / "iterations" / f"{iteration:06d}" / f"{stage}.json"
     return {shard["host"] for shard in json.loads(path.read_text())["shards"]}
@@ -64,6 +70,10 @@ def test_a_run_over_two_hosts_equals_one_on_two_parts_of_a_machine(
     assert len(metrics) == ITERATIONS
     assert all(json.loads(line)["update/grad_norm"] > 0 for line in metrics)
     assert all(json.loads(line)["update/remote_bytes"] > 0 for line in metrics)
+    for iteration in range(ITERATIONS):
+        here, there = (episodes(directory, name, iteration) for name in ("here", "there"))
+        assert len(here) > 0
+        assert here == there
     assert_nothing_is_left(two_hosts)
 
 

@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_all_that_was_played_is_kept(run: RunDirectory) -> None:
     shards = [[game(0), game(1, "loss", samples=2)], [game(2, "\ud800 draw")]]
     path = run.episodes_path(3)
-    write_episodes(path, run.store, *seal_episodes(run, 3, shards))
+    write_episodes(path, run.stores, *seal_episodes(run, 3, shards))
     table = pq.read_table(path)
     assert table.schema.equals(SCHEMA)
     rows = table.to_pylist()
@@ -59,7 +59,7 @@ def test_all_that_was_played_is_kept(run: RunDirectory) -> None:
         assert episode["closing"] == "you won"
     assert read_episodes(run.episodes_path(4), 2) == []
     with pytest.raises(ManifestError, match="gone"):
-        write_episodes(run.episodes_path(4), run.store, *(run.manifest(3, s) for s in STAGES))
+        write_episodes(run.episodes_path(4), run.stores, *(run.manifest(3, s) for s in STAGES))
     assert not run.episodes_path(4).exists()
 
 
@@ -69,20 +69,20 @@ STAGES = ("rollout", "reward")
 def test_only_what_the_data_has_changed_is_written_anew(run: RunDirectory) -> None:
     path = run.episodes_path(0)
     first = seal_episodes(run, 0, [[game(0), game(1), game(2)]])
-    write_episodes(path, run.store, *first)
+    write_episodes(path, run.stores, *first)
     written = path.stat().st_mtime_ns
-    write_episodes(path, run.store, *first)
+    write_episodes(path, run.stores, *first)
     assert path.stat().st_mtime_ns == written
-    write_episodes(path, run.store, *first, most=2)
+    write_episodes(path, run.stores, *first, most=2)
     assert pq.read_table(path)["episode_id"].to_pylist() == [0, 1]
-    write_episodes(path, run.store, *seal_episodes(run, 0, [[game(7)]]))
+    write_episodes(path, run.stores, *seal_episodes(run, 0, [[game(7)]]))
     assert pq.read_table(path)["episode_id"].to_pylist() == [7]
 
 
 def test_the_oldest_go_when_they_are_too_many(run: RunDirectory) -> None:
     for iteration in range(4):
         made = seal_episodes(run, iteration, [[game(n) for n in range(4)]])
-        write_episodes(run.episodes_path(iteration), run.store, *made)
+        write_episodes(run.episodes_path(iteration), run.stores, *made)
     size = run.episodes_path(0).stat().st_size
     remove_oldest(run.path, 5 * size // 2)
     assert [run.episodes_path(k).exists() for k in range(4)] == [False, False, True, True]
@@ -121,7 +121,7 @@ def test_episodes_that_cannot_be_kept_cost_a_warning(
 @pytest.mark.parametrize("damage", ["bytes", "cut", "link", "fifo", "text"])
 def test_damaged_files_are_refused_and_never_waited_for(run: RunDirectory, damage: str) -> None:
     path = run.episodes_path(0)
-    write_episodes(path, run.store, *seal_episodes(run, 0, [[game(n) for n in range(50)]]))
+    write_episodes(path, run.stores, *seal_episodes(run, 0, [[game(n) for n in range(50)]]))
     data, group = path.read_bytes(), pq.ParquetFile(path).metadata.row_group(0)
     path.unlink()
     if damage == "bytes":
@@ -152,16 +152,16 @@ from tests.run.test_run_directory import config_in
 
 run = RunDirectory.open(config_in(Path(sys.argv[1])))
 made = seal_episodes(run, 0, [[game(n)] for n in range(4)])
-read, shards = episodes._table, []
+read, shards = run.stores.table, []
 
-def table(store, entry):
+def table(entry, scratch):
     shards.append(entry)
     if len(shards) == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-    return read(store, entry)
+    return read(entry, scratch)
 
-episodes._table = table
-episodes.write_episodes(run.episodes_path(0), run.store, *made)
+run.stores.table = table
+episodes.write_episodes(run.episodes_path(0), run.stores, *made)
 """
 
 
@@ -175,5 +175,5 @@ def test_what_a_kill_leaves_half_written_is_not_read(tmp_path: Path) -> None:
     run = RunDirectory.open(config_in(tmp_path))
     assert read_episodes(run.episodes_path(0), 9) == []
     assert not list(folder.glob(".*.tmp"))
-    write_episodes(run.episodes_path(0), run.store, *(run.manifest(0, s) for s in STAGES))
+    write_episodes(run.episodes_path(0), run.stores, *(run.manifest(0, s) for s in STAGES))
     assert len(read_episodes(run.episodes_path(0), 9)) == 4

@@ -200,7 +200,7 @@ def finish(
         )
     )  # fmt: skip
     sealed = seal_episodes(run, iteration, [[game(iteration)] if episodes is None else episodes])
-    write_episodes(run.episodes_path(iteration), run.store, *sealed)
+    write_episodes(run.episodes_path(iteration), run.stores, *sealed)
     run.append_metrics(iteration, {"rollout/return/mean": iteration / 10, **metrics})
     run.checkpoint_path(iteration).mkdir(exist_ok=True)
     run.mark_stable(iteration)

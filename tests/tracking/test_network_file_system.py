@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +18,7 @@ Mount = namedtuple("Mount", ("mountpoint", "fstype"))
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Looks like an NFS mount with a local disk below it."""
     folder = tmp_path / "shared"
     (folder / "disk").mkdir(parents=True)
@@ -24,7 +27,8 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PREFECT_HOME", str(folder / "prefect"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    return folder
+    with patch.dict(os.environ):  # what `configure` sets is for this test alone
+        yield folder
 
 
 def test_databases_there_are_refused_with_what_to_do(shared: Path) -> None:
