@@ -65,7 +65,8 @@ async def _train(settings: RunConfig) -> dict[str, Any]:
             if stopping() or changes[error.iteration] >= settings.deadlines.repeats:
                 raise
             changes[error.iteration] += 1
-            changed = error
+            # Not the error itself, whose traceback holds all that was closed.
+            changed = HostsChanged(str(error), error.iteration)
             heard("hosts", error.iteration, {"repeated": f"{error}: the run is opened again"})
         except ConfigError as error:
             if changed is None:

@@ -224,8 +224,10 @@ class RunController:
 
     def check_growth(self) -> None:
         """Raise `HostsChanged` when the run can have a further host, and all it did is saved."""
+        if not self._cluster.can_grow():
+            return
         iteration = self.next_iteration()
-        if resume_point(self.run).iteration == iteration and self._cluster.can_grow():
+        if resume_point(self.run).iteration == iteration:
             raise HostsChanged("a further host has joined", iteration)
 
     @property
