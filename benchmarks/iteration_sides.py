@@ -15,7 +15,7 @@ from benchmarks.iterations import read_iterations
 from benchmarks.process_tree import CommandFailed, MeasuredCommand
 from earl_core.config import RunConfig
 from earl_core.control.hardware import read_hardware
-from earl_core.run.journal import read_lines
+from earl_core.run.record import read_lines
 
 _TIMEOUT_SECONDS = 3600.0
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from earl_core.run.journal import read_lines
-from earl_core.run.keys import STAGES
+from earl_core.config.run import STAGES
+from earl_core.run.record import read_lines
 
 Span = tuple[float, float]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Report, Row, parser, publish
-from earl_core.run.journal import read_lines
+from earl_core.run.record import read_lines
 
 OUTCOMES = ("win", "draw", "loss", "illegal")
 _COLOURS = {"win": "#2a7f3f", "draw": "#888888", "loss": "#b8860b", "illegal": "#b03030"}

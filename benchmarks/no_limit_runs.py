@@ -17,7 +17,7 @@ from benchmarks.harness import REPOSITORY
 from benchmarks.no_limit_cap import MemoryCap
 from earl_core.config import load_config
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
-from earl_core.run.journal import read_lines
+from earl_core.run.record import read_lines
 from earl_core.system.files import write_atomic
 
 CONFIG = REPOSITORY / "benchmarks" / "no_limit.yaml"

@@ -81,6 +81,7 @@ def time_alternative(scratch: Path) -> list[float]:
         "PREFECT_HOME": str(scratch / "alternative"),
         "PREFECT_LOGGING_LEVEL": "ERROR",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "DO_NOT_TRACK": "1",
     }
     command = [sys.executable, "-m", "benchmarks.overhead_alternative"]

@@ -11,7 +11,7 @@ import time
 
 from prefect import flow, task
 
-from earl_core.run.keys import STAGES
+from earl_core.config.run import STAGES
 
 
 @task

@@ -14,7 +14,8 @@ from types import TracebackType
 
 import psutil
 
-_SAMPLE_SECONDS = 0.5
+_SAMPLE_SECONDS = 2.0
+"""Reading the page tables of 10 GiB takes 0.1 s, in which those processes wait for their locks."""
 _STOP_SECONDS = 30.0
 
 
@@ -23,7 +24,7 @@ class CommandFailed(RuntimeError):
 
 
 class MeasuredCommand:
-    """Runs a command and samples the memory of all its processes twice a second.
+    """Runs a command and samples the memory of all its processes every two seconds.
 
     The memory is the sum of proportional set sizes, so that pages which processes share (shared
     memory included) count once. Use it as a context manager: leaving it ends whatever still runs.

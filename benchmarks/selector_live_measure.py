@@ -16,8 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, together
-from earl_core.cluster.placement import PLACEMENTS, HostResources
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import PLACEMENTS, HostResources, StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware
@@ -120,7 +119,7 @@ class Bench:
         threads = str(deployment["threads"])
         group = WorkerGroup(
             name,
-            "earl_core.cluster.placement:build",
+            "earl_core.cluster.stage_deployment:build",
             log_directory=self.directory / "logs",
             environment={
                 "OMP_NUM_THREADS": threads,

@@ -23,9 +23,9 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from earl_core.config import ConfigError
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
-from earl_core.control.finished_stages import judge
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_controller import RunController
+from earl_core.control.stage_execution import judge, observe
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from flows.running import HOOKS, controller_on, recorded
@@ -86,10 +86,7 @@ async def _one_iteration(
         return _skipped(run, min(number, due - 1), wanted)
     manifests = await run_stages(controller, number)
     await asyncio.to_thread(finish_iteration, controller, number, manifests)
-    await _both(
-        asyncio.to_thread(share_profile, controller),
-        publish_artifacts(controller, number, manifests),
-    )
+    await asyncio.to_thread(share_profile, controller)
     if resume_point(controller.run).iteration > number:
         await asyncio.to_thread(forget_results, controller.run.path)
     _leave(controller)
@@ -134,7 +131,11 @@ async def _after_select(stages: Stages, plan: Plan) -> None:
     judged = await stages.submit(advantage, sources, plan, played, rewards, scored)
     sources = ["rollout"] + (["reference"] if scored else []) + ["advantage"]
     updated = await stages.submit(update, sources, plan, played, judged, scored)
-    await stages.submit(publish, ["update"], plan, updated)
+    # The pages take a tenth of a second, which the weights take too.
+    await _both(
+        stages.submit(publish, ["update"], plan, updated),
+        publish_artifacts(controller, stages.iteration, dict(stages.manifests)),
+    )
 
 
 async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[None]]) -> None:
@@ -154,6 +155,9 @@ async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[None]]) ->
             return await work(plan)
         except StageInfeasible as error:
             infeasible = error
+            if "rollout" in stages.manifests:
+                # What is done already tells the next choice more.
+                await asyncio.to_thread(observe, controller, stages.manifests)
         except RanksLost:
             infeasible = None
 
@@ -180,7 +184,7 @@ class Stages:
 
     async def input_weights(self, plan: Plan) -> Manifest:
         """The weights that the iteration starts from."""
-        learner = plan_of(self.controller, await result(plan))["update"]
+        learner = plan_of(self.controller, await result(plan)).stages["update"]
         return await asyncio.to_thread(input_weights, self.controller, learner, self.iteration)
 
     async def submit(

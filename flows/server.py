@@ -33,6 +33,7 @@ from flows.server_access import (
     PROBE_SECONDS,
     STANDING,
     Access,
+    ServerWatch,
     healthy,
     is_mine,
     named_by_profile,
@@ -150,6 +151,10 @@ class Server:
     def ended(self) -> bool:
         """Whether it was started here and its process is gone."""
         return self._process is not None and self._process.poll() is not None
+
+    def watch(self) -> ServerWatch:
+        """Notice from now on that it is lost."""
+        return ServerWatch(self.url, self._process)
 
     def ready(self, timeout: float = START_SECONDS) -> None:
         """Wait until the server answers; raises `ServerUnavailable` with the end of its log."""

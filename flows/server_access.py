@@ -1,4 +1,4 @@
-"""Where a Prefect server listens, who owns it, and how it is asked without importing Prefect."""
+"""Where a Prefect server listens, whose it is, and whether it lives; without importing Prefect."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import base64
 import ipaddress
 import json
 import os
+import subprocess
+import threading
+import time
 import tomllib
 import urllib.error
 import urllib.request
@@ -13,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+from earl_core.system.errors import EarlError
 
 DEFAULT_URL = "http://127.0.0.1:4200/api"
 """Where `prefect server start` and `earl server` listen unless told otherwise."""
@@ -141,3 +146,41 @@ def read_access(path: Path) -> Access | None:
     values = dict(line.split("=", 1) for line in lines if "=" in line)
     url = values.get("PREFECT_API_URL")
     return Access(url, values.get("PREFECT_API_AUTH_STRING")) if url else None
+
+
+_EVERY_SECONDS = 5.0
+SILENT_SECONDS = 60.0
+"""A server that does not answer for so long is taken for lost; a restart is shorter."""
+
+
+class ServerLost(EarlError):
+    """The Prefect server ended, or answers no more."""
+
+
+class ServerWatch:
+    """Notices that the Prefect server in use is gone, so that a run ends instead of waiting for it.
+
+    It asks for the server's health in a thread of its own. process: the server's, if it is ours.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes] | None) -> None:
+        self._url, self._process = url, process
+        self._answered = time.monotonic()
+        threading.Thread(target=self._ask, name="server-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise `ServerLost` once the server is lost; returns at once."""
+        silent = time.monotonic() - self._answered
+        ended = self._process is not None and self._process.poll() is not None
+        if ended or silent > SILENT_SECONDS:
+            how = "has ended" if ended else f"has not answered for {silent:.0f} s"
+            raise ServerLost(
+                f"the Prefect server at {self._url} {how}: start one with `prefect server "
+                "start`, or let the command start its own. Nothing that is finished is lost"
+            )
+
+    def _ask(self) -> None:
+        while True:
+            if healthy(self._url, timeout=_EVERY_SECONDS):
+                self._answered = time.monotonic()
+            time.sleep(_EVERY_SECONDS)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from earl_core.system.locks import FileLock
+from earl_core.system.files import FileLock
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from earl_core.algorithms.moments import merge_statistics
 from earl_core.cluster.rpc import merge_results
-from earl_core.config import RunConfig
-from earl_core.dispatch import Manifest
-from earl_core.experience.advantage import ADVANTAGE_RULES, merge_statistics
-from earl_core.trajectory.schema import SAMPLE_BITS
+from earl_core.experience.advantage import ADVANTAGE_RULES
 from tasks.stage import StageInputs, stage_task
 
 
@@ -31,23 +28,21 @@ def advantage(given: StageInputs) -> dict[str, Any]:
 
     statistics = merge_statistics(in_every_rank("advantage_statistics"))
     result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
-    rollout = given.manifests["rollout"]
-    return {**result, "metrics": with_failures(result["metrics"], rollout, controller.config)}
+    failed = given.manifests["rollout"].metrics.get("episodes_failed", 0.0)
+    prompts = controller.config.rollout.prompts_per_iteration
+    metrics = with_failures(result["metrics"], failed, prompts, statistics["groups"])
+    return {**result, "metrics": metrics}
 
 
 def with_failures(
-    metrics: dict[str, float], rollout: Manifest, config: RunConfig
+    metrics: dict[str, float], failed: float, prompts: int, groups: int | None
 ) -> dict[str, float]:
     """The advantage stage's metrics, with the failed episodes, which no rank sees.
 
-    They leave the rollout before its shards are written: `episodes_failed` is the rollout's count,
-    and where groups are compared, groups that failed wholly are added to `groups_dropped`.
+    They leave the rollout before its shards are written. groups: with an episode that was played;
+    where groups are compared, those that failed wholly are added to `groups_dropped`.
     """
-    counted = {**metrics, "episodes_failed": rollout.metrics.get("episodes_failed", 0.0)}
-    if ADVANTAGE_ESTIMATORS.build(config.algorithm.advantage).needs_groups:
-        size = config.rollout.group_size
-        rows = (sample for entry in rollout.shards for sample in entry.row_ids)
-        groups = {(sample >> SAMPLE_BITS) // size for sample in rows}
-        lost = config.rollout.prompts_per_iteration - len(groups)
-        counted["groups_dropped"] = metrics.get("groups_dropped", 0.0) + lost
+    counted = {**metrics, "episodes_failed": failed}
+    if groups is not None:
+        counted["groups_dropped"] = metrics["groups_dropped"] + prompts - groups
     return counted

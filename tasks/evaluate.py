@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.control.observation import StageWatch
 from earl_core.control.replicas import play_evaluation
+from earl_core.control.stage_execution import StageWatch
 from tasks.publish import input_weights
 from tasks.stage import StageInputs, stage_task
 

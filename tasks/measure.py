@@ -17,8 +17,8 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import read_hardware
-from earl_core.control.live import find, live
 from earl_core.control.profile_workers import ProfileWorkers
+from earl_core.control.run_controller import find, live
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.selector.choice.predict import STAGES
@@ -35,9 +35,9 @@ from earl_core.selector.profile.profile_table import (
     write_table,
 )
 from earl_core.selector.profile_planner import START_SECONDS, PlaceKey, Point, grid_of, next_point
-from earl_core.system.cgroups import memory_in_use
 from earl_core.system.errors import Cancelled, InUse
 from earl_core.system.import_path import installed
+from earl_core.system.memory import memory_in_use
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,9 @@ from typing import Any
 from prefect import task
 
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.control.finished_stages import key_of, weights_exist
 from earl_core.control.learner import publish_weights
-from earl_core.control.observation import StageWatch
-from earl_core.control.rank_losses import surviving
 from earl_core.control.run_controller import RunController, controller_of
+from earl_core.control.stage_execution import StageWatch, key_of, surviving, weights_exist
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.weights.manifest import WeightsManifest
 from tasks.stage import StageRef, plan_of, resolve, run_stage
@@ -22,7 +20,7 @@ from tasks.stage import StageRef, plan_of, resolve, run_stage
 def publish(run: str, iteration: int, plan: StageRef, update: StageRef) -> StageRef:
     """Publish policy version `iteration + 1`, the one that the next iteration's rollout loads."""
     controller = controller_of(run)
-    deployment = plan_of(controller, plan)["update"]
+    deployment = plan_of(controller, plan).stages["update"]
 
     def body() -> dict[str, Any]:
         with StageWatch(controller, deployment, iteration).fitting():

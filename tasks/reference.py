@@ -6,8 +6,8 @@ from typing import Any
 
 from earl_core.cluster.rpc import Rule, merge_results
 from earl_core.control.learner import call_together
-from earl_core.control.observation import StageWatch, load_of
-from earl_core.run.reads import READ_RULES
+from earl_core.control.stage_execution import StageWatch, load_of
+from earl_core.run.worker import READ_RULES
 from tasks.stage import StageInputs, stage_task
 
 _RULES: dict[str, Rule] = {
@@ -39,5 +39,4 @@ def reference(given: StageInputs) -> dict[str, Any]:
     result = merge_results(results, _RULES)
     metrics = result["metrics"]
     metrics["peak_bytes"] = controller.groups.peak_bytes("reference")
-    watch.measured(load, metrics["seconds"], metrics.get("peak_cuda_bytes", 0.0))
-    return result
+    return {**result, "outputs": watch.measured(metrics)}

@@ -9,12 +9,13 @@ from typing import Any
 
 from prefect.artifacts import acreate_markdown_artifact
 
+from earl_core.config.run import STAGES
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
+from earl_core.control.stage_execution import observe
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
-from earl_core.run.keys import STAGES
 from earl_core.secrets import redact
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
@@ -93,17 +94,24 @@ def best_checkpoint(controller: RunController) -> set[int]:
 async def publish_artifacts(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
-    """The plan and what it was chosen among, the curve and a sample episode, in Prefect's UI."""
+    """The plan and what it was chosen among, the curve and a sample episode, in Prefect's UI.
+
+    manifests: up to the update's. What the stages took is observed first.
+    """
     plan = DeploymentPlan.model_validate(manifests["select"].outputs["plan"])
     name = controller.config.name.lower().replace("_", "-").replace(".", "-")
+    await asyncio.to_thread(observe, controller, manifests)
     before, seen = controller.run.plan(iteration - 1), _seen(controller, iteration)
     page = await asyncio.to_thread(plan_page, controller.run, plan, before, seen)
     kept = await asyncio.to_thread(_sample_episode, controller, iteration)
+    metrics = await asyncio.to_thread(collect_metrics, controller, manifests)
     await asyncio.gather(
         acreate_markdown_artifact(
             redact(page), key=f"{name}-plan", description=f"Plan of {iteration}"
         ),
-        acreate_markdown_artifact(_curve(controller), key=f"{name}-curve"),
+        acreate_markdown_artifact(
+            _curve(controller, {"iteration": iteration, **metrics}), key=f"{name}-curve"
+        ),
         *(
             acreate_markdown_artifact(redact(_transcript(episode)), key=f"{name}-episode")
             for episode in kept
@@ -112,6 +120,7 @@ async def publish_artifacts(
 
 
 def _sample_episode(controller: RunController, iteration: int) -> list[dict[str, Any]]:
+    controller.episodes.settle()
     try:
         return read_episodes(controller.run.episodes_path(iteration), 1)
     except EpisodesDamaged as error:
@@ -119,9 +128,10 @@ def _sample_episode(controller: RunController, iteration: int) -> list[dict[str,
         return []
 
 
-def _curve(controller: RunController) -> str:
+def _curve(controller: RunController, last: dict[str, Any]) -> str:
+    before = [line for line in controller.run.metrics() if line["iteration"] < last["iteration"]]
     lines = ["| iteration | return | episodes | tokens/s | seconds |", "|--:|--:|--:|--:|--:|"]
-    for row in controller.run.metrics()[-50:]:
+    for row in [*before, last][-50:]:
         seconds = sum(value for name, value in row.items() if name.endswith("/stage_seconds"))
         lines.append(
             f"| {row['iteration']} | {row.get('reward/mean', float('nan')):.3f} "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.control.observation import StageWatch, load_of
 from earl_core.control.replicas import play_rollout
+from earl_core.control.stage_execution import StageWatch
 from tasks.publish import input_weights
 from tasks.stage import StageInputs, stage_task
 
@@ -20,6 +20,5 @@ def rollout(given: StageInputs) -> dict[str, Any]:
         result = play_rollout(controller, plan["rollout"], iteration, weights)
     metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("rollout")}
     metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
-    if not metrics["replicas_lost"]:
-        watch.measured(load_of(metrics), metrics["seconds"])
-    return {"shards": result["shards"], "metrics": metrics}
+    outputs = {} if metrics["replicas_lost"] else watch.measured(metrics)
+    return {"shards": result["shards"], "outputs": outputs, "metrics": metrics}

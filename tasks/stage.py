@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from prefect import Task, task
 from prefect.cache_policies import CacheKeyFnPolicy
 
-from earl_core.control.rank_losses import surviving
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.run_controller import RunController, Verdict, controller_of
+from earl_core.control.stage_execution import surviving
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
@@ -25,12 +26,12 @@ Body = Callable[[], dict[str, Any]]
 
 
 class StageInputs(NamedTuple):
-    """What a stage is given: the iteration's plan, and the sealed manifests it reads by their
-    stages."""
+    """What a stage is given: the stage deployments of the iteration's plan, and the sealed
+    manifests it reads, both by their stages."""
 
     controller: RunController
     iteration: int
-    plan: DeploymentPlan
+    plan: Mapping[str, StageDeployment]
     manifests: dict[str, Manifest]
 
     def sent(self, *stages: str) -> list[dict[str, Any]]:
@@ -47,7 +48,7 @@ def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., Stage
         controller = controller_of(run)
         sealed = [resolve(controller, reference) for reference in inputs if reference]
         manifests = {manifest.stage: manifest for manifest in sealed}
-        given = StageInputs(controller, iteration, plan_of(controller, plan), manifests)
+        given = StageInputs(controller, iteration, plan_of(controller, plan).stages, manifests)
         return run_stage(controller, iteration, name, lambda: work(given))
 
     perform.__qualname__ = name  # Prefect makes the task's key of it

@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from earl_core.control.learner import call_learner, drop_handoff, ensure_learner
-from earl_core.control.observation import StageWatch, load_of
 from earl_core.control.run_controller import RunController
+from earl_core.control.stage_execution import StageWatch, load_of
 from tasks.stage import StageInputs, stage_task
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,10 @@ def update(given: StageInputs) -> dict[str, Any]:
     if warning:
         logger.warning("%s", warning)
     metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("update")}
-    if result["steps_applied"]:
-        watch.measured(load, metrics["seconds"], metrics.get("peak_cuda_bytes", 0.0))
+    outputs = watch.measured(metrics) if result["steps_applied"] else {}
     return {
         "shards": result["shards"],
-        "outputs": {"digest": result["digest"]},
+        "outputs": {**outputs, "digest": result["digest"]},
         "metrics": metrics,
     }
 

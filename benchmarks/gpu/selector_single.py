@@ -42,7 +42,7 @@ from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.selector.model.candidates import fallbacks, memory_model
 from earl_core.selector.model.memory_model import TrainingNeeds
 from earl_core.selector.model.sizes import logits_chunk
-from earl_core.system.out_of_memory import is_out_of_memory
+from earl_core.system.memory import is_out_of_memory
 
 TITLE = "The selector on one GPU, as contexts grow"
 ENGINE = StageDeployment("rollout")

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.report import Row, parser, publish
 from benchmarks.gpu.shapes import Shape, random_sample, save_random_model
-from earl_core.cluster.rendezvous import LOOPBACK, meeting_variables, rank_variables
+from earl_core.cluster.host import LOOPBACK, meeting_variables, rank_variables
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig

@@ -7,10 +7,16 @@ rewards.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel
+
+from earl_core.system.errors import EarlError
 
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
@@ -146,3 +152,32 @@ def integer_ids(group_ids: ArrayLike, count: int) -> Int64Array:
             f"not an array of {ids.dtype} with shape {ids.shape}."
         )
     return ids.astype(np.int64)
+
+
+class RankStatistics(BaseModel):
+    """`episodes`: trained on. `batch`: their float64 moments; None if the estimator needs none.
+    `groups`: those with an episode that was played, each whole on one rank; None if the estimator
+    compares no groups."""
+
+    episodes: int
+    batch: Moments | None = None
+    groups: int | None = None
+
+
+def merge_statistics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One dumped `RankStatistics`, merged in rank order, so that all ranks get the same bits.
+
+    Raises `EarlError` when no rank has an episode to train on.
+    """
+    ranks = [RankStatistics.model_validate(part) for part in parts]
+    episodes = sum(rank.episodes for rank in ranks)
+    if not episodes:
+        raise EarlError(
+            "no group has two episodes left, so no advantage can be computed: look at the "
+            "rollout's failed episodes, or raise rollout.group_size"
+        )
+    known = [rank.batch for rank in ranks if rank.batch is not None]
+    batch = reduce(Moments.merge, known) if known else None
+    counted = [rank.groups for rank in ranks if rank.groups is not None]
+    groups = sum(counted) if counted else None
+    return RankStatistics(episodes=episodes, batch=batch, groups=groups).model_dump()

@@ -31,8 +31,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from earl_core.system.import_path import child_path
-from earl_core.system.processes import inspect, send_signal, still
+from earl_core.system.processes import child_path, inspect, send_signal, still
 
 _OURS = "earl_core."
 """Only modules of ours are imported here: code of others may start threads or touch a GPU."""

@@ -1,7 +1,12 @@
-"""The machines that ranks run on: this one here, those of a Ray cluster in `ray_cluster`.
+"""The machines that ranks run on, the controller's side of each rank, and how ranks meet.
 
-A host starts a rank and gives the controller two byte streams, as sockets of the controller's own
-process whatever lies between: `control` leads to the rank's supervisor, `channel` to the rank.
+There is this machine here; those of a Ray cluster are in `ray_cluster`. A host starts a rank and
+gives the controller two byte streams, as sockets of the controller's own process whatever lies
+between: `control` leads to the rank's supervisor, `channel` to the rank.
+
+The ranks of a group meet at a port that no other process can take: rank 0's host binds a socket to
+its address before it starts the rank, which inherits it. Left to itself torch.distributed listens
+on every interface, at a port that was free some time before; its store knows no password.
 """
 
 from __future__ import annotations
@@ -11,26 +16,31 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from earl_core.cluster.errors import LogFile, describe_exit
 from earl_core.cluster.fork_server import SupervisorHandle, fork_server
-from earl_core.cluster.rendezvous import LOOPBACK, bind_listener, meeting_variables
+from earl_core.cluster.supervisor import LISTENER
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import private
+from earl_core.system.frames import FrameBuffer, encode
 from earl_core.system.hardware import HostResources, read_resources
-from earl_core.system.import_path import child_path
 from earl_core.system.processes import (
     ENDING_GRACE_SECONDS,
     Process,
+    child_path,
     end_processes,
     host_name,
     inspect,
     marked,
     still,
 )
+
+LOOPBACK = "127.0.0.1"
 
 
 class Launch(NamedTuple):
@@ -262,3 +272,118 @@ def local_hosts(count: int) -> list[LocalHost]:
         )
     parts = [whole.part(number, count) for number in range(count)]
     return [LocalHost(f"host-{n}", resources=part) for n, part in enumerate(parts)]
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one rank and its children, in bytes, as of its last heartbeat or result.
+
+    `rss_bytes` is the rank's own resident memory, mapped shards included. `tree_bytes` adds up the
+    private memory (neither file nor shared memory) of the rank and all its children, and
+    `tree_peak_bytes` is the most seen of that since the current or last call began, sampled four
+    times a second.
+    """
+
+    rss_bytes: int = 0
+    tree_bytes: int = 0
+    tree_peak_bytes: int = 0
+
+
+class RankHandle:
+    """A rank's state; the group's monitor thread keeps it up to date.
+
+    `exit_code` is negative for a signal and None while the rank runs. `supervised` turns False when
+    the supervisor is gone: either all is ended (`exit_code` is known), or it was killed and its
+    host has to end the rank (`RankProcess.end`).
+    """
+
+    def __init__(
+        self, rank: int, process: RankProcess, log: LogFile, send_timeout_seconds: float
+    ) -> None:
+        self.rank = rank
+        self.process = process
+        self.log = log
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        self.out_of_memory = False
+        self.supervised = True
+        self.last_sign = time.monotonic()
+        self.memory = MemoryUse()
+        self.reply: dict[str, Any] | None = None
+        self.replied_at = 0.0
+        self.frames = FrameBuffer()
+        self.events = FrameBuffer()
+        # For sends: what is read has arrived already.
+        process.channel.settimeout(send_timeout_seconds)
+
+    def send(self, frame: bytes) -> bool:
+        """Send a frame to the rank; False if it took nothing for the send timeout.
+
+        A rank that is gone is no error here: its supervisor reports how it went.
+        """
+        try:
+            self.process.channel.sendall(frame)
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def end(self, grace_seconds: float, dump: bool = False) -> None:
+        """Ask the supervisor to end everything; with `dump` the rank first logs its stacks."""
+        with suppress(OSError):
+            self.process.control.sendall(encode({"stop": grace_seconds, "dump": dump}))
+
+
+def bind_listener(address: str = LOOPBACK) -> socket.socket:
+    """A socket bound to a free port; nobody can connect until rank 0 listens."""
+    listener = socket.socket()
+    listener.bind((address, 0))
+    return listener
+
+
+def meeting_variables(address: str, port: int, own: str = LOOPBACK) -> dict[str, str]:
+    """Where all ranks of one start meet. own: the address of the rank's host."""
+    # Connections of gloo and NCCL ask for no password, and the host's own name may resolve to an
+    # address that nothing can be reached at.
+    interface = _interface_of(own)
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def rank_variables(rank: int, hosts: Sequence[str]) -> dict[str, str]:
+    """A rank's number in its group and on its host. hosts: of each rank."""
+    own = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "LOCAL_RANK": str(own.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(own)),
+    }
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an address; Linux calls loopback `lo`."""
+    if address != LOOPBACK:
+        import psutil  # a third of a rank's start
+
+        for name, held in psutil.net_if_addrs().items():
+            if any(each.address == address for each in held):
+                return name
+    return "lo"
+
+
+def take_listener() -> int:
+    """The descriptor of the socket that rank 0 listens with: inherited, else bound to the
+    address and port of the environment. Whoever gets it closes it. Raises `OSError`."""
+    # It is used once: a process that this rank starts has another descriptor of that number.
+    inherited = os.environ.pop(LISTENER, None)
+    if inherited is not None:
+        return int(inherited)
+    with socket.socket() as made:
+        made.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        return made.detach()

@@ -3,8 +3,8 @@
 The main thread runs one call at a time, and one asyncio loop that lives as long as the rank: it
 turns while the rank waits and while an `async def` method runs, so an engine's background tasks go
 on between calls; plain methods run outside it. A reader thread receives, a heartbeat thread says
-that the process lives, a lifeline thread ends everything when the supervisor is gone.
-Forked by the supervisor.
+that the process lives, a lifeline thread ends everything when the supervisor is gone. The target
+knows its rank by a `WorkerContext`. Forked by the supervisor.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import Raised
 from earl_core.secrets import guard_output
-from earl_core.system.cgroups import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.frames import Channel, WireError
 from earl_core.system.import_path import load_object
+from earl_core.system.memory import (
+    out_of_memory_counters,
+    out_of_memory_kills_since,
+    resident_bytes,
+    tree_private_bytes,
+)
 from earl_core.system.processes import (
     ENDING_GRACE_SECONDS,
     descendants,
     end_processes,
     marked,
     prefer_as_oom_victim,
-    resident_bytes,
-    tree_private_bytes,
 )
 
 _MEMORY_SECONDS = 0.25
@@ -259,3 +261,32 @@ def main(channel_fd: int, lifeline_fd: int, mark: str) -> None:
         # The supervisor is about to end this tree. Should it be gone as well, the lifeline thread
         # does, which must not be cut short by leaving here.
         lifeline.join()
+
+
+@dataclass
+class WorkerContext:
+    """Handed to the target's constructor.
+
+    `hosts` names the host of each rank, as manifests do; empty: all are on this one. `stage` and
+    `iteration` are those of the current call. `cancelled` is set when the caller gave the current
+    call up: a method that checks it and returns keeps the group; one that runs on for longer than
+    the controller waits costs it.
+    """
+
+    rank: int
+    world_size: int
+    role: str
+    log_path: Path
+    hosts: tuple[str, ...] = ()
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    stage: str = ""
+    iteration: int | None = None
+    _send_progress: Callable[[dict[str, Any]], None] = lambda _: None
+
+    def report(self, progress: dict[str, Any]) -> None:
+        """Send a small JSON dictionary to the caller's `on_progress`; a few a second is plenty.
+
+        Any thread may call this. Outside a call, or when the controller is gone, it does nothing.
+        Raises `WireError` if the dictionary is not JSON.
+        """
+        self._send_progress(progress)

@@ -1,9 +1,19 @@
-"""How one stage is laid out on the hardware: `StageDeployment`, from configuration to mesh."""
+"""How one stage is laid out on the hardware, from configuration to mesh, and where its ranks run.
+
+A `StageDeployment` says how many ranks there are along which axes. A placement says which cores and
+devices are whose, and who makes room for whom: pure functions behind one registry. The
+configuration names a placement, the selector asks it how many threads a rank has, the controller
+asks it where to put a group and which groups must give their memory back first. Nothing else knows
+placements apart, so a new one is an entry in `PLACEMENTS`. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -11,6 +21,10 @@ from pydantic_core.core_schema import (
     no_info_after_validator_function,
     plain_serializer_function_ser_schema,
 )
+
+from earl_core.cluster.rank_process import WorkerContext
+from earl_core.system.hardware import HostResources
+from earl_core.system.import_path import load_object
 
 Degree = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
@@ -99,3 +113,177 @@ class StageDeployment(NamedTuple):
         words += [f"logits by {size}"] if (size := self.logits_chunk_tokens) else []
         words += ["optimizer offloaded"] if self.offload_optimizer else []
         return ", ".join(words).replace(", x ", " x ")
+
+
+Move = Literal["none", "settings", "reshard", "rebuild"]
+"""`settings`: live ranks take other limits and move nothing. `reshard`: live ranks exchange their
+slices. `rebuild`: the processes end and others start."""
+
+
+def move_between(before: StageDeployment, after: StageDeployment) -> Move:
+    """What leads from one stage deployment to another of the same stage."""
+    if before == after:
+        return "none"
+    if before.stage != "update" or before.ranks != after.ranks:
+        return "rebuild"
+    same = before.axes == after.axes and before.offload_optimizer == after.offload_optimizer
+    return "settings" if same else "reshard"
+
+
+_TRAINING = ("reference", "update")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a group's ranks on one host use. cores: those it may use, all when empty. gpus: their
+    indices."""
+
+    cores: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
+
+
+class Placement(Protocol):
+    """One way to share a host between rollout and training (`update`, and `reference` beside it).
+
+    rollout: devices of all engines together. update: ranks of the update.
+    """
+
+    def devices(self, rollout: int, update: int) -> int:
+        """Devices that a run with such stage deployments needs."""
+
+    def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
+        """CPU threads for each rank of the role, at least 1."""
+
+    def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+        """What group `member` of the stage uses of a host that has all of the stage's groups.
+        Groups that work at the same time share nothing if they can."""
+
+    def gives_way(self, role: str) -> tuple[str, ...]:
+        """Roles that must release their devices' memory before a stage of this role runs."""
+
+
+class Colocated:
+    """Rollout and training use all devices, in turn."""
+
+    def devices(self, rollout: int, update: int) -> int:
+        return max(rollout, update)
+
+    def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
+        return max(1, cores // (rollout if role == "rollout" else update))
+
+    def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+        first = _first_devices(deployment, member, site)
+        # Where nobody else works at that time, threads may move to whatever core is free.
+        return first if deployment.groups > 1 else Assignment(gpus=first.gpus)
+
+    def gives_way(self, role: str) -> tuple[str, ...]:
+        others = {"rollout": _TRAINING, "update": ("rollout", "reference")}
+        return others.get(role, ("rollout", "update") if role == "reference" else ())
+
+
+class Separate:
+    """Engines have the first devices, training the last ones; nobody makes room for anybody."""
+
+    def devices(self, rollout: int, update: int) -> int:
+        return rollout + update
+
+    def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
+        return max(1, cores // (rollout + update))
+
+    def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+        if deployment.stage not in _TRAINING:
+            return _first_devices(deployment, member, site)
+        wanted = deployment.ranks * deployment.threads
+        gpus = _gpus(site)[-deployment.ranks :]
+        return Assignment(site.cores[-wanted:] if wanted < len(site.cores) else (), gpus)
+
+    def gives_way(self, role: str) -> tuple[str, ...]:
+        return ()
+
+
+Place = tuple[int, Assignment]
+"""A rank's host, by its number, and what the group has there."""
+
+
+def spread(
+    placement: Placement, deployment: StageDeployment, member: int, hosts: Sequence[HostResources]
+) -> tuple[Place, ...]:
+    """The place of each rank of group `member`, those of one host one after the other.
+
+    Every host has as many engines, or replicas of a mesh, as the others, or fewer at the end; the
+    devices of an engine, and ranks that share matrices or tokens, are of one host.
+    """
+    unit, each = _units(deployment, len(hosts))
+    units = deployment.ranks // unit
+    if deployment.stage == "rollout":
+        host, member = divmod(member, each)
+        here = deployment._replace(replicas=min(each, units - host * each))
+        return ((host, _own(placement.place(here, member, hosts[host]), hosts, host)),)
+    places: list[Place] = []
+    for host in range(math.ceil(units / each)):
+        count = min(each, units - host * each)
+        here = deployment._replace(replicas=count, shard=1)
+        place = _own(placement.place(here, 0, hosts[host]), hosts, host)
+        places += [(host, place)] * here.ranks
+    return tuple(places)
+
+
+def _own(given: Assignment, hosts: Sequence[HostResources], host: int) -> Assignment:
+    """Not the cores of another part of the same machine."""
+    return given if given.cores or len(hosts) == 1 else replace(given, cores=hosts[host].cores)
+
+
+def most_on_a_host(deployment: StageDeployment, hosts: int) -> int:
+    """Ranks of the stage on the host that has most of them."""
+    unit, each = _units(deployment, hosts)
+    return unit * each
+
+
+def _units(deployment: StageDeployment, hosts: int) -> tuple[int, int]:
+    """Ranks that must share a host, and how many such groups each host has at most."""
+    unit = deployment.tensor_parallel * deployment.context_parallel
+    return unit, math.ceil(deployment.ranks // unit / hosts)
+
+
+def _gpus(site: HostResources) -> tuple[int, ...]:
+    return tuple(range(site.first_gpu, site.first_gpu + site.gpus))
+
+
+def _first_devices(deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+    """Of the stage's groups, from the first device on, the member's; no cores in particular where
+    there are too few for all of them."""
+    width = deployment.ranks // deployment.groups
+    gpus = _gpus(site)[member * width : (member + 1) * width]
+    width *= deployment.threads
+    enough = deployment.groups * width <= len(site.cores)
+    return Assignment(site.cores[member * width : (member + 1) * width] if enough else (), gpus)
+
+
+PLACEMENTS: Mapping[str, Placement] = {"colocated": Colocated(), "separate": Separate()}
+"""Every placement by the name that `stages.placement` gives it."""
+
+PLACED = ("rollout", *_TRAINING)
+"""Roles that have a place; those of the others are too light to matter."""
+
+
+def build(
+    context: WorkerContext,
+    deployment: dict[str, Any],
+    *,
+    target: str,
+    assignments: list[dict[str, list[int]]],
+    arguments: dict[str, Any],
+) -> Any:
+    """A worker group's target that settles in its place first, then builds the real `target`.
+
+    assignments: the dumped `Assignment` of each rank. Threads and processes that the target starts
+    inherit the cores. Devices are counted among those that CUDA_VISIBLE_DEVICES left visible.
+    """
+    cores, gpus = (assignments[context.rank][name] for name in ("cores", "gpus"))
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(index) for index in range(max(gpus) + 1)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in gpus)
+    return load_object(target)(context, deployment, **arguments)

@@ -25,9 +25,8 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from earl_core.cluster.rendezvous import LISTENER
-from earl_core.system.cgroups import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.frames import FrameBuffer, encode
+from earl_core.system.memory import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.processes import (
     ENDING_GRACE_SECONDS,
     MARK,
@@ -35,6 +34,9 @@ from earl_core.system.processes import (
     descendants,
     end_processes,
 )
+
+LISTENER = "EARL_RENDEZVOUS_FD"
+"""Environment variable of rank 0: the number of the bound socket that it inherited."""
 
 _POLL_SECONDS = 0.5
 _DUMP_SECONDS = 0.3

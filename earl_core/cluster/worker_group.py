@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import Where, WorkerCallFailed, WorkerError, WorkerLost
-from earl_core.cluster.host import Host, Launch, LocalHost
-from earl_core.cluster.monitor import Monitor
-from earl_core.cluster.rank_handle import MemoryUse, RankHandle
-from earl_core.cluster.rendezvous import rank_variables
-from earl_core.cluster.rpc import Aborted, Exchange, Json, Progress, loss_error
+from earl_core.cluster.host import Host, Launch, LocalHost, MemoryUse, RankHandle, rank_variables
+from earl_core.cluster.rpc import Aborted, Exchange, Json, Monitor, Progress, loss_error
 from earl_core.system.frames import encode
 from earl_core.system.processes import ENDING_GRACE_SECONDS
 

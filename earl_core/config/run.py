@@ -1,8 +1,16 @@
-"""The whole configuration of a run."""
+"""The whole configuration of a run, and when two executions of a stage are the same.
+
+The key that a stage's sealed manifest must carry covers the run, the iteration, the stage, the data
+of its inputs and the settings that `STAGE_SETTINGS` names. It never covers how the stage was laid
+out on the hardware: a plan may change between a failure and the resume, and what was finished stays
+finished.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -29,6 +37,7 @@ from earl_core.config.services import (
 from earl_core.config.settings import Settings
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.system.files import canonical_json
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """What Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
@@ -145,3 +154,83 @@ class RunConfig(Settings):
         """Whether the trainer scores the episodes before its first optimizer step."""
         steps = self.update.epochs * self.update.minibatches
         return steps > 1 or self.algorithm.importance_correction is not None
+
+
+STAGES = ("select", "rollout", "reference", "reward", "advantage", "update", "publish")
+"""Every stage and step of an iteration, in order; `reference` only with a KL penalty."""
+
+_PLAY = (
+    "seed",
+    "model.path",
+    "model.chat_template",
+    "environment.name",
+    "environment.options",
+    "rollout.engine",
+    "rollout.max_turns",
+    "rollout.max_tokens_per_turn",
+    "rollout.max_tokens_per_episode",
+    "rollout.temperature",
+    "rollout.answer_prefix",
+    "rollout.stop",
+    "rollout.dtype",
+)
+"""Whatever is played, for training or to evaluate."""
+
+STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "select": ("rollout", "experience", "update", "stages", "selector", "model.path"),
+    "rollout": (
+        *_PLAY,
+        "environment.max_failed_share",
+        "rollout.prompts_per_iteration",
+        "rollout.group_size",
+    ),
+    "reference": ("model.path", "rollout.temperature", "update.precision"),
+    "reward": (),
+    "advantage": ("algorithm.advantage", "algorithm.kl"),
+    "update": (
+        "seed",
+        "algorithm",
+        "rollout.temperature",
+        "update.precision",
+        "update.learning_rate",
+        "update.schedule",
+        "update.warmup_iterations",
+        "update.weight_decay",
+        "update.beta1",
+        "update.beta2",
+        "update.epsilon",
+        "update.max_grad_norm",
+        "update.epochs",
+        "update.minibatches",
+    ),
+    "publish": ("rollout.dtype",),
+    "evaluation": (
+        *_PLAY,
+        "evaluation.episodes",
+        "evaluation.temperature",
+        "evaluation.options",
+    ),
+}
+
+
+def stage_key(
+    config: RunConfig, uid: str, iteration: int, stage: str, inputs: Sequence[str]
+) -> str:
+    """sha256 in hex; `inputs` are the data digests of the input manifests, in order."""
+    content = [uid, iteration, stage, list(inputs), stage_settings(config, stage)]
+    return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
+def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
+    """The settings that a stage's result depends on, by dotted name."""
+    names = STAGE_SETTINGS[stage]
+    whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
+    return {name: look_up(whole, name) for name in names}
+
+
+def look_up(mapping: dict[str, Any], dotted: str) -> Any:
+    """The setting of this dotted name."""
+    value: Any = mapping
+    for part in dotted.split("."):
+        value = value[part]
+    return value

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from earl_core.cluster.placement import PLACEMENTS, Placement
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import PLACEMENTS, Placement, StageDeployment
 from earl_core.config.settings import Settings
 
 

@@ -13,7 +13,7 @@ from earl_core.rollout.errors import ContextOverflow, EngineError, EngineLost
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.profile.observations import Kind, Observation
 from earl_core.system.errors import EarlError
-from earl_core.system.out_of_memory import refused
+from earl_core.system.memory import refused
 
 _LEARNER = {"publish": "update"}
 """Whose deployment has to change when a step of this name is infeasible."""

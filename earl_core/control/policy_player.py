@@ -21,7 +21,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.hardware import read_hardware
-from earl_core.control.live import live
+from earl_core.control.run_controller import live
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware

@@ -20,8 +20,8 @@ from typing import Any
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
-from earl_core.control.observation import StageWatch
 from earl_core.control.run_controller import RunController
+from earl_core.control.stage_execution import StageWatch
 from earl_core.dispatch import Manifest
 from earl_core.rollout import rollout_stats
 from earl_core.rollout.rollout_stats import RolloutStats, merge

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from earl_core.config.run import STAGES
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import read_state, verify_training_state
-from earl_core.run.keys import STAGES
 from earl_core.system.errors import EarlError
 from earl_core.tensors.errors import CheckpointError
 
@@ -23,7 +23,7 @@ class StateLost(EarlError):
 
 class ResumePoint(NamedTuple):
     """iteration: the next one. stage: its first stage without a seal, `publish` where all have one;
-    `control.finished_stages` says which seals count. state: the checkpoint of the newest policy
+    `control.stage_execution` says which seals count. state: the checkpoint of the newest policy
     version; None: the initial model."""
 
     iteration: int

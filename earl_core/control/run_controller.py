@@ -1,15 +1,18 @@
 """The run controller: this process's hold on a run: its directory, worker groups and tracker.
 
 Prefect tasks get small JSON references only; what lives across them (worker processes, the
-tracker's queue) is looked up here by run directory.
+tracker's queue) is looked up here by run directory. Whoever handles a signal finds here all that
+this process has open: runs, players of policies, profiles.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -20,10 +23,9 @@ from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.hardware import hardware_of, open_cluster
 from earl_core.control.host_agreement import check_agreement
-from earl_core.control.live import find, live
+from earl_core.control.learnt_profile import LearntProfile
 from earl_core.control.preparing import check_start, surely
 from earl_core.control.resume_point import resume_point
-from earl_core.control.run_history import LearntProfile, RunHistory
 from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
 from earl_core.deployment.feasibility import check_stages
 from earl_core.deployment.plan import DeploymentPlan
@@ -33,13 +35,15 @@ from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodeKeeper
-from earl_core.run.reads import Peers
 from earl_core.run.recovery import take_newest_whole
-from earl_core.run.shards import sweep_unneeded
+from earl_core.run.stores import sweep_unneeded
+from earl_core.run.worker import Peers
+from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import EarlError
-from earl_core.system.processes import give_back_free_memory, host_name
+from earl_core.system.memory import give_back_free_memory
+from earl_core.system.processes import host_name
 
-HOST_STORE = "earl_core.run.host_store:HostStore"
+HOST_STORE = "earl_core.run.stores:HostStore"
 """Holds a run's shards on another host."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -318,3 +322,62 @@ def controller_of(run_directory: str | Path) -> RunController:
             "`iteration` or `train` flow, not by themselves"
         )
     return controller
+
+
+class Live(Protocol):
+    """Something with workers."""
+
+    def interrupt(self) -> None:
+        """End the workers now, from any thread, again and again; calls under way raise."""
+        ...
+
+
+_live: dict[str, Live] = {}
+
+
+@contextmanager
+def live(name: str, thing: Live) -> Iterator[None]:
+    """Have it found, by its name or by whoever handles a signal, until the block ends."""
+    _live[name] = thing
+    try:
+        yield
+    finally:
+        _live.pop(name, None)
+
+
+def find(name: str) -> Live | None:
+    """What this process has open under a name."""
+    return _live.get(name)
+
+
+def interrupt_all() -> None:
+    """Stop everything, for whoever handles a signal."""
+    for thing in list(_live.values()):
+        thing.interrupt()
+
+
+class RunHistory:
+    """The run's observations: those of its file, and what is added. Any thread may add."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._seen = [Observation.model_validate(line) for line in run.observations.read()]
+        self._inherited = len(self._seen)
+
+    def add(self, seen: Observation) -> None:
+        """On disk when this returns."""
+        with self._lock:
+            self._run.observations.append(seen.model_dump(mode="json"))
+            self._seen.append(seen)
+
+    def through(self, iteration: float = math.inf) -> list[Observation]:
+        """Those up to and with this iteration, oldest first."""
+        with self._lock:
+            return [seen for seen in self._seen if seen.iteration <= iteration]
+
+    def since_start(self, iteration: int) -> list[Observation]:
+        """Of `through`, those that this process added."""
+        with self._lock:
+            fresh = self._seen[self._inherited :]
+        return [seen for seen in fresh if seen.iteration <= iteration]

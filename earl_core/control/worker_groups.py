@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.fork_server import OPENMP
 from earl_core.cluster.host import Host, LocalHost, local_hosts
-from earl_core.cluster.placement import PLACED, Assignment, Place, spread
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import PLACED, Assignment, Place, StageDeployment, spread
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.deployment.shapes import Hardware
-from earl_core.run.reads import Peers
+from earl_core.run.worker import Peers
 from earl_core.system.errors import Cancelled
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def preload_ranks(hosts: Sequence[Host] = ()) -> None:
         host.preload(modules)
 
 
-_IN_ITS_PLACE = "earl_core.cluster.placement:build"
+_IN_ITS_PLACE = "earl_core.cluster.stage_deployment:build"
 
 _MEMORY = {
     "rollout": ("release_memory", "restore_memory"),
@@ -111,6 +110,7 @@ class WorkerGroups:
         self.hardware = hardware
         self.stop_requested = threading.Event()
         self._config, self._directory, self._logs = config, directory, logs
+        self._placement, self._settings = config.stages.placed, config.model_dump(mode="json")
         self._listener = listener
         self._next_iteration = next_iteration
         self._hosts = hosts or local_hosts(1)
@@ -177,7 +177,7 @@ class WorkerGroups:
             "target": TARGETS[role],
             "assignments": [asdict(assignment) for _, assignment in places],
             "arguments": {
-                "config": self._config.model_dump(mode="json"),
+                "config": self._settings,
                 "run_directory": str(self._directory),
                 "peers": list(self._peers),
             },
@@ -196,7 +196,7 @@ class WorkerGroups:
 
     def _place(self, role: str, deployment: StageDeployment, member: int) -> tuple[Place, ...]:
         resources = [host.resources for host in self._hosts]
-        placed = spread(self._config.stages.placed, deployment, member, resources)
+        placed = spread(self._placement, deployment, member, resources)
         if role not in PLACED:
             return tuple((host, Assignment()) for host, _ in placed)
         return placed
@@ -207,7 +207,7 @@ class WorkerGroups:
             # A core's memory is everybody's: nothing would be freed by giving it back.
             return
         for key in list(self._groups):
-            giving = key[0] in self._config.stages.placed.gives_way(role)
+            giving = key[0] in self._placement.gives_way(role)
             if giving and key not in self._released and self.live(*key) is not None:
                 self._call_quietly(self._groups[key], _MEMORY[key[0]][0], deployment)
                 self._released.add(key)
@@ -257,7 +257,7 @@ class WorkerGroups:
         one of its own meanwhile. An error is the stage's to raise: it starts the group again.
         """
         for role, deployment in wanted:
-            if self.hardware.gpus and self._config.stages.placed.gives_way(role):
+            if self.hardware.gpus and self._placement.gives_way(role):
                 continue
             for member in range(deployment.groups):
                 if self.live(role, member) is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from earl_core.cluster.placement import most_on_a_host
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import StageDeployment, most_on_a_host
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.stages import StagesConfig

@@ -8,13 +8,9 @@ mean and M2 over them; no rank sees another's rewards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
 from earl_core.algorithms.advantage_batch import (
     Episodes,
@@ -24,38 +20,12 @@ from earl_core.algorithms.advantage_batch import (
 )
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from earl_core.algorithms.kl import KL_ESTIMATORS
-from earl_core.algorithms.moments import Moments
+from earl_core.algorithms.moments import RankStatistics
 from earl_core.cluster.rpc import Rule
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch.reads.batch import Batch
-from earl_core.run.reads import READ_RULES
-from earl_core.system.errors import EarlError
+from earl_core.run.worker import READ_RULES
 from earl_core.trajectory.samples import Rows
-
-
-class RankStatistics(BaseModel):
-    """`episodes`: trained on. `batch`: their float64 moments; None if the estimator needs none."""
-
-    episodes: int
-    batch: Moments | None = None
-
-
-def merge_statistics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One dumped `RankStatistics`, merged in rank order, so that all ranks get the same bits.
-
-    Raises `EarlError` when no rank has an episode to train on.
-    """
-    ranks = [RankStatistics.model_validate(part) for part in parts]
-    episodes = sum(rank.episodes for rank in ranks)
-    if not episodes:
-        raise EarlError(
-            "no group has two episodes left, so no advantage can be computed: look at the "
-            "rollout's failed episodes, or raise rollout.group_size"
-        )
-    known = [rank.batch for rank in ranks if rank.batch is not None]
-    batch = reduce(Moments.merge, known) if known else None
-    return RankStatistics(episodes=episodes, batch=batch).model_dump()
-
 
 # A mean over several ranks ends in other last bits than one over all: below this is no advantage.
 _ROUNDING = 1e-6
@@ -82,7 +52,8 @@ def advantage_statistics(batch: Batch, algorithm: AlgorithmConfig) -> RankStatis
         return RankStatistics(episodes=0)
     episodes = _Part.of(batch, algorithm, estimator).episodes
     moments = batch_moments(estimator, episodes)
-    return RankStatistics(episodes=len(episodes.rewards), batch=moments)
+    groups = len(np.unique(batch.scalars("group_id"))) if estimator.needs_groups else None
+    return RankStatistics(episodes=len(episodes.rewards), batch=moments, groups=groups)
 
 
 def advantage_rows(

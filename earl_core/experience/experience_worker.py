@@ -13,11 +13,12 @@ from typing import Any
 import pyarrow as pa
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from earl_core.algorithms.moments import RankStatistics
 from earl_core.dispatch import Batch
+from earl_core.dispatch.reads.batch import join, sample_ids
 from earl_core.dispatch.reads.plan import Layout, make_plan
-from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry, parse_manifest
-from earl_core.experience.advantage import RankStatistics, advantage_rows, advantage_statistics
+from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points

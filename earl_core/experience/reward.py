@@ -6,7 +6,7 @@ import numpy as np
 
 from earl_core.cluster.rpc import Rule
 from earl_core.dispatch.reads.batch import Batch
-from earl_core.run.reads import READ_RULES
+from earl_core.run.worker import READ_RULES
 from earl_core.trajectory.samples import Rows
 
 REWARD_RULES: dict[str, Rule] = {

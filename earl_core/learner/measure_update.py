@@ -15,7 +15,7 @@ from earl_core.learner import memory
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.selector.profile_planner import GENERATED_SHARE, MICROBATCHES, WINDOW_SECONDS
-from earl_core.system.processes import give_back_free_memory, private_peak_bytes
+from earl_core.system.memory import give_back_free_memory, private_peak_bytes
 from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.schema import SAMPLE_BITS
 

@@ -8,9 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
-from earl_core.system import fault_points, out_of_memory
-from earl_core.system.cgroups import memory_in_use, memory_limit
-from earl_core.system.processes import give_back_free_memory, reset_peaks, resident_peak_bytes
+from earl_core.system import fault_points, memory
+from earl_core.system.memory import (
+    give_back_free_memory,
+    memory_in_use,
+    memory_limit,
+    reset_peaks,
+    resident_peak_bytes,
+)
 
 _ADVICE = (
     "lower update.max_tokens_per_microbatch, set update.activation_checkpointing, or give the "
@@ -26,7 +31,7 @@ def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int)
     """
     doing = f"microbatch {number} of {count} of '{stage}', {tokens:,} tokens,"
     numbers = {"microbatch": number, "microbatches": count, "tokens": tokens}
-    with out_of_memory.guarded(stage, doing, _ADVICE, **numbers):
+    with memory.guarded(stage, doing, _ADVICE, **numbers):
         fault_points.point(f"{stage}.microbatch{number}", iteration)
         yield
 
@@ -38,7 +43,7 @@ def guarded(stage: str) -> Iterator[None]:
     back to the host where it is scarce, because other stages may need it.
     """
     try:
-        with out_of_memory.guarded(stage, f"'{stage}', outside of its microbatches,", _ADVICE):
+        with memory.guarded(stage, f"'{stage}', outside of its microbatches,", _ADVICE):
             yield
     finally:
         _give_back_what_is_scarce()

@@ -34,11 +34,6 @@ class ParallelModel:
     module: PolicyModule
     mesh: UpdateMesh
 
-    @property
-    def sharded(self) -> bool:
-        """Whether forward and backward passes wait for ranks that have other samples."""
-        return isinstance(self.module, FSDPModule)
-
     def begin_microbatch(self, *, last: bool) -> None:
         """Call it before each microbatch: copies of the model exchange sums in the last only."""
         if isinstance(self.module, FSDPModule) and self.mesh.deployment.replicas > 1:

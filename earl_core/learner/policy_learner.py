@@ -18,27 +18,19 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
-from earl_core.learner.data.packing import (
-    Minibatch,
-    TrainingSample,
-    episodes_on_several,
-    plan_shared,
-    sample_table,
-    split_table,
-)
+from earl_core.learner.data.packing import TrainingSample, plan_shared
+from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
 from earl_core.learner.head import EntropyMode
-from earl_core.learner.microbatch_loss import Algorithm
-from earl_core.learner.microbatch_prefetch import FedMicrobatch, Feed
+from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
 from earl_core.learner.model import load_policy
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.state.checkpoint import read_training_state, write_training_state
 from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
-from earl_core.learner.update_metrics import UpdateMetrics
 from earl_core.pretrained.huggingface import Accelerator, AcceleratorState, PreTrainedModel
 from earl_core.pretrained.model_directory import load_tokenizer
-from earl_core.system.processes import keep_freed_memory
+from earl_core.system.memory import keep_freed_memory
 from earl_core.tensors.collectives import Ranks
 
 StepHook = Callable[[int], None]
@@ -264,10 +256,13 @@ class PolicyLearner:
     def _levelled(self, plans: Sequence[Sequence[object]]) -> list[int]:
         """How many microbatches this rank goes through for each plan, so that no other waits."""
         counts = [len(plan) for plan in plans]
-        if self.parallel.sharded:
+        if not self._others_wait:
+            return counts
+        if self.mesh.group("parameters") is not None:
+            # Forward and backward passes wait for ranks that have other samples.
             return self._ranks.most(counts)
         # Without shards the ranks meet after the last microbatch; gradients must be there then.
-        return [max(1, count) for count in counts] if self._others_wait else counts
+        return [max(1, count) for count in counts]
 
     def _microbatches(
         self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[int]], count: int

@@ -6,6 +6,7 @@ dirty state reloads what was last restored or saved before anything else; one th
 update but could not save it only saves.
 
 All methods are collective: every rank of the group gets the same call and goes through it alike.
+`ModelWorker` is what it shares with the `reference` worker: a mesh, a reader, a learner.
 """
 
 from __future__ import annotations
@@ -13,23 +14,38 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 import xxhash
+from transformers.utils import logging as transformers_logging
 
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.config import ConfigError, RunConfig
+from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.dispatch.shards.manifest import parse_manifest
-from earl_core.learner.data.samples import TRAINED, by_minibatch, training_samples
+from earl_core.learner.data.samples import (
+    TRAINED,
+    RankReader,
+    RowCost,
+    Split,
+    by_minibatch,
+    training_samples,
+)
 from earl_core.learner.measure_update import measure_training
-from earl_core.learner.memory import guarded
-from earl_core.learner.model_worker import ModelWorker, update_settings
+from earl_core.learner.memory import Parking, guarded
+from earl_core.learner.parallel.mesh import create_mesh, leave_world
+from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.reshard import reshard
+from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
 from earl_core.tensors.collectives import Ranks
@@ -39,6 +55,106 @@ from earl_core.weights.manifest import config_digest
 from earl_core.weights.publish import digest_of, publish
 
 logger = logging.getLogger(__name__)
+
+
+class ModelWorker(RunWorker):
+    """One rank of a group that holds the model."""
+
+    stage: ClassVar[str]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._mesh = create_mesh(self._deployment, self._peers.memories(self._hosts))
+        self._ranks = Ranks(self._mesh)
+        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._config))
+        with guarded(self.stage):
+            self._learner = self._build_learner()
+        self._parking = Parking()
+
+    def close(self) -> None:
+        """Disconnect from the other ranks."""
+        self._mesh.close()
+        leave_world()
+
+    def offload(self) -> dict[str, Any]:
+        """Give the device's memory back between stages; without a GPU it does nothing."""
+        weights = [each.tensor for each in slices_of(self._learner.named_weights())]
+        states = [t for entry in self._learner.optimizer.state.values() for t in entry.values()]
+        return {"bytes": self._parking.give([*weights, *states])}
+
+    def reload(self) -> dict[str, Any]:
+        """Take it again, before anything else is called."""
+        self._parking.take()
+        return {}
+
+    def _open(
+        self, manifests: list[dict[str, Any]], columns: Sequence[str], split: Split | None = None
+    ) -> Batch:
+        """This rank's rows of the last manifest; see `RankReader.open`. An error is everyone's."""
+        parsed = [parse_manifest(manifest) for manifest in manifests]
+        return self._ranks.do(lambda: self._reader.open(parsed, self._mesh, columns, split))
+
+    def _publish_scores(
+        self, batch: Batch, schema: pa.Schema, on_progress: Callable[[int, int], None] | None = None
+    ) -> ShardEntry:
+        """The model's log-probs of the batch's trained tokens as a completed shard.
+
+        schema: `sample_id` and one token column, which is scored in place, so that nothing is
+        copied. Raises `PoolFull` when the shard does not fit.
+        """
+        (name,) = (name for name in schema.names if name != "sample_id")
+        samples, store = training_samples(batch), self._reader.reads.store
+        with store.create(
+            stage=self.stage,
+            iteration=self._context.iteration or 0,
+            rank=self._context.rank,
+            schema=schema,
+            rows=len(samples),
+            lengths={name: np.array([len(sample.tokens) for sample in samples], dtype=np.int64)},
+        ) as writer:
+            writer.values("sample_id")[:] = batch.rows
+            self._learner.score(samples, on_progress, writer.rows(name))
+            return store.complete(writer.seal())
+
+    def _build_learner(self) -> PolicyLearner:
+        """A learner as the deployment says, on this rank of the mesh."""
+        transformers_logging.disable_progress_bar()
+        config, deployment = self._config, self._deployment
+        return PolicyLearner(
+            config.model,
+            update_settings(config, deployment),
+            config.algorithm,
+            temperature=config.rollout.temperature,
+            iterations=config.iterations,
+            seed=config.seed,
+            mesh=self._mesh,
+            logits_chunk_tokens=deployment.logits_chunk_tokens or None,
+            offload_optimizer=deployment.offload_optimizer,
+        )
+
+    def _report(self, done: int, samples: int) -> None:
+        if self._context.rank == 0:
+            self._context.report({"samples_done": done, "samples": samples})
+
+
+def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateConfig:
+    """The run's settings of the update, with those that the deployment decides."""
+    return config.update.model_copy(
+        update={
+            "threads": deployment.threads,
+            "activation_checkpointing": deployment.activation_checkpointing,
+            "max_tokens_per_microbatch": deployment.max_tokens_per_microbatch
+            or config.update.max_tokens_per_microbatch,
+        }
+    )
+
+
+def _row_cost(config: RunConfig) -> RowCost:
+    try:
+        return RowCost.of(read_model_shape(Path(config.model.path)))
+    except ConfigError:
+        # A model whose numbers have other names is balanced by tokens.
+        return RowCost()
 
 
 class LearnerWorker(ModelWorker):
@@ -138,6 +254,7 @@ class LearnerWorker(ModelWorker):
         self._parking.take()
         moved = reshard(self._learner, wanted, update_settings(self._config, wanted))
         self._deployment, self._mesh = wanted, self._learner.mesh
+        self._ranks = Ranks(self._mesh)
         return {"policy_version": self._version, **moved}
 
     @guarded("update")
@@ -231,7 +348,7 @@ class LearnerWorker(ModelWorker):
         if self._mesh.deployment.ranks == 1:
             return digest
         own = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.int64)
-        every = [table.tolist() for table in Ranks(self._mesh).gather(own)]
+        every = [table.tolist() for table in self._ranks.gather(own)]
         return xxhash.xxh3_128_hexdigest(json.dumps(every).encode())
 
     def _save(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
@@ -243,4 +360,4 @@ class LearnerWorker(ModelWorker):
 
     def _point(self, name: str, iteration: int) -> None:
         """A fault point whose error is everyone's, as errors inside of what follows it are."""
-        Ranks(self._mesh).do(lambda: fault_points.point(name, iteration))
+        self._ranks.do(lambda: fault_points.point(name, iteration))

@@ -16,8 +16,7 @@ from earl_core.config import RunConfig
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.system.errors import Cancelled
-from earl_core.system.out_of_memory import guarded
-from earl_core.system.processes import give_back_free_memory, private_peak_bytes, reset_peaks
+from earl_core.system.memory import give_back_free_memory, guarded, private_peak_bytes, reset_peaks
 
 _FIRST_ID = 2**61
 """Sequence ids of synthetic prompts; no episode gets that far."""

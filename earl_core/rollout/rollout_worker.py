@@ -20,23 +20,25 @@ from earl_core.environments.base import Message
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.agent_loop import play
+from earl_core.rollout.agent_loop import PlaySettings, play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
-from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import ContextOverflow, EngineLost, WeightSyncError
-from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
-from earl_core.rollout.rollout_stats import RolloutStats
-from earl_core.run.shards import run_store
+from earl_core.rollout.rollout_stats import LoadMeter, RolloutStats
+from earl_core.run.stores import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import Cancelled
-from earl_core.system.out_of_memory import OutOfMemory, guarded
-from earl_core.system.processes import give_back_free_memory, reset_peaks, resident_peak_bytes
-from earl_core.system.seeds import derive_seed
-from earl_core.trajectory.samples import Episode, rollout_rows
+from earl_core.system.memory import (
+    OutOfMemory,
+    give_back_free_memory,
+    guarded,
+    reset_peaks,
+    resident_peak_bytes,
+)
+from earl_core.trajectory.samples import Episode, EpisodeSpec, derive_seed, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.manifest import WeightsManifest
 

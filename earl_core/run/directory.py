@@ -26,6 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.config import ConfigError, RunConfig, dump_config
+from earl_core.config.run import look_up
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -37,11 +38,9 @@ from earl_core.run.checkpoints import (
     remove_leftovers,
     stable_checkpoints,
 )
-from earl_core.run.host_store import HostStores
-from earl_core.run.journal import Journal
-from earl_core.run.keys import look_up
 from earl_core.run.lock import RunLock
 from earl_core.run.record import (
+    Journal,
     RunDamaged,
     changed_settings,
     check_not_copied,
@@ -51,10 +50,9 @@ from earl_core.run.record import (
     settings_of,
     write_record,
 )
-from earl_core.run.shards import claim, run_spill, run_store
+from earl_core.run.stores import HostStores, claim, run_spill, run_store
 from earl_core.secrets import redact
-from earl_core.system.files import make_directory, write_atomic
-from earl_core.system.locks import FileLock
+from earl_core.system.files import FileLock, make_directory, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +215,8 @@ class RunDirectory:
         Checksums are verified once per attempt for what an earlier attempt wrote. A shard that
         shared memory lost comes back from the spill, if the run has one.
         """
+        if not self.stage_path(iteration, stage).exists():
+            return None
         try:
             manifest = self.manifest(iteration, stage)
             if manifest.key != key:
@@ -224,8 +224,7 @@ class RunDirectory:
             for entry in manifest.shards:
                 self._check_shard(entry, checksum=manifest.digest not in self._verified)
         except (ManifestError, SpillError) as error:
-            if self.stage_path(iteration, stage).exists():
-                self.note(iteration, stage, f"not usable: {error}")
+            self.note(iteration, stage, f"not usable: {error}")
             return None
         if manifest.digest not in self._verified:
             # What the last attempt did not get to copying; there already, it costs a look.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from earl_core.config import ConfigError
 from earl_core.system.errors import InUse
-from earl_core.system.locks import FileLock, is_held
+from earl_core.system.files import FileLock, is_held
 from earl_core.system.processes import start_time
 
 

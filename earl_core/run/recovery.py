@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from earl_core.run.checkpoints import stable_checkpoints, verify_checkpoint
-from earl_core.run.journal import Journal
 from earl_core.run.lock import RunLock
+from earl_core.run.record import Journal
 from earl_core.system.files import make_directory, sync, write_atomic
 from earl_core.tensors.errors import CheckpointError
 

@@ -11,8 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from earl_core.secrets.detection import is_reference
-from earl_core.secrets.redactor import learn
+from earl_core.secrets.redactor import is_reference, learn
 from earl_core.system.errors import ConfigError
 
 _LARGEST = 1 << 16

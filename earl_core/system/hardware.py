@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from earl_core.system.cgroups import memory_limit
+from earl_core.system.memory import memory_limit
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,6 @@ class HostResources:
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
     gpu_name: str = ""
-
-    @property
-    def gpu_indices(self) -> tuple[int, ...]:
-        return tuple(range(self.first_gpu, self.first_gpu + self.gpus))
 
     def part(self, number: int, parts: int) -> HostResources:
         """One of equal parts."""

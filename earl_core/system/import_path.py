@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,6 @@ def prepare() -> None:
             )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-
-
-def child_path(environment: Mapping[str, str]) -> str:
-    """The PYTHONPATH with which `python -P -m` finds this code first; the rest as it was.
-
-    -P keeps the working directory from coming before everything.
-    """
-    known = environment.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([str(_ROOT), *(e for e in known if e not in ("", str(_ROOT)))])
 
 
 def import_object(path: str, what: str) -> Any:

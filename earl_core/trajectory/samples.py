@@ -1,7 +1,11 @@
-"""From played turns to samples, and from samples to the rows of a shard."""
+"""From played turns to samples, from samples to the rows of a shard; and the seeds of their draws.
+
+Every random draw of a run is keyed by what it is for, never by what ran before it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,3 +150,33 @@ def rollout_rows(episodes: Iterable[Episode]) -> Rows:
     lists = {name: [getattr(sample, name) for _, _, sample in rows] for name in names}
     lengths = {name: np.array([len(row) for row in lists[name]], np.int64) for name in names}
     return Rows({**scalars, **lists}, lengths, strings)
+
+
+SEED_BITS = 63
+"""Seeds fit a signed 64-bit integer."""
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) from what a draw is for: (run seed, iteration, stage, episode, turn).
+
+    The same parts give the same seed in every process and on every machine; different parts, or
+    the same in another order, give independent ones (BLAKE2b, RFC 7693).
+    """
+    # JSON keeps the parts apart: 1 from "1", and ("a", "b") from ("ab",).
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """Which episode to play. `seed` keys all its draws: the environment's and each turn's."""
+
+    episode_id: int
+    group_id: int
+    prompt_id: int
+    seed: int
+
+    @property
+    def environment_seed(self) -> int:
+        """Seed of what the environment draws after its starting state."""
+        return derive_seed(self.seed, "environment")

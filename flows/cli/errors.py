@@ -19,17 +19,17 @@ from earl_core.cluster.errors import WorkerCallFailed, WorkerError
 from earl_core.config import RunConfig
 from earl_core.system.errors import EarlError
 from flows.cli.curve import Series, draw
-from flows.cli.results import (
+from flows.cli.serving import evaluations_of, iterations_of, tracking_uri
+from flows.cli.shards import shards_command
+from flows.cli.tables import (
     Line,
     evaluation_table,
     iteration_table,
     mean_return,
     outcome_names,
     outcome_shares,
+    signed,
 )
-from flows.cli.serving import evaluations_of, iterations_of, tracking_uri
-from flows.cli.shards import shards_command
-from flows.cli.tables import signed
 from flows.server import Server
 
 _TAIL_LINES = 12

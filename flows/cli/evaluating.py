@@ -8,8 +8,7 @@ from rich.console import Console
 
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.run.record import stored_config
-from flows.cli.display import make_display
-from flows.cli.flow_command import FlowCommand
+from flows.cli.flow_command import FlowCommand, make_display
 from flows.cli.serving import find_run
 from flows.cli.tables import duration, make_console, rows_table
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.dispatch import read_manifest
-from earl_core.run.journal import read_lines
+from earl_core.run.record import read_lines
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.explain import (
     PlannedLoad,

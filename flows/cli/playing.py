@@ -20,7 +20,7 @@ from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.environments.games.board_game import MARKS, BoardGame
 from earl_core.environments.registry import create
 from earl_core.system.errors import ConfigError
-from earl_core.system.seeds import derive_seed
+from earl_core.trajectory.samples import derive_seed
 from flows.cli.board import show
 from flows.cli.tables import make_console
 

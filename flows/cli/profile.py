@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from earl_core.config import load_config
-from flows.cli.display import make_display
-from flows.cli.flow_command import FlowCommand
+from flows.cli.flow_command import FlowCommand, make_display
 from flows.cli.plan import parse_contexts
 from flows.cli.tables import duration, make_console, rows_table
 

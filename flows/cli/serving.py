@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from earl_core.dispatch import ManifestError, read_manifest
-from earl_core.run.journal import read_lines
-from earl_core.run.record import RunDamaged, read_record
+from earl_core.run.record import RunDamaged, read_lines, read_record
 from earl_core.system.errors import ConfigError
 from flows import server
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
-from flows.cli.results import Line
+from flows.cli.tables import Line
 from flows.reaper import keep_reconciled
 from flows.server_access import STANDING, is_mine, read_access
 

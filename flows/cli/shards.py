@@ -16,7 +16,7 @@ from earl_core.dispatch import Manifest, read_manifest
 from earl_core.dispatch.shards.manifest import ManifestError
 from earl_core.dispatch.shards.shard import open_batch
 from earl_core.run.record import config_of_run
-from earl_core.run.shards import StoreState, list_stores, run_store, sweep
+from earl_core.run.stores import StoreState, list_stores, run_store, sweep
 from earl_core.system.errors import ConfigError
 from flows.cli.serving import find_run
 from flows.cli.tables import duration, make_console, rows_table

@@ -15,9 +15,8 @@ from earl_core.run.recovery import INITIAL, go_back
 from earl_core.system.errors import EarlError
 from earl_core.system.import_path import installed
 from flows.cli.checks import configuration
-from flows.cli.display import make_display
 from flows.cli.errors import exit_code, print_ending, shell_name
-from flows.cli.flow_command import FlowCommand
+from flows.cli.flow_command import FlowCommand, make_display
 from flows.cli.serving import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, resolved_table
 

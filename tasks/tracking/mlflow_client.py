@@ -22,9 +22,8 @@ from earl_core.config import RunConfig
 from earl_core.deployment.shapes import Hardware
 from earl_core.run.record import flat
 from earl_core.secrets import learn_url, redact, redact_tree, resolve
-from earl_core.system.files import refuse_network
+from earl_core.system.files import FileLock, refuse_network
 from earl_core.system.import_path import installed
-from earl_core.system.locks import FileLock
 from tasks.tracking.traces import EpisodeTrace
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from benchmarks.harness import Report, parser, publish
 from benchmarks.iterations import covered, read_iterations
 from benchmarks.process_tree import CommandFailed, MeasuredCommand
 from benchmarks.rollout_requests import Recording
-from earl_core.run.journal import Journal, read_lines
+from earl_core.run.record import Journal, read_lines
 
 
 def report() -> Report:

@@ -16,8 +16,8 @@ from rich.console import Console
 from earl_core.config import RunConfig, load_config
 from flows.cli.board import find_board
 from flows.cli.curve import HEIGHT, WIDTH, Series, draw
-from flows.cli.display import LiveDisplay, PlainDisplay, make_display
 from flows.cli.errors import next_commands
+from flows.cli.flow_command import LiveDisplay, PlainDisplay, make_display
 from flows.cli.tables import duration
 from tests.cli.conftest import CONFIG
 

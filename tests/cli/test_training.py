@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from earl_core.run.shards import list_stores
+from earl_core.run.stores import list_stores
 from tests.cli.conftest import CONFIG, Earl
 
 Done = subprocess.CompletedProcess[str]

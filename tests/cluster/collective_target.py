@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.rank_process import WorkerContext
 from earl_core.learner.parallel.world import join_world
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.rank_process import WorkerContext
 
 
 class EngineTarget:

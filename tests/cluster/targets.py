@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.rank_process import WorkerContext
 
 SLEEPER = "import time\nwhile True: time.sleep(1)"
 STUBBORN = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER

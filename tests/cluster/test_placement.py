@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.cluster.placement import (
+from earl_core.cluster.stage_deployment import (
     PLACED,
     PLACEMENTS,
     Assignment,
     HostResources,
+    StageDeployment,
 )
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 
 COLOCATED, SEPARATE = PLACEMENTS["colocated"], PLACEMENTS["separate"]
@@ -93,7 +93,7 @@ def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expe
     core = max(os.sched_getaffinity(0))
     group = WorkerGroup(
         "placed",
-        "earl_core.cluster.placement:build",
+        "earl_core.cluster.stage_deployment:build",
         log_directory=tmp_path,
         environment={"CUDA_VISIBLE_DEVICES": visible} if visible else {},
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import WorkerCallFailed
+from earl_core.cluster.rank_process import WorkerContext
 from earl_core.secrets import resolve
 from tests.cluster.conftest import MakeGroup
 

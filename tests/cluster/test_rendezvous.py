@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.rank_process import WorkerContext
 from tests.cluster.conftest import MakeGroup
 from tests.listeners import listeners
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from earl_core.config import ConfigError, RunConfig, load_config, parse_config
+from earl_core.config.run import stage_key
 from earl_core.config.table import resolved_rows
-from earl_core.run.keys import stage_key
 from tests.config.test_config import with_
 
 CONFIGS = Path(__file__).parents[2] / "earl_core" / "recipes"

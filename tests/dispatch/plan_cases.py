@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from earl_core.dispatch.reads.batch import sample_ids
 from earl_core.dispatch.reads.plan import Layout
-from earl_core.dispatch.reads.sources import sample_ids
 from earl_core.dispatch.shards.manifest import ColumnRange, Manifest, ShardEntry
 
 HOSTS = ("alder", "birch", "cedar", "douglas")

@@ -18,8 +18,8 @@ from earl_core.dispatch import (
     ShardEntry,
     ShardStore,
 )
-from earl_core.dispatch.shards.checksums import BLOCK_BYTES, verify_blocks
 from earl_core.dispatch.shards.manifest import read_manifest, write_manifest
+from earl_core.dispatch.shards.shard import BLOCK_BYTES, verify_blocks
 from tests.dispatch.episodes import episode, manifest_of, publish, write
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from earl_core.dispatch import Batch, Manifest, PoolFull, ShardEntry, ShardStore
 from earl_core.dispatch.spill.spiller import Spiller
-from earl_core.run.journal import read_lines
+from earl_core.run.record import read_lines
 from tests.dispatch.soak import WORKERS, Board, Moment, config_in, control, produce, values_of
 from tests.dispatch.spilled import UID
 

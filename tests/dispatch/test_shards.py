@@ -21,7 +21,7 @@ from earl_core.dispatch import (
     PoolFull,
     ShardStore,
 )
-from earl_core.dispatch.shards.checksums import BLOCK_BYTES
+from earl_core.dispatch.shards.shard import BLOCK_BYTES
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA
 from tests.columns import Columns, list_column, write_columns
 from tests.dispatch.episodes import begin, episode, fill, manifest_of, publish, write

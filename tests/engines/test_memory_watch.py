@@ -13,7 +13,7 @@ from earl_core.config.rollout import VllmConfig
 from earl_core.rollout.engines import memory_watch
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.errors import ContextOverflow
-from earl_core.system.out_of_memory import OutOfMemory
+from earl_core.system.memory import OutOfMemory
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of
 
@@ -110,9 +110,9 @@ def test_vllm_without_room_for_one_sequence_is_out_of_memory(
 def test_a_vllm_engine_built_too_short_is_outgrown(tmp_path: Path) -> None:
     """The engine says where its context ended; the agent loop knows that the model goes on."""
     pytest.importorskip("vllm")
-    from earl_core.rollout.agent_loop import play
+    from earl_core.rollout.agent_loop import PlaySettings, play
     from earl_core.rollout.engines.vllm_engine import VllmEngine
-    from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
+    from earl_core.trajectory.samples import EpisodeSpec
     from tests.rollout.scripted import ScriptedEnvironments
     from tests.rollout.test_agent_loop import CHAT
 

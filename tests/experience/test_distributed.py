@@ -15,22 +15,17 @@ from hypothesis import strategies as st
 
 from earl_core.algorithms.advantage_batch import filter_episodes
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from earl_core.algorithms.moments import RankStatistics, merge_statistics
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.rpc import merge_results
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.experience.advantage import (
-    ADVANTAGE_RULES,
-    RankStatistics,
-    advantage_rows,
-    advantage_statistics,
-    merge_statistics,
-)
+from earl_core.experience.advantage import ADVANTAGE_RULES, advantage_rows, advantage_statistics
 from earl_core.experience.reward import REWARD_RULES
 from earl_core.run import RunDirectory
-from earl_core.run.shards import run_store
+from earl_core.run.stores import run_store
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows
 from earl_core.trajectory.schema import (
@@ -221,6 +216,8 @@ def test_any_split_gives_what_one_place_gives(
                 merge_statistics(sent)
             return
         merged = RankStatistics.model_validate(merge_statistics(sent))
+        groups = {episode.group_id for episode in episodes if not episode.failed}
+        assert merged.groups == (len(groups) if whole else None)
         results = in_every_rank(lambda own: advantage_rows(own, algorithm, merged))
         found: dict[int, np.ndarray] = {}
         for trained, _, _ in results:
@@ -243,7 +240,7 @@ def test_ranks_tell_each_other_moments_of_the_batch_alone() -> None:
             with Batch(store, manifests) as batch:
                 algorithm = AlgorithmConfig(advantage={"name": name})
                 sent[name] = advantage_statistics(batch, algorithm).model_dump()
-    assert sent["grpo"] == {"episodes": 4, "batch": None}
+    assert sent["grpo"] == {"episodes": 4, "batch": None, "groups": 2}
     assert set(sent["reinforce_plus_plus"]["batch"]) == {"count", "mean", "m2"}
 
 

@@ -9,14 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from earl_core.algorithms.moments import RankStatistics, merge_statistics
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch, Manifest, ShardStore
-from earl_core.experience.advantage import (
-    RankStatistics,
-    advantage_rows,
-    advantage_statistics,
-    merge_statistics,
-)
+from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows

@@ -26,9 +26,9 @@ from typing import Any
 
 import accelerate.utils.environment
 
-from earl_core.cluster.context import WorkerContext
 from earl_core.cluster.errors import Raised, Where, WorkerCallFailed
-from earl_core.cluster.rank_handle import MemoryUse
+from earl_core.cluster.host import MemoryUse
+from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.rpc import Json, Progress
 from earl_core.config import load_config
 from earl_core.run.recovery import go_back

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from earl_core.run.journal import read_lines
+from earl_core.run.record import read_lines
 from tests.learnt import SMALLEST_CHANGE, assert_learnt, largest_change, weights_in
 
 REPOSITORY = Path(__file__).parents[2]

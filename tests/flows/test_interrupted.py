@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from earl_core.algorithms.moments import merge_statistics
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.control.worker_groups import TARGETS
-from earl_core.experience.advantage import merge_statistics
 from tests.flows.runs import KILLED, Runs
 from tests.flows.server import ask, flow_runs
 

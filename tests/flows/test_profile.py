@@ -25,7 +25,7 @@ from earl_core.selector.profile.profile_table import (
     read_table,
     write_table,
 )
-from earl_core.system.out_of_memory import OutOfMemory
+from earl_core.system.memory import OutOfMemory
 from tasks.measure import fingerprint_of, profile_of
 from tests.flows.runs import REPOSITORY, Runs
 

@@ -16,10 +16,10 @@ from earl_core.control.failure_diagnosis import ReplicasLost, diagnose
 from earl_core.control.policy_player import newest_engine
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.rollout.errors import ContextOverflow, EngineLost, RolloutFailed, WeightSyncError
-from earl_core.run.journal import Journal, read_lines
+from earl_core.run.record import Journal, read_lines
 from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import ConfigError
-from earl_core.system.out_of_memory import OutOfMemory
+from earl_core.system.memory import OutOfMemory
 from tests.cgroup import memory_cgroup
 from tests.flows.runs import KILLED, Runs
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness import REPOSITORY
+from benchmarks.two_hosts import TwoHosts
 from earl_core.run.episodes import read_episodes
-from tests.hosts.conftest import REPOSITORY, TwoHosts
 
 ITERATIONS = 3
 SETTINGS = {

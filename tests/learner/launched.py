@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.rendezvous import LISTENER, bind_listener, meeting_variables, rank_variables
+from earl_core.cluster.host import bind_listener, meeting_variables, rank_variables
+from earl_core.cluster.supervisor import LISTENER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

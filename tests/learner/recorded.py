@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from earl_core.learner.update_worker import LearnerWorker
 from earl_core.run.record import write_record
-from earl_core.run.shards import run_store
+from earl_core.run.stores import run_store
 from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REFERENCE_SCHEMA, ROLLOUT_SCHEMA
 from tests.columns import list_column, write_columns

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from earl_core.learner import microbatch_prefetch as feed_module
+from earl_core.learner import microbatches as feed_module
 from earl_core.learner.data.packing import (
     PackedMicrobatch,
     TrainingSample,
     pack,
     plan_microbatches,
 )
-from earl_core.learner.microbatch_prefetch import FedMicrobatch, Feed
+from earl_core.learner.microbatches import FedMicrobatch, Feed
 from earl_core.learner.staging import Staging
 from tests.learner.helpers import random_samples
 

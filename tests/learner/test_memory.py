@@ -9,8 +9,7 @@ import torch
 from earl_core.learner import memory
 from earl_core.learner.model import LOGITS_PER_CHUNK
 from earl_core.selector.model.memory_model import LOGITS_AT_A_TIME
-from earl_core.system.out_of_memory import OutOfMemory
-from earl_core.system.processes import give_back_free_memory
+from earl_core.system.memory import OutOfMemory, give_back_free_memory
 
 
 def refuse_on_the_cpu() -> None:

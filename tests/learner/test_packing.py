@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.learner.data.packing import (
-    Minibatch,
-    TrainingSample,
-    pack,
-    plan_microbatches,
-    sample_table,
-    split_table,
-)
+from earl_core.learner.data.packing import TrainingSample, pack, plan_microbatches
+from earl_core.learner.data.samples import Minibatch, sample_table, split_table
 from tests.learner.helpers import random_samples
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)

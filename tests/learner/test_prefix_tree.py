@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.data.packing import TrainingSample, pack, plan_shared
-from earl_core.learner.data.prefix_tree import build_tree
+from earl_core.learner.data.packing import TrainingSample, build_tree, pack, plan_shared
 from earl_core.learner.model import PackedTensors, load_policy, logprobs_of_trained
 from tests.learner.helpers import save_model
 

@@ -22,7 +22,7 @@ from earl_core.learner.data.samples import (
     training_samples,
 )
 from earl_core.learner.parallel.mesh import UpdateMesh
-from earl_core.run.reads import PlanReads
+from earl_core.run.worker import PlanReads
 from earl_core.system.processes import host_name
 from tests.learner.cuts import mesh_of
 from tests.learner.recorded import Recorded

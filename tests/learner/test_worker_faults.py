@@ -13,7 +13,7 @@ import pytest
 from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost
 from earl_core.cluster.rpc import same_results
 from earl_core.cluster.worker_group import WorkerGroup
-from earl_core.system.out_of_memory import OutOfMemory
+from earl_core.system.memory import OutOfMemory
 from tests.cluster.conftest import gone_within
 from tests.learner.recorded import Recorded
 from tests.learnt import assert_learnt, weights_in

@@ -9,18 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.environments.base import EnvironmentFailed, StepResult
-from earl_core.rollout.agent_loop import play
+from earl_core.rollout.agent_loop import PlaySettings, play
 from earl_core.rollout.chat import ChatTokenizer
-from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
-from earl_core.rollout.load_meter import LoadMeter
 from earl_core.rollout.rollout_stats import (
+    LoadMeter,
     RolloutStats,
     example,
     rollout_metrics,
     selector_statistics,
 )
-from earl_core.trajectory.samples import FAILED_REASONS, Episode, rollout_rows
+from earl_core.trajectory.samples import FAILED_REASONS, Episode, EpisodeSpec, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer

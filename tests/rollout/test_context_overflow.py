@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.worker_group import WorkerGroup
-from earl_core.rollout.agent_loop import play
+from earl_core.rollout.agent_loop import PlaySettings, play
 from earl_core.rollout.engines.slot_cache import SlotCache
-from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, RolloutFailed
 from earl_core.rollout.rollout_worker import RolloutWorker
-from earl_core.system.out_of_memory import OutOfMemory
+from earl_core.system.memory import OutOfMemory
 from earl_core.trajectory.samples import Episode
 from tests.rollout.chat_models import tiny_model
 from tests.rollout.scripted import ScriptedEngine, ScriptedEnvironments

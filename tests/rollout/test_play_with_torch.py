@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from earl_core.environments.base import Environment, Message, StepResult
 from earl_core.environments.registry import create
-from earl_core.rollout.agent_loop import play
+from earl_core.rollout.agent_loop import PlaySettings, play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.torch_engine import TorchEngine
-from earl_core.rollout.episode_player import EpisodeSpec, PlaySettings
-from earl_core.trajectory.samples import Episode, rollout_rows
+from earl_core.trajectory.samples import Episode, EpisodeSpec, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
 from tests.rollout.chat_models import CHATML, char_tokenizer, tiny_model

@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.system.seeds import derive_seed
+from earl_core.trajectory.samples import derive_seed
 
 
 def test_known_value_on_every_machine() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from earl_core.cluster.context import WorkerContext
+from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError
 from earl_core.rollout.errors import RolloutFailed
@@ -29,7 +29,7 @@ from earl_core.rollout.rollout_stats import (
 from earl_core.rollout.rollout_worker import HELD_OUT_PROMPTS, RolloutWorker
 from earl_core.run.record import write_record
 from earl_core.system.errors import Cancelled
-from earl_core.system.seeds import derive_seed
+from earl_core.trajectory.samples import derive_seed
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish

@@ -12,8 +12,14 @@ import pytest
 from earl_core.config import load_config
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import remove_leftovers
-from earl_core.run.journal import Journal, read_lines
-from earl_core.run.record import OtherFormat, RunDamaged, config_of_run, read_record
+from earl_core.run.record import (
+    Journal,
+    OtherFormat,
+    RunDamaged,
+    config_of_run,
+    read_lines,
+    read_record,
+)
 from earl_core.system.files import read_file, write_atomic
 from tests.durability.life import life_config
 from tests.run.test_run_directory import seal

@@ -19,9 +19,9 @@ from earl_core.dispatch import Manifest
 from earl_core.dispatch.segments.pool_directory import MARK
 from earl_core.run import RunDirectory, stage_key
 from earl_core.run.checkpoints import holding_checkpoint
-from earl_core.run.journal import read_lines
 from earl_core.run.lock import is_locked
-from earl_core.run.shards import list_stores, sweep, sweep_unneeded
+from earl_core.run.record import read_lines
+from earl_core.run.stores import list_stores, sweep, sweep_unneeded
 from earl_core.system.errors import InUse
 from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA

@@ -13,7 +13,7 @@ import pytest
 
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.run.checkpoints import MARKER, describe_state, verify_checkpoint
-from earl_core.run.journal import read_lines
+from earl_core.run.record import read_lines
 from earl_core.run.recovery import INITIAL, go_back, newest_whole, take_newest_whole
 from earl_core.tensors.errors import CheckpointError
 from tests.run.test_run_directory import config_in

@@ -10,7 +10,7 @@ import pytest
 
 from earl_core.config.services import DispatchConfig
 from earl_core.run import RunDirectory
-from earl_core.run.shards import sweep
+from earl_core.run.stores import sweep
 from earl_core.system import files as module
 from earl_core.system.errors import NotOurs
 from flows.cli.checks.shared_memory import check_shared_memory

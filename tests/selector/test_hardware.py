@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from earl_core.control.hardware import read_hardware
-from earl_core.system.cgroups import memory_in_use, memory_limit
+from earl_core.system.memory import memory_in_use, memory_limit
 from tests.cgroup import memory_cgroup
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -92,7 +92,7 @@ _INSIDE = """
 import os, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 from earl_core.control.hardware import read_hardware
-from earl_core.system.cgroups import memory_in_use
+from earl_core.system.memory import memory_in_use
 before = memory_in_use()
 held = bytearray(os.urandom(1)) * (64 << 20)
 print(read_hardware().memory_bytes, memory_in_use() - before)

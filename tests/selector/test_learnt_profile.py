@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.control.run_history import LearntProfile
+from earl_core.control.learnt_profile import LearntProfile
 from earl_core.deployment.shapes import Hardware
 from earl_core.selector.profile.observations import Observation
 from earl_core.selector.profile.profile_table import (
@@ -69,7 +69,7 @@ def test_a_run_outlives_a_profile_that_cannot_be_written(
     run, directory = Run(), tmp_path / "profiles"
     directory.write_bytes(b"")
     profile = learnt(run, directory)
-    with caplog.at_level(logging.WARNING, "earl_core.control.run_history"):
+    with caplog.at_level(logging.WARNING, "earl_core.control.learnt_profile"):
         for iteration in range(3):
             profile.share([seen(number) for number in range(iteration + 1)], HOST)
     (warning,) = caplog.messages
@@ -87,7 +87,7 @@ def test_a_run_outlives_a_profile_that_is_damaged_meanwhile(
 ) -> None:
     table_path(tmp_path, MARK).write_bytes(b"PAR1 nonsense")
     profile = learnt(Run(), tmp_path)
-    with caplog.at_level(logging.WARNING, "earl_core.control.run_history"):
+    with caplog.at_level(logging.WARNING, "earl_core.control.learnt_profile"):
         profile.share([seen(0)], HOST)
     assert "remove it to measure again" in caplog.text
     assert table_path(tmp_path, MARK).read_bytes() == b"PAR1 nonsense"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import write_manifest
-from earl_core.run.journal import Journal
+from earl_core.run.record import Journal
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput

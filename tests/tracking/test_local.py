@@ -13,10 +13,10 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from earl_core.config.run import STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import read_episodes
-from earl_core.run.keys import STAGES
 from earl_core.trajectory.samples import Episode, Sample
 from tests.kept import game
 from tests.tracking.conftest import Runs, finish, history, plan, until, warnings_in

@@ -34,7 +34,7 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.reads.sources import Sources, join
+from earl_core.dispatch.reads.batch import Sources, join
 from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
 
 MAX_EXCHANGES_PER_REPLICA = 2

@@ -1,6 +1,6 @@
 """How bytes of sealed shards reach other processes and hosts."""
 
 from earl_core.dispatch.remote.transport import Range, RemoteRead, TransportError
-from earl_core.dispatch.shards.checksums import Proof
+from earl_core.dispatch.shards.shard import Proof
 
 __all__ = ["Proof", "Range", "RemoteRead", "TransportError"]

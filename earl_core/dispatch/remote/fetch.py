@@ -8,16 +8,15 @@ from dataclasses import replace
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.reads.batch import Batch, Lease, abandon, open_shards
+from earl_core.dispatch.reads.batch import Batch, Lease, Sources, abandon, open_shards
 from earl_core.dispatch.reads.plan import DispatchPlan
-from earl_core.dispatch.reads.sources import Sources
 from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.remote.parts import Part, PartStore, cut_parts
 from earl_core.dispatch.remote.tcp import TcpTransport
 from earl_core.dispatch.remote.transport import Range, RemoteRead
 from earl_core.dispatch.segments.leases import Mapped
 from earl_core.dispatch.segments.segment import Segment
-from earl_core.dispatch.shards.checksums import Proof
+from earl_core.dispatch.shards.shard import Proof
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.system.processes import host_name
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from earl_core.dispatch.remote.transport import FILE_NAME, Range, TransportError, proof_for
 from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
-from earl_core.dispatch.shards.checksums import Proof, verify_blocks
 from earl_core.dispatch.shards.manifest import ManifestError
+from earl_core.dispatch.shards.shard import Proof, verify_blocks
 from earl_core.system.processes import host_name
 
 _MIN_BLOCK = 4096

@@ -24,7 +24,7 @@ from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.dispatch.segments.pool_directory import FETCH_LOCK, unlink_own
 from earl_core.dispatch.segments.segment import Segment
-from earl_core.system.locks import lock_bytes, unlock_bytes
+from earl_core.system.files import lock_bytes, unlock_bytes
 
 _PAUSES = (0.0005, 0.02)  # seconds between looks at a part that another rank receives
 

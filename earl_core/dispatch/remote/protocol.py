@@ -29,7 +29,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from earl_core.dispatch.remote.transport import Range, TransportError
-from earl_core.dispatch.shards.checksums import Proof
+from earl_core.dispatch.shards.shard import Proof
 from earl_core.system.frames import WireError
 
 MAX_VECTOR = 512

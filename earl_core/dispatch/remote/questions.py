@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.transport import Range, RemoteRead, proof_for
-from earl_core.dispatch.shards.checksums import Proof
+from earl_core.dispatch.shards.shard import Proof
 
 
 @dataclass

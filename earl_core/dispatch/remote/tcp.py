@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from earl_core.dispatch.remote.connection import Connection
 from earl_core.dispatch.remote.questions import Question, cut
 from earl_core.dispatch.remote.transport import RemoteRead, TransportError
-from earl_core.dispatch.shards.checksums import Proof
+from earl_core.dispatch.shards.shard import Proof
 from earl_core.system.processes import host_name
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()

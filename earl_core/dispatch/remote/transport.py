@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from earl_core.dispatch.shards.checksums import Proof
+from earl_core.dispatch.shards.shard import Proof
 from earl_core.system.errors import EarlError
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}-(\d{1,20})\.arrow")

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from earl_core.system.errors import NotOurs
-from earl_core.system.files import device_of, make_parent, read_file, write_atomic
-from earl_core.system.locks import FileLock
+from earl_core.system.files import FileLock, device_of, make_parent, read_file, write_atomic
 from earl_core.system.processes import ProcessId
 
 MARK = ".store.json"

@@ -12,9 +12,8 @@ import pyarrow as pa
 from earl_core.dispatch.segments.leases import Mapped, ShardMismatch, map_shared
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.dispatch.segments.pool_directory import is_sealed
-from earl_core.dispatch.shards.checksums import check_layout, table_bytes, verify_body
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
-from earl_core.dispatch.shards.shard import ShardWriter
+from earl_core.dispatch.shards.shard import ShardWriter, check_layout, table_bytes, verify_body
 from earl_core.dispatch.shards.skeleton import make_skeleton
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import check_user_directory, remove_when_empty

@@ -22,7 +22,7 @@ from typing import Any
 from earl_core.dispatch.segments.pool_directory import is_uid
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.spill.storage import SpillError
-from earl_core.system.import_path import child_path
+from earl_core.system.processes import child_path
 
 logger = logging.getLogger(__name__)
 

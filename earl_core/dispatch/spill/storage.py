@@ -23,8 +23,8 @@ from typing import Any
 
 from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool_directory import is_shard, is_uid
-from earl_core.dispatch.shards.checksums import verify_body
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
+from earl_core.dispatch.shards.shard import verify_body
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import EarlError
 from earl_core.system.files import private

@@ -2,7 +2,7 @@
 
 Samples of similar length share one batched call; right padding needs no mask there, because causal
 attention never looks to the right. Tokens that several samples begin with lie in the pack once
-(`prefix_tree`): the runs that continue them attend to them and to themselves. A context rank plans
+(`data.packing`): the runs that continue them attend to them and to themselves. A context rank plans
 for the runs it has, with the keys of all.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from earl_core.learner.attention.context_parallel import PackExchange
-from earl_core.learner.data.prefix_tree import PrefixTree, cut_tree, separate
+from earl_core.learner.data.packing import PrefixTree, cut_tree, separate
 
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512

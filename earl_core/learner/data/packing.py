@@ -1,22 +1,26 @@
-"""From samples to minibatches and packed microbatches. Pure functions over numpy arrays; no torch.
+"""From samples to packed microbatches that share prefixes: pure functions over numpy arrays.
 
-Minibatches say which samples each optimizer step sees. A microbatch is a flat sequence of whole
-samples. Nothing is padded and nothing is truncated: a sample, or an episode that must stay whole,
-that exceeds the budget gets a microbatch of its own. The only copy of a sample's tokens is the one
-into the pack; tokens that several of its samples begin with are in the pack once (`prefix_tree`).
+A microbatch is a flat sequence of whole samples. Nothing is padded and nothing is truncated: a
+sample, or an episode that must stay whole, that exceeds the budget gets a microbatch of its own.
+The only copy of a sample's tokens is the one into the pack.
+
+Tokens that several samples begin with are computed once. The episodes of a group start from one
+prompt, and all episodes of an environment from one instruction. A causal model gives equal prefixes
+equal hidden states, so a pack holds each shared stretch once, as a tree of runs; attention lets a
+run see its ancestors and itself, and gradients of all samples add up in the shared run. The result
+is that of separate samples, up to the order of floating-point sums. The idea is prefix-grouped
+training (arXiv 2506.05433), here for prefixes of any depth and any samples, not only the prompt of
+a group.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
-
-from earl_core.algorithms.aggregation import Totals
-from earl_core.learner.data.prefix_tree import LEAST_SHARED, PrefixTree, build_tree, sort_by_prefix
 
 Allocate = Callable[[int, str], np.ndarray]
 """(count, dtype) → an uninitialised one-dimensional array: where the pack's numbers go."""
@@ -251,64 +255,125 @@ def _trained_columns(
     return columns
 
 
+# A shared stretch shorter than this costs more in a run of its own than it saves.
+LEAST_SHARED = 32
+
+
 @dataclass(frozen=True)
-class Minibatch:
-    """The samples of one optimizer step.
+class TokenRun:
+    """A stretch of the pack that one or more samples have at the same place.
 
-    rows: indices into the update's samples, those of this rank. totals: its trained tokens, and
-    episodes with any, over all ranks. token_counts: trained tokens of each of its episodes over
-    all its samples.
+    start: its first token's place in the pack. length: its tokens. depth: tokens of its samples
+    before it, which is the position id of its first token. parent: index of the run that it
+    continues, -1 for the beginning of a sample.
     """
 
-    rows: tuple[int, ...]
-    totals: Totals
-    token_counts: dict[int, int]
+    start: int
+    length: int
+    depth: int
+    parent: int
 
 
-def sample_table(samples: Sequence[TrainingSample]) -> np.ndarray:
-    """What a split knows of samples, int64 [rows, 4]: sample, group, episode, trained tokens."""
-    rows = [
-        (each.sample_id, each.group_id, each.episode_id, np.count_nonzero(each.loss_mask))
-        for each in samples
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+@dataclass(frozen=True)
+class PrefixTree:
+    """Runs in pack order, parents before children, and for each sample the run that it ends in.
 
-
-def episodes_on_several(tables: Sequence[np.ndarray]) -> list[int]:
-    """Episodes with samples in more than one of the ranks' tables."""
-    found, ranks = np.unique(
-        np.concatenate([np.unique(table[:, 2]) for table in tables]), return_counts=True
-    )
-    return [int(episode) for episode in found[ranks > 1]]
-
-
-def split_table(
-    table: np.ndarray, own: range, count: int, *, seed: int, iteration: int, epoch: int
-) -> list[Minibatch]:
-    """Cut the samples into at most `count` minibatches of whole groups.
-
-    table: `sample_table` of all ranks' samples; own: which of its rows are this rank's.
-    Groups are put in an order hashed from (seed, iteration, epoch, group), so the split depends
-    on nothing else, least of all on which rank has which sample, and are dealt out in equal numbers
-    as far as possible. With fewer groups than `count` there are fewer minibatches. Rows keep their
-    order inside a minibatch; one without a trained token is left out.
+    last_run: -1 never occurs, because every sample has at least one token.
     """
-    _, group_ids, episode_ids, trained = table.T
-    groups, group_of_row = np.unique(group_ids, return_inverse=True)
 
-    def draw(index: int) -> tuple[int, int]:
-        text = f"minibatch|{seed}|{iteration}|{epoch}|{groups[index]}"
-        return xxhash.xxh3_64_intdigest(text.encode()), int(groups[index])
+    runs: tuple[TokenRun, ...]
+    last_run: tuple[int, ...]
 
-    order = sorted(range(len(groups)), key=draw)
-    minibatches = []
-    for part in np.array_split(np.array(order, dtype=np.int64), max(1, min(count, len(order)))):
-        rows = np.flatnonzero(np.isin(group_of_row, part))
-        episodes, episode_of_row = np.unique(episode_ids[rows], return_inverse=True)
-        sums = np.bincount(episode_of_row, weights=trained[rows], minlength=len(episodes))
-        counts = dict(zip(episodes.tolist(), sums.astype(np.int64).tolist(), strict=True))
-        if any(counts.values()):
-            mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
-            totals = Totals.from_token_counts(counts.values())
-            minibatches.append(Minibatch(tuple(mine.tolist()), totals, counts))
-    return minibatches
+    @property
+    def size(self) -> int:
+        """Tokens that are computed."""
+        return sum(run.length for run in self.runs)
+
+    def path(self, run: int) -> np.ndarray:
+        """Pack positions of a run's ancestors and of itself, in sample order; int64."""
+        parts = []
+        while run >= 0:
+            item = self.runs[run]
+            parts.append(np.arange(item.start, item.start + item.length))
+            run = item.parent
+        return np.concatenate(parts[::-1])
+
+    def positions(self, sample: int) -> np.ndarray:
+        """Where each token of a sample lies in the pack, int64 [tokens of the sample]."""
+        return self.path(self.last_run[sample])
+
+
+def build_tree(samples: Sequence[np.ndarray], least_shared: int = LEAST_SHARED) -> PrefixTree:
+    """The tree of samples (integer arrays, none empty) whose shared runs have `least_shared` tokens
+    or more. Without any, the runs are the samples in the given order.
+    """
+    order, shared = sort_by_prefix(samples)
+    if not (shared >= least_shared).any():
+        return separate([len(sample) for sample in samples])
+    runs: list[TokenRun] = []
+    last_run = [-1] * len(samples)
+    size = 0
+    # (first, stop) of the sorted samples that share `depth` tokens, held by `parent`.
+    stack = [(0, len(samples), 0, -1)]
+    while stack:
+        first, stop, depth, parent = stack.pop()
+        alone = stop - first == 1
+        common = len(samples[order[first]]) if alone else int(shared[first + 1 : stop].min())
+        if common > depth and (alone or common - depth >= least_shared):
+            runs.append(TokenRun(size, common - depth, depth, parent))
+            size += common - depth
+            depth, parent = common, len(runs) - 1
+        if alone:
+            last_run[order[first]] = parent
+            continue
+        cuts = first + 1 + np.flatnonzero(shared[first + 1 : stop] == common)
+        edges = [first, *cuts.tolist(), stop]
+        children = [(a, b, depth, parent) for a, b in itertools.pairwise(edges)]
+        stack.extend(reversed(children))
+    return PrefixTree(tuple(runs), tuple(last_run))
+
+
+def cut_tree(tree: PrefixTree, edges: Sequence[int]) -> PrefixTree:
+    """The same tokens, with every run cut at the pack positions `edges` (ascending).
+
+    The second part of a run is a child of the first, so that samples keep their tokens and their
+    attention; a run that no edge lies inside stays as it is.
+    """
+    runs: list[TokenRun] = []
+    last_part: list[int] = []
+    places = np.unique(np.asarray(edges, dtype=np.int64))
+    for run in tree.runs:
+        stop = run.start + run.length
+        inside = places[(places > run.start) & (places < stop)].tolist()
+        parent = last_part[run.parent] if run.parent >= 0 else -1
+        for first, last in itertools.pairwise([run.start, *inside, stop]):
+            runs.append(TokenRun(first, last - first, run.depth + first - run.start, parent))
+            parent = len(runs) - 1
+        last_part.append(parent)
+    return PrefixTree(tuple(runs), tuple(last_part[run] for run in tree.last_run))
+
+
+def separate(lengths: Sequence[int]) -> PrefixTree:
+    """The tree of samples that share nothing, end to end."""
+    starts = itertools.accumulate(lengths, initial=0)
+    runs = [TokenRun(start, n, 0, -1) for start, n in zip(starts, lengths, strict=False)]
+    return PrefixTree(tuple(runs), tuple(range(len(runs))))
+
+
+def sort_by_prefix(samples: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
+    """Lexicographic order of the samples, and how many first tokens each shares with the one
+    before it in that order, int64 [samples] (0 for the first). Equal samples keep their order.
+    """
+    # Big-endian bytes of non-negative numbers compare as the numbers do.
+    keys = [np.asarray(sample, dtype=">i4").tobytes() for sample in samples]
+    order = sorted(range(len(samples)), key=keys.__getitem__)
+    shared = np.zeros(len(samples), dtype=np.int64)
+    for place in range(1, len(order)):
+        shared[place] = _common(samples[order[place - 1]], samples[order[place]])
+    return order, shared
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if different.size else length

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from earl_core.cluster.rendezvous import take_listener
+from earl_core.cluster.host import take_listener
 
 
 def join_world(backend: str, timeout: timedelta) -> None:

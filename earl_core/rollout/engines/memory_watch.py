@@ -12,8 +12,13 @@ import stat
 from pathlib import Path
 
 from earl_core.rollout.engines.engine import OUT_OF_MEMORY_ADVICE
-from earl_core.system.cgroups import out_of_memory_counters, out_of_memory_kills_since
-from earl_core.system.out_of_memory import OutOfMemory, bytes_asked, refused
+from earl_core.system.memory import (
+    OutOfMemory,
+    bytes_asked,
+    out_of_memory_counters,
+    out_of_memory_kills_since,
+    refused,
+)
 
 _STDERR = 2
 _READ_BYTES = 2**18

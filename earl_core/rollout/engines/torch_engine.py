@@ -28,7 +28,7 @@ from earl_core.rollout.engines.engine import (
 )
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
-from earl_core.system.out_of_memory import OutOfMemory, guarded, is_out_of_memory
+from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.publish import resolve_dtype
 

@@ -22,7 +22,8 @@ from earl_core.rollout.engines.engine import Completion, GenerationRequest, answ
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import LeftoverProcesses
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
-from earl_core.system.processes import descendants, resident_peak_bytes
+from earl_core.system.memory import resident_peak_bytes
+from earl_core.system.processes import descendants
 from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
 

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import Move, StageDeployment, move_between
 from earl_core.deployment.plan import Basis, DeploymentPlan, StagePrediction
 from earl_core.selector.choice.predict import STAGES, NoFeasiblePlan, Prediction, Predictor
-from earl_core.selector.choice.reason import reason_of, tokens
+from earl_core.selector.choice.reason import reason_of, switch_seconds, tokens
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import (
     CONTEXT_RAISED,
@@ -24,7 +24,6 @@ from earl_core.selector.choice.selection import (
     fixed_plan,
     model_length,
 )
-from earl_core.selector.choice.switch_cost import Move, move_between, switch_seconds
 from earl_core.selector.model.candidates import RuledOut, deployed
 from earl_core.selector.profile.observations import training_rate
 

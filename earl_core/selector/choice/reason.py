@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import StageDeployment, move_between
 from earl_core.selector.choice.predict import Prediction, Predictor
-from earl_core.selector.choice.switch_cost import switch_seconds
 
 
 def reason_of(
@@ -83,3 +82,20 @@ def _move(old: StageDeployment, new: StageDeployment) -> str:
 def tokens(count: float) -> str:
     """Such as `812` or `31K`, in units of 1,024."""
     return f"{count:.0f}" if count < 1024 else f"{count / 1024:.0f}K"
+
+
+_STATE_BYTES = 16.0
+"""Of a parameter in training: weight, gradient and both moments, in float32."""
+
+
+def switch_seconds(predictor: Predictor, before: StageDeployment, after: StageDeployment) -> float:
+    """Seconds of the move, as last measured; else a rebuild costs what is configured, and a
+    reshard the time in which the state goes over the links once."""
+    move, known = move_between(before, after), predictor.given.statistics
+    if move == "rebuild":
+        return known.switch_seconds.get(after.stage, predictor.given.selector.switch_seconds)
+    if move != "reshard":
+        return 0.0
+    moved = _STATE_BYTES * predictor.shape.parameters / after.ranks
+    guess = moved / predictor.roofline.group_bandwidth(after.ranks)
+    return known.reshard_seconds.get(after.stage, guess)

@@ -10,7 +10,7 @@ import psutil
 
 from earl_core.config import RunConfig
 from earl_core.config.services import DispatchConfig
-from earl_core.run.shards import list_stores
+from earl_core.run.stores import list_stores
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import check_user_directory, existing
 from flows.cli.checks.finding import Finding, Level, judged, refused

@@ -1,10 +1,8 @@
-"""What the selector knows of a run beside its metrics: observations, the profile, memory in use."""
+"""What a run's observations teach the shared profile, and the runs to come."""
 
 from __future__ import annotations
 
 import logging
-import math
-import threading
 from pathlib import Path
 
 from earl_core.deployment.shapes import Hardware
@@ -20,33 +18,6 @@ from earl_core.selector.profile.profile_table import (
 from earl_core.system.errors import InUse
 
 logger = logging.getLogger(__name__)
-
-
-class RunHistory:
-    """The run's observations: those of its file, and what is added. Any thread may add."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._lock = threading.Lock()
-        self._seen = [Observation.model_validate(line) for line in run.observations.read()]
-        self._inherited = len(self._seen)
-
-    def add(self, seen: Observation) -> None:
-        """On disk when this returns."""
-        with self._lock:
-            self._run.observations.append(seen.model_dump(mode="json"))
-            self._seen.append(seen)
-
-    def through(self, iteration: float = math.inf) -> list[Observation]:
-        """Those up to and with this iteration, oldest first."""
-        with self._lock:
-            return [seen for seen in self._seen if seen.iteration <= iteration]
-
-    def since_start(self, iteration: int) -> list[Observation]:
-        """Of `through`, those that this process added."""
-        with self._lock:
-            fresh = self._seen[self._inherited :]
-        return [seen for seen in fresh if seen.iteration <= iteration]
 
 
 class LearntProfile:

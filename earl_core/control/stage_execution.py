@@ -1,20 +1,35 @@
-"""Stages observed while they run: what they took, what they had no room for, what a switch cost."""
+"""One stage of an iteration: whether it is finished, and what happens while it runs.
+
+What it took goes into its manifest, of which `observe` makes the selector's observations once the
+iteration is done. What it had no room for and what a switch cost are written down at once. Lost
+ranks are counted, and the stage that they cost is repeated.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.control.failure_diagnosis import Infeasible, StageInfeasible, diagnose
-from earl_core.control.run_controller import RunController
+from earl_core.cluster.stage_deployment import StageDeployment, move_between
+from earl_core.control.failure_diagnosis import (
+    Infeasible,
+    RanksLost,
+    StageInfeasible,
+    diagnose,
+    loss_of,
+)
+from earl_core.control.resume_point import is_updated
+from earl_core.control.run_controller import RunController, Verdict
+from earl_core.dispatch import Manifest
+from earl_core.run import stage_key
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.choice.switch_cost import move_between
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.model.roofline import Load
 from earl_core.selector.profile.observations import (
@@ -24,8 +39,8 @@ from earl_core.selector.profile.observations import (
     training_rate,
 )
 from earl_core.system import fault_points
-from earl_core.system.cgroups import memory_in_use
 from earl_core.system.files import read_file
+from earl_core.system.memory import memory_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +65,64 @@ def reserved_bytes(controller: RunController, stage: str) -> float:
     return max(0.0, memory_in_use() - controller.groups.bytes_now(stage))
 
 
+def observe(controller: RunController, manifests: Mapping[str, Manifest]) -> None:
+    """Add to the run's observations what the stages of an iteration took, by their manifests; each
+    once, however often this is called."""
+    iteration = manifests["rollout"].iteration
+    predictor = _predictor(controller, iteration)
+    if predictor is None:
+        return
+    load = load_of(manifests["rollout"].metrics)
+    known = [seen for seen in controller.observed.through(iteration) if seen.kind == "measured"]
+    for manifest in manifests.values():
+        if "deployment" not in manifest.outputs:
+            continue
+        seen = _measured(controller, predictor, load, manifest)
+        if seen not in known:
+            controller.observed.add(seen)
+
+
+def _measured(
+    controller: RunController, predictor: Predictor, load: Load, manifest: Manifest
+) -> Observation:
+    deployment = StageDeployment(**manifest.outputs["deployment"])
+    candidate, metrics = predictor.candidate_of(deployment), manifest.metrics
+    seconds, requests = metrics["seconds"], float(load.episodes)
+    if manifest.stage == "rollout":
+        rate = decode_rate(predictor.roofline, candidate, load, seconds)
+        requests = load.offered(candidate)
+    else:
+        rate = training_rate(load, seconds)
+    if controller.hardware.gpus:
+        peak = metrics.get("peak_cuda_bytes", 0.0)
+    else:
+        peak = metrics["peak_bytes"] / candidate.ranks
+    return Observation(
+        iteration=manifest.iteration,
+        stage=manifest.stage,
+        kind="measured",
+        deployment=deployment,
+        context=load.context,
+        longest=load.longest,
+        requests=requests,
+        tokens_per_second=rate,
+        seconds=seconds,
+        peak_bytes=peak,
+        formula_bytes=predictor.formula_peak(candidate, load),
+        reserved_bytes=metrics["reserved_bytes"],
+    )
+
+
+def _predictor(controller: RunController, iteration: int) -> Predictor | None:
+    """The one that the iteration's plan came from; None for a model that it cannot predict."""
+    path = controller.run.stage_path(iteration, "selection").with_suffix(".input")
+    try:
+        return Predictor(SelectionInput.model_validate_json(read_file(path)))
+    except (OSError, ValueError) as error:
+        logger.debug("iteration %d is not observed: %s", iteration, error)
+        return None
+
+
 class StageWatch:
     """Writes down what one stage does in one iteration, under its stage deployment there."""
 
@@ -59,34 +132,11 @@ class StageWatch:
         self._controller, self._deployment = controller, deployment
         self._stage, self._iteration = deployment.stage, iteration
 
-    def measured(self, load: Load, seconds: float, device_peak_bytes: float = 0.0) -> None:
-        """What the stage took that has just ended.
-
-        seconds: of its work alone, neither start nor switch nor checkpoint. device_peak_bytes: the
-        largest of its ranks' peaks on their GPUs.
-        """
-        predictor = self._predictor()
-        if predictor is None:
-            return
-        candidate, peak = predictor.candidate_of(self._deployment), device_peak_bytes
-        if not self._controller.hardware.gpus:
-            peak = self._controller.groups.peak_bytes(self._stage) / candidate.ranks
-        if self._stage == "rollout":
-            rate = decode_rate(predictor.roofline, candidate, load, seconds)
-            requests = load.offered(candidate)
-        else:
-            rate, requests = training_rate(load, seconds), float(load.episodes)
-        self._add(
-            "measured",
-            context=load.context,
-            longest=load.longest,
-            requests=requests,
-            tokens_per_second=rate,
-            seconds=seconds,
-            peak_bytes=peak,
-            formula_bytes=predictor.formula_peak(candidate, load),
-            reserved_bytes=reserved_bytes(self._controller, self._stage),
-        )
+    def measured(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Outputs by which `observe` knows the stage that has just ended; also adds to its metrics
+        the bytes that others held of the host."""
+        metrics["reserved_bytes"] = reserved_bytes(self._controller, self._stage)
+        return {"deployment": self._deployment._asdict()}
 
     def switched(self, seconds: float, kind: Kind = "switched") -> None:
         """What another stage deployment took. kind: `switched` or `resharded`."""
@@ -155,18 +205,9 @@ class StageWatch:
         self._controller.observed.add(seen)
         return seen
 
-    def _predictor(self) -> Predictor | None:
-        """The one that the iteration's plan came from; None for a model that it cannot predict."""
-        path = self._controller.run.stage_path(self._iteration, "selection").with_suffix(".input")
-        try:
-            return Predictor(SelectionInput.model_validate_json(read_file(path)))
-        except (OSError, ValueError) as error:
-            logger.debug("%s of %d is not observed: %s", self._stage, self._iteration, error)
-            return None
-
     def _infeasible(self, infeasible: Infeasible, load: Load | None, answered: bool) -> Observation:
         numbers: dict[str, Any] = {"longest": infeasible.tokens}
-        predictor = self._predictor()
+        predictor = _predictor(self._controller, self._iteration)
         if predictor is not None and infeasible.kind != "context_overflow":
             load = load or predictor.now
             candidate = predictor.candidate_of(self._deployment)
@@ -192,3 +233,63 @@ def _reason(seen: Observation, error: BaseException) -> str:
     formula = f"The memory formula had said {gib(seen.formula_bytes)} a device. "
     others = f"Others held {gib(seen.reserved_bytes)} of the host. " if seen.reserved_bytes else ""
     return (formula if seen.formula_bytes else "") + others + f"The error: {error}"
+
+
+def judge(controller: RunController, iteration: int, stage: str, inputs: Sequence[str]) -> Verdict:
+    """Decide whether the stage must run; the flow asks once and the stage's task is told.
+
+    inputs: data digests of the stage's inputs, in order.
+    """
+    key = key_of(controller, iteration, stage, inputs)
+    known = controller.run.sealed(iteration, stage, key)
+    if known is not None and stage == "update":
+        held = controller.live_version == iteration + 1
+        if not held and not is_updated(controller.run, iteration, checksums=True):
+            known = None
+    if known is not None and stage == "publish" and not weights_exist(controller, known):
+        known = None
+    verdict = Verdict(key, known)
+    controller.verdicts[iteration, stage] = verdict
+    return verdict
+
+
+def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequence[str]) -> str:
+    """The key that this stage's sealed manifest must carry to count as finished."""
+    return stage_key(controller.config, controller.run.uid, iteration, stage, inputs)
+
+
+def weights_exist(controller: RunController, manifest: Manifest) -> bool:
+    """Whether every host has the files that a publish manifest names, at full size."""
+    files = manifest.outputs["weights"]["files"]
+    return all(controller.run.stores.have(Path(file["path"]).name, file["bytes"]) for file in files)
+
+
+_counting = threading.Lock()
+
+
+@contextmanager
+def surviving(controller: RunController, iteration: int, stage: str) -> Iterator[None]:
+    """Around a stage's work: raises `RanksLost` for lost ranks while the iteration has repeats
+    left (`deadlines.repeats`), `HostsChanged` where their host is lost; all else passes, and so
+    does a loss once there are none."""
+    try:
+        yield
+    except Exception as error:
+        lost = loss_of(error)
+        if lost is None or controller.stop_requested.is_set():
+            raise
+        if (changed := controller.lost_hosts()) is not None:
+            raise changed from error
+        with _counting:
+            controller.losses[iteration] += 1
+            losses = controller.losses[iteration]
+        most = controller.config.deadlines.repeats
+        rank = "" if lost.rank is None else f" rank {lost.rank}"
+        what = f"worker group '{lost.where.role}'{rank} was lost ({lost.reason.rstrip('.')})"
+        if losses > most:
+            controller.run.note(iteration, stage, f"{what}; not repeated, loss {losses} of {most}")
+            raise
+        text = f"{stage}: {what}; the stage is repeated from its sealed inputs ({losses} of {most})"
+        controller.run.note(iteration, stage, text)
+        controller.listener(stage, iteration, {"repeated": text})
+        raise RanksLost(text) from error
