@@ -94,17 +94,21 @@ def test_the_limit_holds_across_processes(pool: SegmentPool) -> None:
         assert pool.used_bytes() == 9 * MIB
 
 
-def _move(pipe: Connection, directory: Path) -> None:
+def _move(pipe: Connection, directory: Path, stage: str) -> None:
+    # Two writers never share stage and rank: a coarse clock gives both the same generation.
     pool = SegmentPool(directory, 64 * MIB)
     pipe.send("ready")
     while not pipe.poll():
-        pool.release(sealed(pool, MIB)[0])
+        pool.release(sealed(pool, MIB, name=stage)[0])
 
 
 def test_bytes_are_counted_while_segments_change_state(pool: SegmentPool) -> None:
     for segment in [pool.acquire(MIB) for _ in range(4)]:
         segment.abandon()
-    with Child(_move, pool.directory) as one, Child(_move, pool.directory) as two:
+    with (
+        Child(_move, pool.directory, "rollout") as one,
+        Child(_move, pool.directory, "reward") as two,
+    ):
         assert one.hear() == two.hear() == "ready"
         counted = {pool.used_bytes() for _ in range(2000)}
     assert counted == {4 * MIB}
