@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.fork_server import OPENMP
+from earl_core.cluster.fork_server import NATIVE_RUNTIMES
 from earl_core.cluster.host import Host, LocalHost, local_hosts
 from earl_core.cluster.stage_deployment import PLACED, Assignment, Place, StageDeployment, spread
 from earl_core.cluster.worker_group import WorkerGroup
@@ -360,7 +360,7 @@ def _worker_environment(threads: int) -> dict[str, str]:
     """Of a rank that computes with this many CPU threads."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        **OPENMP,
+        **NATIVE_RUNTIMES,
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "TOKENIZERS_PARALLELISM": "false",
