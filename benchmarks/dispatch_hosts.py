@@ -29,7 +29,6 @@ from benchmarks.dispatch_traffic import predict
 from benchmarks.harness import Report, Row, median, parser, publish
 from earl_core.dispatch import Manifest, ShardEntry
 
-ROWS = 64
 ASSIGNMENTS = (
     "no locality",
     "random reshuffle",
@@ -37,6 +36,8 @@ ASSIGNMENTS = (
     "three quarters local",
     "host-first",
 )
+_OF_ANY = ("random reshuffle", "host-first")
+"""Assignments of rows that differ, or do not divide among the hosts."""
 _LEAD_SECONDS = 0.05
 _CONTROLLER_REPEAT = 2
 
@@ -87,7 +88,7 @@ def main() -> None:
     for hosts in options.hosts:
         with network(hosts, link) as made, _cluster(made) as cluster:
             for tokens in options.tokens:
-                report.rows += _size(cluster, tokens, options.repeat)
+                report.rows += _size(cluster, _Rows.of(options, hosts, tokens), options.repeat)
             dropped += made.dropped()
     _conclude(report, options, dropped)
     publish(report, options)
@@ -100,12 +101,39 @@ def _options() -> argparse.Namespace:
     made.add_argument("--repeat", type=int, default=7, help="measurements of every cell")
     made.add_argument("--hosts", type=int, nargs="+", default=[4, 8, 16])
     made.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
+    made.add_argument("--rows", type=int, default=64, help="of the batch")
+    made.add_argument("--uneven", action="store_true", help="rows of an eighth of --tokens to all")
+    made.add_argument("--one-producer", action="store_true", help="one host has made all rows")
     options = made.parse_args()
     if options.quick:
         options.hosts, options.tokens, options.repeat = [4, 16], [8192], 3
-    if any(hosts < 2 or ROWS % hosts for hosts in options.hosts):
-        made.error(f"{ROWS} rows have to divide among two hosts or more")
+    if min(options.hosts) < 2 or options.rows < 1:
+        made.error("a batch of one row or more goes between two hosts or more")
     return options
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A batch: tokens of every row, and the host where it is made. longest: of its rows."""
+
+    longest: int
+    lengths: list[int]
+    home: list[int]
+    assignments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, hosts: int, tokens: int) -> _Rows:
+        """Rows of equal lengths evenly over the hosts, or as the options say."""
+        count = options.rows
+        draw = random.Random(tokens)
+        lengths = [tokens] * count
+        if options.uneven:
+            lengths = [draw.randint(tokens // 8, tokens) for _ in range(count)]
+        home = (
+            [0] * count if options.one_producer else [row * hosts // count for row in range(count)]
+        )
+        alike = not (count % hosts or options.uneven or options.one_producer)
+        return cls(tokens, lengths, home, ASSIGNMENTS if alike else _OF_ANY)
 
 
 @contextmanager
@@ -158,38 +186,37 @@ def _answer(pipe: Connection) -> Any:
     return found
 
 
-def _size(cluster: Cluster, tokens: int, repeat: int) -> list[Row]:
-    """All assignments of a batch of `ROWS` rows of `tokens` tokens."""
-    hosts = cluster.network.hosts
-    share = ROWS // hosts
-    home = [row // share for row in range(ROWS)]
-    rows = [list(range(host * share, (host + 1) * share)) for host in range(hosts)]
-    entries: list[ShardEntry] = cluster.each("produce", [(mine, tokens) for mine in rows])
+def _size(cluster: Cluster, batch: _Rows, repeat: int) -> list[Row]:
+    """All assignments of a batch."""
+    hosts, home = cluster.network.hosts, batch.home
+    rows = [[row for row, own in enumerate(home) if own == host] for host in range(hosts)]
+    made = cluster.each("produce", [(mine, batch.lengths) for mine in rows])
+    entries: list[ShardEntry] = [entry for entry in made if entry is not None]
     manifest = Manifest(
         run="r", iteration=0, stage="rollout", key="k", policy_version=0, shards=tuple(entries)
     ).sealed()
     central: list[float] = []
-    cells = {name: Cell() for name in ASSIGNMENTS}
+    cells = {name: Cell() for name in batch.assignments}
     # The first round faults pages and opens connections; it does not count.
     for number in range(repeat + 1):
-        draw = random.Random(1000 * tokens + number)
+        draw = random.Random(1000 * batch.longest + number)
         cluster.all("prepare", manifest, owners("random reshuffle", home, hosts, draw))
         if not number:
             cluster.all("greet")
         # The one way that takes long is also the one whose times hardly differ.
         if number <= _CONTROLLER_REPEAT:
-            seconds = _gather_and_scatter(cluster)
+            seconds = _gather_and_scatter(cluster, len(home))
             central += [seconds] if number else []
         for name, cell in cells.items():
             owner = owners(name, home, hosts, draw)
             moved, needed, busiest = cluster.all("prepare", manifest, owner)[0]
-            seconds = _fetch_directly(cluster)
+            seconds = _fetch_directly(cluster, len(home))
             if number:
                 cell.ours.append(seconds)
                 cell.moved.append(moved)
                 cell.busiest.append(busiest)
                 cell.needed = needed
-    return [_row(cluster.network, tokens, name, central, cells[name]) for name in ASSIGNMENTS]
+    return [_row(cluster.network, batch, name, central, cell) for name, cell in cells.items()]
 
 
 def owners(name: str, home: Sequence[int], hosts: int, draw: random.Random) -> list[int] | None:
@@ -200,6 +227,7 @@ def owners(name: str, home: Sequence[int], hosts: int, draw: random.Random) -> l
     share = len(home) // hosts
     kept = {"no locality": 0, "half local": share // 2, "three quarters local": 3 * share // 4}
     if name == "random reshuffle":
+        owner = [row * hosts // len(home) for row in range(len(home))]
         draw.shuffle(owner)
         return owner
     moved = [
@@ -220,29 +248,29 @@ def owners(name: str, home: Sequence[int], hosts: int, draw: random.Random) -> l
     return owner
 
 
-def _fetch_directly(cluster: Cluster) -> float:
+def _fetch_directly(cluster: Cluster, rows: int) -> float:
     start = time.monotonic() + _LEAD_SECONDS
     seconds = max(cluster.all("fetch", start)) - start
-    _check(cluster.all("check_fetched"))
+    _check(cluster.all("check_fetched"), rows)
     return seconds
 
 
-def _gather_and_scatter(cluster: Cluster) -> float:
+def _gather_and_scatter(cluster: Cluster, rows: int) -> float:
     start = time.monotonic() + _LEAD_SECONDS
     entries: list[ShardEntry] = cluster.one(0, "gather", start)
     shares = [(entry,) for entry in entries]
     seconds = max(cluster.each("scatter", shares)) - start
-    _check(cluster.each("check_scattered", shares))
+    _check(cluster.each("check_scattered", shares), rows)
     cluster.one(0, "tidy")
     return seconds
 
 
-def _check(results: Sequence[Received]) -> None:
-    if not all(one.right for one in results) or sum(one.rows for one in results) != ROWS:
+def _check(results: Sequence[Received], rows: int) -> None:
+    if not all(one.right for one in results) or sum(one.rows for one in results) != rows:
         raise RuntimeError("rows arrived wrong or not at all: the transport is broken")
 
 
-def _row(made: Network, tokens: int, name: str, central: list[float], cell: Cell) -> Row:
+def _row(made: Network, batch: _Rows, name: str, central: list[float], cell: Cell) -> Row:
     hosts, link = made.hosts, made.link
     per_host = cell.needed / hosts
     local = 1 - median(cell.moved) / cell.needed
@@ -254,8 +282,8 @@ def _row(made: Network, tokens: int, name: str, central: list[float], cell: Cell
     ours, theirs = median(cell.ours), median(central)
     return {
         "hosts": hosts,
-        "tokens": tokens,
-        "MB": round(ROWS * tokens * TOKEN_BYTES / 1e6, 1),
+        "tokens": batch.longest,
+        "MB": round(sum(batch.lengths) * TOKEN_BYTES / 1e6, 1),
         "assignment": name,
         "local %": round(100 * local),
         "controller s": theirs,
@@ -269,17 +297,21 @@ def _row(made: Network, tokens: int, name: str, central: list[float], cell: Cell
 
 
 def _conclude(report: Report, options: argparse.Namespace, dropped: int) -> None:
-    for name, headline in (("random reshuffle", "shuffle"), ("host-first", "host_first")):
-        found = [
-            float(row["speedup"] or 0)
-            for row in report.rows
-            if row["hosts"] == 16 and row["assignment"] == name
-        ]
-        if found:
-            report.headline[f"hosts16_{headline}_speedup_min"] = min(found)
+    for hosts in options.hosts if len(options.hosts) == 1 else [16]:
+        for name, headline in (("random reshuffle", "shuffle"), ("host-first", "host_first")):
+            found = [
+                float(row["speedup"] or 0)
+                for row in report.rows
+                if row["hosts"] == hosts and row["assignment"] == name
+            ]
+            if found:
+                report.headline[f"hosts{hosts}_{headline}_speedup_min"] = min(found)
     late = sum(float(row["worst / median"] or 0) > 2 for row in report.rows)
+    lengths = "an eighth of these tokens to all" if options.uneven else "equal length"
+    maker = ", all made by one host," if options.one_producer else ""
     report.notes += [
-        f"{ROWS} rows of equal length in 5 columns, {TOKEN_BYTES} bytes per token; links of "
+        f"{options.rows} rows of {lengths}{maker} in 5 columns, "
+        f"{TOKEN_BYTES} bytes per token; links of "
         f"{options.rate:g} Mbit/s in both directions with queues of {options.queue} KiB; TCP with "
         f"the system's congestion control; {dropped:,} packets dropped by full queues in all.",
         "controller: one host receives every row straight into the shard that it then serves to "

@@ -112,35 +112,37 @@ class Worker:
         self.store = ShardStore(directory, _MAX_BYTES)
         addresses = {n: (network.address(h), PORT) for h, n in enumerate(self.names)}
         self.transport = TcpTransport(addresses, _TOKEN, LIMITS)
-        self.tokens = 0
+        self.lengths: Sequence[int] = ()
         self.plan: DispatchPlan | None = None
         self.made: list[ShardEntry] = []
         self.batch: Batch | None = None
         self.segment: Segment | None = None
         gc.disable()
 
-    def produce(self, rows: Sequence[int], tokens: int) -> ShardEntry:
-        """Write this host's rows into a shard; the one before is released."""
+    def produce(self, rows: Sequence[int], lengths: Sequence[int]) -> ShardEntry | None:
+        """Write this host's rows, if any, into a shard; the one before is released. lengths: of
+        all rows."""
         self._release()
-        self.tokens = tokens
+        self.lengths = lengths
+        if not rows:
+            return None
         with self._create("rollout", rows) as writer:
             for index, row in enumerate(rows):
-                for name, values in row_values(row, tokens).items():
+                for name, values in row_values(row, lengths[row]).items():
                     writer.rows(name)[index][:] = values
             entry = self.store.complete(writer.seal())
         self.made.append(entry)
         return entry
 
     def prepare(self, manifest: Manifest, owner: Sequence[int] | None) -> tuple[int, int, int]:
-        """Plan, or with `owner` instead; returns the moved, needed and busiest host's bytes."""
+        """Plan, or with `owner` instead; returns the moved, needed and busiest link's bytes."""
         layout = Layout(data_parallel=len(self.names), hosts=self.names)
         plan = make_plan([manifest], layout)
         if owner is not None:
             plan = replace(plan, owner=np.asarray(owner, dtype=np.int64))
         self.plan = plan
         traffic = Traffic(plan)
-        busiest = max(int(one.length.sum()) for one in traffic.by_host.values())
-        return traffic.moved_bytes, traffic.needed_bytes, busiest
+        return traffic.moved_bytes, traffic.needed_bytes, traffic.busiest_bytes
 
     def greet(self) -> None:
         """Read a little from every other host, so that all connections are open, as in a run
@@ -168,7 +170,7 @@ class Worker:
         assert self.batch is not None
         right = True
         for index, row in enumerate(self.batch.rows.tolist()):
-            for name, values in row_values(row, self.tokens).items():
+            for name, values in row_values(row, self.lengths[row]).items():
                 right &= bool(np.array_equal(self.batch.row(name, index), values))
         received = Received(len(self.batch), right)
         self.batch.close()
@@ -255,9 +257,10 @@ class Worker:
         for name in COLUMNS:
             start, length = entry.columns[name].values
             values = np.frombuffer(memory[start : start + length], dtype=COLUMNS[name])
-            table = values.reshape(entry.rows, self.tokens)
-            for found, row in zip(table, entry.row_ids, strict=True):
-                right &= bool(np.array_equal(found, row_values(row, self.tokens)[name]))
+            stops = np.cumsum([self.lengths[row] for row in entry.row_ids])
+            for found, row in zip(np.split(values, stops[:-1]), entry.row_ids, strict=True):
+                expected = row_values(row, self.lengths[row])[name]
+                right &= bool(np.array_equal(found, expected))
         return right
 
     def _create(self, stage: str, rows: Sequence[int]) -> ShardWriter:
@@ -266,7 +269,7 @@ class Worker:
             for name, dtype in COLUMNS.items()
         ]
         schema = pa.schema([pa.field("sample_id", pa.int64(), nullable=False), *fields])
-        counts = np.full(len(rows), self.tokens, dtype=np.int64)
+        counts = np.array([self.lengths[row] for row in rows], dtype=np.int64)
         lengths: Mapping[str, np.ndarray] = dict.fromkeys(COLUMNS, counts)
         writer = self.store.create(
             stage=stage, iteration=0, rank=0, schema=schema, rows=len(rows), lengths=lengths

@@ -187,14 +187,8 @@ def _lengths(context: int, random: np.random.Generator) -> np.ndarray:
 
 def _busiest(traffic: Traffic) -> float:
     """How far the busiest host's link lies above the mean bytes received, as a share of it."""
-    received = {host: int(incoming.length.sum()) for host, incoming in traffic.by_host.items()}
-    sent = dict.fromkeys(received, 0)
-    for incoming in traffic.by_host.values():
-        per_shard = np.bincount(incoming.shard, weights=incoming.length)
-        for shard in np.flatnonzero(per_shard).tolist():
-            sent[traffic.plan.entries[shard].host] += int(per_shard[shard])
-    mean = traffic.moved_bytes / len(received)
-    return max([*received.values(), *sent.values()]) / mean - 1 if mean else 0.0
+    mean = traffic.moved_bytes / len(traffic.by_host)
+    return traffic.busiest_bytes / mean - 1 if mean else 0.0
 
 
 def _reshuffled(tokens: np.ndarray, hosts: int, random: np.random.Generator) -> tuple[float, float]:

@@ -7,7 +7,8 @@ bytes of the batch.
   receive as many from it: 2 (N - 1) b through one link. The controller is charged one copy of
   every byte even where several hosts need it, and nothing for pickling: both favour it.
 - direct: every host receives what it needs and does not hold, (1 - l) f d b on average, all links
-  at once; the busiest one decides, k = 1 + imbalance times the average.
+  at once; the busiest one, of a receiver or of a sender, decides, k = 1 + imbalance times the
+  average.
 
 So the speedup tends to 2 (N - 1) / ((1 - l) f d k) for large batches. Latency is what remains
 when nothing has to move: peers agree that they are done.
@@ -60,6 +61,16 @@ class Traffic:
     def moved_bytes(self) -> int:
         """Bytes that cross the network."""
         return sum(int(incoming.length.sum()) for incoming in self.by_host.values())
+
+    @cached_property
+    def busiest_bytes(self) -> int:
+        """The most that any host's link carries one way, received or sent."""
+        sent = np.zeros(len(self._hosts), dtype=np.int64)
+        received = [0]
+        for incoming in self.by_host.values():
+            np.add.at(sent, self._host_of_shard[incoming.shard], incoming.length)
+            received.append(int(incoming.length.sum()))
+        return max(int(sent.max(initial=0)), *received)
 
     @cached_property
     def needed_bytes(self) -> int:

@@ -2,9 +2,10 @@
 
 The hosts are namespaces of this machine, each with one of its cores (the single one with both) and
 shared memory of its own. Two engines play and two ranks train in every run, so that the work is the
-same. Stages are split by the run's own records. Ray's share is the time of all calls into Ray,
-counted in the controller (`benchmarks.hosts_controller`); bytes of the update's reads are compared
-with the plan, which is made here again from the sealed manifests.
+same; each rank holds half of the learner. Stages are split by the run's own records. Ray's share is
+the time of all calls into Ray, counted in the controller (`benchmarks.hosts_controller`); bytes of
+the update's reads are compared with the plan, which is made here again from the sealed manifests,
+and the seconds of publishing with those that the half of the weights needs on the link.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SETTINGS = {
     "evaluation.every": 0,
     "tracking.enabled": "false",
     "stages.rollout.replicas": 2,
-    "stages.update.replicas": 2,
+    "stages.update.shard": 2,
     "rollout.threads": 1,
     "update.threads": 1,
 }
@@ -85,10 +86,14 @@ def main() -> None:
         report.rows = [_row(side, ran) for side, ran in sides.items()]
         plan = [_planned(two.directory, each.number) for each in two.iterations]
         read = [float(line["update/remote_bytes"]) for line in two.lines[1:]]
+        weights = median([float(line["publish/bytes"]) for line in two.lines[1:]])
     seconds = sum(each.wall for each in two.iterations)
+    # Each of two hosts lacks half of the weights, and the link carries both ways at once.
+    bound = weights / 2 / (options.megabits * 1e6 / 8)
     report.headline = {
         "ray_overhead_share": two.ray_seconds / seconds,
         "bytes_over_plan": sum(read) / max(1, sum(plan)),
+        "weights_over_bound": median([each.stages["publish"] for each in two.iterations]) / bound,
         "two_raylets_start_seconds": started,
     }
     report.notes = [
@@ -100,6 +105,8 @@ def main() -> None:
         "the update are on both hosts), Ray's messages.",
         f"bytes_over_plan: the update reads {sum(read):,.0f} bytes from the other host; its plans "
         f"say {sum(plan):,}.",
+        f"weights_over_bound: half of the {weights / 1e6:,.1f} MB of weights take the link "
+        f"{bound:.3g} s.",
     ]
     publish(report, options)
 

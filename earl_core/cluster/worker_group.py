@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,24 +155,43 @@ class WorkerGroup:
         ]
 
     def _spawn(self, hosts: Sequence[Host]) -> Monitor:
-        ranks: list[RankHandle] = []
-        module, meeting = self._target.partition(":")[0], None
-        names = [host.name for host in hosts]
+        """Start rank 0, which says where all meet, then the others on all hosts at once."""
+        started: dict[int, RankHandle] = {}
+        ranks_of: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            ranks_of.setdefault(host.name, []).append(rank)
+
+        def start(ranks: Sequence[int], meeting: tuple[str, int] | None) -> None:
+            for rank in ranks:
+                started[rank] = self._start_rank(rank, hosts, meeting)
+
         try:
-            for rank, host in enumerate(hosts):
-                log = host.log(self._log_path(rank))
-                given = {**self._environment, **rank_variables(rank, names)}
-                process = host.start(Launch(module, log.path, given, meeting))
-                meeting = process.meeting
-                ranks.append(RankHandle(rank, process, log, self._heartbeat_timeout))
+            start([0], None)
+            meeting = started[0].process.meeting
+            with ThreadPoolExecutor(len(ranks_of)) as pool:
+                others = [[rank for rank in ranks if rank] for ranks in ranks_of.values()]
+                for done in [pool.submit(start, ranks, meeting) for ranks in others]:
+                    done.result()
         except BaseException:
-            for handle in ranks:
+            for handle in started.values():
                 handle.process.close()
             raise
+        ranks = [started[rank] for rank in range(len(hosts))]
         self._monitor = monitor = Monitor(ranks, self._condition, self._heartbeat_timeout)
         monitor.start()
         _running.add(self)
         return monitor
+
+    def _start_rank(
+        self, rank: int, hosts: Sequence[Host], meeting: tuple[str, int] | None
+    ) -> RankHandle:
+        log = hosts[rank].log(self._log_path(rank))
+        numbers = rank_variables(rank, [host.name for host in hosts])
+        launch = Launch(
+            self._target.partition(":")[0], log.path, {**self._environment, **numbers}, meeting
+        )
+        process = hosts[rank].start(launch)
+        return RankHandle(rank, process, log, self._heartbeat_timeout)
 
     def _log_path(self, rank: int) -> Path:
         return self._log_directory / f"{self.role}-{rank}.log"

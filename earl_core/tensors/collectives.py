@@ -108,13 +108,16 @@ class Ranks:
         text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         return [json.loads(part.tobytes()) for part in self.gather_rows(text)]
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a contiguous tensor to a rank that receives it; of this method's callers alone."""
-        dist.send(tensor.view(-1).view(torch.uint8), group=self._group, group_dst=to)
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Begin to send a contiguous tensor to a rank that receives it, in the order of the calls;
+        of this method's callers alone. It must stay until the work is waited for."""
+        flat = tensor.view(-1).view(torch.uint8)
+        return _begun(dist.isend(flat, group=self._group, group_dst=to))
 
-    def receive(self, into: torch.Tensor, source: int) -> None:
-        """Receive what that rank sends; as many bytes as `into` has."""
-        dist.recv(into.view(-1).view(torch.uint8), group=self._group, group_src=source)
+    def receive(self, into: torch.Tensor, source: int) -> dist.Work:
+        """Begin to receive what that rank sends; as many bytes as `into` has."""
+        flat = into.view(-1).view(torch.uint8)
+        return _begun(dist.irecv(flat, group=self._group, group_src=source))
 
     def most(self, counts: Sequence[int]) -> list[int]:
         """The largest count over the ranks at each place; equally many on all."""
@@ -128,6 +131,11 @@ class Ranks:
         for rank, described in enumerate(every):
             if described is not None:
                 raise _rebuilt(described, rank)
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "both ranks are of the group"
+    return work
 
 
 _KNOWN = {kind.__name__: kind for kind in (CheckpointError, WeightsError)}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from earl_core.tensors.collectives import Ranks
@@ -98,6 +100,10 @@ def fill(
         whole[part.index].copy_(each.tensor[part.within(each.box).index])
 
 
+_IN_FLIGHT_BYTES = 64 << 20
+"""Of parts that one rank sends and receives at once: enough for both ways of a link to be busy."""
+
+
 @torch.no_grad()
 def transfer(
     memory: mmap.mmap | memoryview | None,
@@ -106,22 +112,41 @@ def transfer(
     transfers: Sequence[Transfer],
     ranks: Ranks,
 ) -> None:
-    """Send what other hosts lack and write what this one lacks. Collective; holds one part more.
+    """Send what other hosts lack and write what this one lacks. Collective; holds one part more,
+    or 64 MiB of smaller ones.
 
     memory: of this host's file; None where it has none.
     """
     held = {each.name: each for each in slices}
-    for name, box, source, target in transfers:
-        if ranks.rank not in (source, target):
-            continue
+    under_way: deque[tuple[dist.Work, torch.Tensor, torch.Tensor | None]] = deque()
+    in_flight = 0
+
+    def finish(limit: int) -> None:
+        # The oldest first: its partner waits for nothing that is younger.
+        nonlocal in_flight
+        while under_way and in_flight > limit:
+            work, part, target = under_way.popleft()
+            work.wait()
+            in_flight -= part.nbytes
+            if target is not None:
+                target.copy_(part)
+
+    for name, box, source, to in transfers:
         place = places[name]
+        size = math.prod(box.sizes) * place.dtype.itemsize
         if ranks.rank == source:
+            finish(_IN_FLIGHT_BYTES - size)
             part = held[name].tensor[box.within(held[name].box).index]
-            ranks.send(part.to("cpu", place.dtype).contiguous(), target)
-        elif memory is not None:
+            part = part.to("cpu", place.dtype).contiguous()
+            under_way.append((ranks.send(part, to), part, None))
+            in_flight += size
+        elif ranks.rank == to and memory is not None:
+            finish(_IN_FLIGHT_BYTES - size)
             part = torch.empty(box.sizes, dtype=place.dtype)
-            ranks.receive(part, source)
-            view(memory, place)[box.index].copy_(part)
+            target = view(memory, place)[box.index]
+            under_way.append((ranks.receive(part, source), part, target))
+            in_flight += size
+    finish(-1)
 
 
 def digest_together(memory: memoryview, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:

@@ -1,19 +1,90 @@
-"""Backends of worker groups, and groups that are stopped at the end of a test."""
+"""Groups that are stopped at the end of a test, on this machine and on a host of a Ray cluster."""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from earl_core.cluster.host import Host, LocalHost
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.system.processes import inspect
 
 TARGET = "tests.cluster.targets:Target"
 MakeGroup = Callable[..., Any]
+
+HERE = pytest.mark.parametrize("host", ["here"], indirect=True)
+"""For a test that looks into the controller's own processes."""
+
+_START_SECONDS = 120.0
+
+
+@pytest.fixture(params=["here", pytest.param("ray", marks=pytest.mark.slow)])
+def host(request: pytest.FixtureRequest) -> Host:
+    """Where the ranks of a test's groups run."""
+    if request.param == "here":
+        return LocalHost()
+    found: Host = request.getfixturevalue("ray_host")
+    return found
+
+
+@pytest.fixture(scope="module")
+def ray_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """This machine as the one host of a Ray cluster of its own."""
+    pytest.importorskip("ray")
+    from earl_core.cluster.ray_cluster import RayCluster
+
+    log = tmp_path_factory.mktemp("ray") / "raylet.log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
+    command += [f"--port={address.split(':')[1]}", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
+    command += ["--object-store-memory=100000000", "--include-dashboard=false"]
+    command += ["--disable-usage-stats"]
+    with log.open("wb") as output:
+        raylet = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while "Ray runtime started" not in log.read_text():
+            assert raylet.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        cluster = RayCluster(address, range(1, 2), cpus=2, gpus=0, directory=str(log.parent))
+        yield cluster.hosts()[0]
+        cluster.close()
+    finally:
+        raylet.terminate()
+        raylet.wait()
+
+
+class HostedGroup(WorkerGroup):
+    """All ranks on one host."""
+
+    host: Host
+
+    def start(
+        self,
+        deployment: dict[str, Any],
+        arguments: dict[str, Any],
+        world_size: int = 1,
+        hosts: Sequence[Host] | None = None,
+    ) -> None:
+        super().start(deployment, arguments, world_size, hosts or [self.host] * world_size)
 
 
 def gone_within(pids: list[int], seconds: float) -> bool:
@@ -26,13 +97,14 @@ def gone_within(pids: list[int], seconds: float) -> bool:
 
 
 @pytest.fixture
-def make_group(tmp_path: Path) -> Iterator[MakeGroup]:
+def make_group(tmp_path: Path, host: Host) -> Iterator[MakeGroup]:
     made: list[WorkerGroup] = []
 
     def make(role: str = "w", target: str = TARGET, **settings: Any) -> WorkerGroup:
         settings.setdefault("heartbeat_seconds", 0.2)
         settings.setdefault("start_timeout_seconds", 20)
-        group = WorkerGroup(role, target, log_directory=tmp_path / "logs", **settings)
+        group = HostedGroup(role, target, log_directory=tmp_path / "logs", **settings)
+        group.host = host
         made.append(group)
         return group
 

@@ -19,7 +19,7 @@ from earl_core.cluster.errors import WorkerCallFailed, WorkerLost
 from earl_core.cluster.fork_server import fork_server
 from earl_core.system.processes import inspect
 from tests.cgroup import memory_cgroup
-from tests.cluster.conftest import MakeGroup, gone_within
+from tests.cluster.conftest import HERE, MakeGroup, gone_within
 
 Site = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +97,7 @@ def test_a_fork_of_the_controller_does_not_keep_workers(
         os.kill(fork, signal.SIGKILL)
 
 
+@HERE
 def test_a_killed_fork_server_costs_its_ranks_and_the_next_start_has_another(
     make_group: MakeGroup, site: Site
 ) -> None:
@@ -144,6 +145,7 @@ def test_controller_and_supervisors_killed_together(
     assert gone_within(told["pids"], 10)
 
 
+@HERE
 def test_a_killed_supervisor_is_a_lost_worker(make_group: MakeGroup, site: Site) -> None:
     group = make_group()
     group.start({}, {})
@@ -314,6 +316,7 @@ def test_peak_memory_is_of_the_last_call(make_group: MakeGroup, site: Site) -> N
     assert group.memory[0].tree_peak_bytes < idle + (60 << 20)
 
 
+@HERE
 def test_ctrl_c_on_the_terminal_does_not_reach_workers(make_group: MakeGroup) -> None:
     group = make_group()
     group.start({}, {})
@@ -338,6 +341,7 @@ def test_the_log_tail_is_of_this_start_and_the_file_keeps_all(
     assert "leaving now" in text
 
 
+@HERE
 def test_twenty_starts_leave_no_descriptor_thread_or_process(
     make_group: MakeGroup, site: Site
 ) -> None:

@@ -17,6 +17,7 @@ from earl_core.control.policy_player import newest_engine
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.rollout.errors import ContextOverflow, EngineLost, RolloutFailed, WeightSyncError
 from earl_core.run.record import Journal, read_lines
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import ConfigError
 from earl_core.system.memory import OutOfMemory
@@ -97,8 +98,8 @@ def test_what_runs_out_of_memory_is_repeated_under_another_layout(
         "selection.1.input",
     }
     assert_learnt_alike(live, undisturbed(*LEARNING))
-    measured = {(seen.iteration, seen.stage) for seen in observations(live, "measured")}
-    assert measured == {(k, s) for k in (0, 1) for s in ("rollout", "update")}
+    measured = [(seen.iteration, seen.stage) for seen in observations(live, "measured")]
+    assert sorted(measured) == [(k, s) for k in (0, 1) for s in ("rollout", "update")]
     assert list((live.directory / "profiles").glob("*.parquet"))
     assert live.shared_memory() == []
     live.wait_for_workers_to_end()
@@ -141,6 +142,13 @@ def test_a_resume_tries_again_what_another_program_left_no_memory_for(
     assert "no stage deployment of the update fits the memory" in output
     failed = observations(runs, "out_of_memory")
     assert len({seen.deployment for seen in failed}) == len(failed) > 1
+    # The second choice knew the rollout that was done under the first.
+    inputs = runs.run() / "iterations" / "000001"
+    knew = [
+        SelectionInput.model_validate_json((inputs / f"selection.{attempt}.input").read_text())
+        for attempt in range(2)
+    ]
+    assert [any(p.iteration == 1 for p in one.profile.points) for one in knew] == [False, True]
     runs.train(*settings)
     assert runs.executed("sealed").count((1, "rollout")) == 1
     assert_learnt_alike(runs, undisturbed(*LEARNING))

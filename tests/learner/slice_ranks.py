@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import _dynamo, nn  # noqa: F401  (imported before the ranks part)
@@ -164,12 +165,12 @@ def on_two_hosts(mesh: UpdateMesh) -> UpdateMesh:
     return replace(mesh, hosts=[f"host-{2 * rank // ranks}" for rank in range(ranks)])
 
 
-def counting(sent: list[int]) -> Callable[[Ranks, torch.Tensor, int], None]:
+def counting(sent: list[int]) -> Callable[[Ranks, torch.Tensor, int], dist.Work]:
     send = Ranks.send
 
-    def counted(self: Ranks, tensor: torch.Tensor, to: int) -> None:
+    def counted(self: Ranks, tensor: torch.Tensor, to: int) -> dist.Work:
         sent.append(tensor.numel())
-        send(self, tensor, to)
+        return send(self, tensor, to)
 
     return counted
 

@@ -33,15 +33,17 @@ def _spin_briefly() -> None:
     other: 12 % of the core-seconds of an update of four seconds on two cores. Not before the first
     message was read, because an earlier notification may be lost while the worker subscribes.
     """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     def record_read(self: Any) -> None:
         self.last_read = time.monotonic()
         self.busy_loop_s = _SPIN_SECONDS
 
-    if current_platform.is_cpu():
-        SpinCondition.record_read = record_read
+    SpinCondition.record_read = record_read
 
 
 _spin_briefly()
