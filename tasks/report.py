@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -> dict[str, float]:
     """All stages' metrics under `stage/name`, and what moved between the stages."""
-    metrics: dict[str, float] = {}
-    for stage in STAGES:
-        if stage in manifests:
-            found = manifests[stage].metrics.items()
-            metrics.update({f"{stage}/{name}": value for name, value in found})
+    metrics = _stage_metrics(manifests)
     moved = [len(json.dumps(m.model_dump(mode="json"))) for m in manifests.values()]
     metrics["dispatch/manifest_bytes"] = float(sum(moved))
     metrics["dispatch/tensor_bytes"] = float(sum(m.tensor_bytes for m in manifests.values()))
@@ -42,6 +38,15 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
         metrics["dispatch/spill_lag_bytes"] = float(controller.run.spill.lag_bytes)
         metrics["dispatch/spilled_bytes"] = float(controller.run.spill.spilled_bytes)
     return metrics | _choice_metrics(controller, manifests)
+
+
+def _stage_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
+    return {
+        f"{stage}/{name}": value
+        for stage in STAGES
+        if stage in manifests
+        for name, value in manifests[stage].metrics.items()
+    }
 
 
 def _choice_metrics(controller: RunController, manifests: dict[str, Manifest]) -> dict[str, float]:
@@ -104,14 +109,12 @@ async def publish_artifacts(
     before, seen = controller.run.plan(iteration - 1), _seen(controller, iteration)
     page = await asyncio.to_thread(plan_page, controller.run, plan, before, seen)
     kept = await asyncio.to_thread(_sample_episode, controller, iteration)
-    metrics = await asyncio.to_thread(collect_metrics, controller, manifests)
+    last = {"iteration": iteration, **_stage_metrics(manifests)}
     await asyncio.gather(
         acreate_markdown_artifact(
             redact(page), key=f"{name}-plan", description=f"Plan of {iteration}"
         ),
-        acreate_markdown_artifact(
-            _curve(controller, {"iteration": iteration, **metrics}), key=f"{name}-curve"
-        ),
+        acreate_markdown_artifact(_curve(controller, last), key=f"{name}-curve"),
         *(
             acreate_markdown_artifact(redact(_transcript(episode)), key=f"{name}-episode")
             for episode in kept
