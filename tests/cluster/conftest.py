@@ -35,7 +35,7 @@ def host(request: pytest.FixtureRequest) -> Host:
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """This machine as the one host of a Ray cluster of its own."""
     pytest.importorskip("ray")
@@ -64,7 +64,9 @@ def ray_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
             assert raylet.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        cluster = RayCluster(address, range(1, 2), cpus=2, gpus=0, directory=str(log.parent))
+        directory = str(log.parent)
+        # Ray listens at the machine's own address, too.
+        cluster = RayCluster(address, range(1, 2), 2, 0, directory, insecure=True)
         yield cluster.hosts()[0]
         cluster.close()
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster.errors import WorkerCallFailed, WorkerLost
+from earl_core.cluster.host import Host
 from earl_core.system.frames import WireError
 from tests.cluster.conftest import MakeGroup, gone_within
 
@@ -45,7 +46,7 @@ def test_a_target_knows_its_rank_and_what_it_is_called_for(
     assert gone_within([told["pid"]], 1)
 
 
-def test_two_ranks_answer_in_rank_order(make_group: MakeGroup, site: Site) -> None:
+def test_two_ranks_answer_in_rank_order(make_group: MakeGroup, host: Host, site: Site) -> None:
     group = make_group()
     group.start({}, {}, world_size=2)
     first, second = group.call("describe", **site)
@@ -54,7 +55,7 @@ def test_two_ranks_answer_in_rank_order(make_group: MakeGroup, site: Site) -> No
         environment = told["environment"]
         assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "2"
-        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["MASTER_ADDR"] == host.address
         assert Path(told["log_path"]).name == f"w-{rank}.log"
     assert first["environment"]["MASTER_PORT"] == second["environment"]["MASTER_PORT"]
 

@@ -13,7 +13,7 @@ import pytest
 
 from earl_core.cluster.errors import WorkerLost
 from earl_core.system.processes import descendants
-from tests.cluster.conftest import MakeGroup, gone_within
+from tests.cluster.conftest import HERE, MakeGroup, gone_within
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -28,6 +28,7 @@ def shared_memory_of(pids: list[int]) -> set[Path]:
     return {Path(name) for name in re.findall(r"(/dev/shm/\S+)", maps)}
 
 
+@HERE
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["supervisor", "rank", "stop"])
 def test_an_engine_leaves_no_process_and_no_shared_memory(

@@ -12,7 +12,7 @@ import pytest
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.secrets import resolve
-from tests.cluster.conftest import MakeGroup
+from tests.cluster.conftest import HERE, MakeGroup
 
 SITE: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 30}
 INHERITED = "sesame/open up"
@@ -33,6 +33,7 @@ class Talker:
         raise ValueError(f"raised {own} and {INHERITED}")
 
 
+@HERE
 def test_logs_and_errors_of_workers_hold_no_secrets(
     make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from earl_core.cluster.rank_process import WorkerContext
-from tests.cluster.conftest import MakeGroup
+from tests.cluster.conftest import HERE, MakeGroup
 from tests.listeners import listeners
 
 SITE: dict[str, Any] = {"stage": "update", "iteration": 0, "deadline_seconds": 60}
@@ -34,12 +34,14 @@ def _bind(address: str) -> int:
     return 0
 
 
+@HERE
 def test_nobody_takes_the_port_before_the_ranks_do(make_group: MakeGroup) -> None:
     group = make_group(target=f"{__name__}:Thief")
     group.start({}, {}, world_size=2)
     assert group.call("steal", **SITE) == [[errno.EADDRINUSE] * 2] * 2
 
 
+@HERE
 def test_connected_ranks_listen_on_loopback_only(make_group: MakeGroup) -> None:
     group = make_group(target="tests.cluster.collective_target:Collective")
     group.start({}, {}, world_size=2)
