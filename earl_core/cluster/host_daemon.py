@@ -51,6 +51,8 @@ class HostDaemon:
         self._ranks: dict[int, LocalRank] = {}
         self._numbers = itertools.count()
         self._streams = Streams()
+        self._early: dict[int, list[Piece]] = {}
+        self._sent = 0
         self._asked = time.monotonic()
         threading.Thread(
             target=self._wait_for_silence, name="earl-daemon-silence", daemon=True
@@ -122,11 +124,16 @@ class HostDaemon:
     def received(self) -> Iterator[list[Piece]]:
         """What the ranks and their supervisors send, until this process ends."""
         while True:
-            yield self._streams.collect()
+            if pieces := self._streams.collect():
+                yield pieces
 
-    def send(self, pieces: list[Piece]) -> None:
-        """Pass bytes on, in the order of the calls."""
-        self._streams.deliver(pieces)
+    def send(self, number: int, pieces: list[Piece]) -> None:
+        """Pass bytes on in the order of the numbers, from 0: of two calls the one with less to
+        carry may come first."""
+        self._early[number] = pieces
+        while (following := self._early.pop(self._sent, None)) is not None:
+            self._sent += 1
+            self._streams.deliver(following)
 
     def kill(self, number: int) -> None:
         """See `RankProcess`."""

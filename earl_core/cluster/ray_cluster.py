@@ -11,6 +11,7 @@ fork server that it started, and with it all ranks of the host. Nothing else imp
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -84,8 +85,8 @@ class _Daemon(HostDaemon):
         yield from super().received()
 
     @ray.method(concurrency_group="in")
-    def send(self, pieces: list[Piece]) -> None:
-        super().send(pieces)
+    def send(self, number: int, pieces: list[Piece]) -> None:
+        super().send(number, pieces)
 
 
 def _reason(error: RayError) -> str:
@@ -175,9 +176,10 @@ class RayHost:
 
     def _send(self) -> None:
         sent: list[Any] = []
+        numbers = itertools.count()
         while not self.lost:
             if pieces := self._streams.collect(_PING_SECONDS):
-                sent.append(self._daemon.send.remote(pieces))
+                sent.append(self._daemon.send.remote(next(numbers), pieces))
             if len(sent) > _IN_FLIGHT:
                 with suppress(RayError):
                     ray.get(sent.pop(0), timeout=UNANSWERED_SECONDS)

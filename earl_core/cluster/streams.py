@@ -10,6 +10,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,8 @@ _CHUNK = 1 << 18
 
 Piece = tuple[int, str, bytes]
 """Bytes of a stream, after the rank's number and the stream's name; none at all: its end."""
+
+_Stream = tuple[int, str]
 
 
 class Streams:
@@ -30,6 +33,10 @@ class Streams:
     def __init__(self, patience: float = 0.0) -> None:
         self._patience = patience
         self._ends: dict[int, Mapping[str, socket.socket]] = {}
+        self._heard: set[_Stream] = set()
+        # What a rank does not take, because it is stopped or busy, holds up no other stream, least
+        # of all its supervisor's. A group has one call under way: that bounds it.
+        self._waiting: dict[_Stream, deque[bytes]] = {}
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._waker, woken = socket.socketpair()
@@ -39,43 +46,45 @@ class Streams:
         """A rank's sockets, by the streams' names."""
         with self._changed:
             self._ends[number] = ends
-            for name, end in ends.items():
-                self._selector.register(end, selectors.EVENT_READ, (number, name))
+            for name in ends:
+                self._heard.add((number, name))
+                self._watch((number, name))
             self._changed.notify_all()
         self._waker.send(b"\n")
 
     def remove(self, number: int) -> None:
         """Forget a rank before its sockets are closed, so that their descriptors may be others'."""
         with self._changed:
-            for end in self._ends.pop(number, {}).values():
-                self._listen_no_more(end)
+            for name in self._ends.get(number, {}):
+                self._heard.discard((number, name))
+                self._waiting.pop((number, name), None)
+                self._watch((number, name))
+            self._ends.pop(number, None)
 
     def collect(self, seconds: float | None = None) -> list[Piece]:
-        """What ranks have written since, as soon as there is anything; nothing after a time."""
+        """What ranks have written since; nothing after a time, or when only bytes for a rank could
+        be passed on."""
         pieces: list[Piece] = []
-        for key, _ in self._selector.select(seconds):
+        for key, events in self._selector.select(seconds):
             end: Any = key.fileobj
             if key.data is None:
                 end.recv(64)
                 continue
-            data = b""
-            with suppress(OSError):
-                data = end.recv(_CHUNK)
-            if not data:
-                self._listen_no_more(end)
-            pieces.append((*key.data, data))
+            if events & selectors.EVENT_READ:
+                pieces.append((*key.data, self._read(key.data, end)))
+            if events & selectors.EVENT_WRITE:
+                with self._changed:
+                    self._write(key.data)
         return pieces
 
     def deliver(self, pieces: Sequence[Piece]) -> None:
-        """Write pieces, in their order. Those of a rank that is gone are dropped: its supervisor
-        says how it went."""
+        """Write pieces, those of a stream in their order. Those of a rank that is gone are dropped:
+        its supervisor says how it went."""
         for number, name, data in pieces:
-            end = self._end(number, name)
-            with suppress(OSError):
-                if end is not None and data:
-                    end.sendall(data)
-                elif end is not None:
-                    end.shutdown(socket.SHUT_WR)
+            self._wait_for(number)
+            with self._changed:
+                self._waiting.setdefault((number, name), deque()).append(data)
+                self._write((number, name))
 
     def end_all(self) -> None:
         """No more bytes come for any rank."""
@@ -84,14 +93,52 @@ class Streams:
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_WR)
 
-    def _end(self, number: int, name: str) -> socket.socket | None:
+    def _wait_for(self, number: int) -> None:
         limit = time.monotonic() + self._patience
         with self._changed:
             while number not in self._ends and (left := limit - time.monotonic()) > 0:
                 self._changed.wait(left)
-            return self._ends.get(number, {}).get(name)
 
-    def _listen_no_more(self, end: socket.socket) -> None:
+    def _read(self, stream: _Stream, end: socket.socket) -> bytes:
+        data = b""
+        with suppress(OSError):
+            data = end.recv(_CHUNK)
+        if not data:
+            with self._changed:
+                self._heard.discard(stream)
+                self._watch(stream)
+        return data
+
+    def _write(self, stream: _Stream) -> None:
+        """What its socket takes of what waits for a stream."""
+        waiting = self._waiting.pop(stream, deque())
+        end = self._ends.get(stream[0], {}).get(stream[1])
+        # A rank that is gone takes nothing.
+        with suppress(OSError):
+            while end is not None and waiting:
+                data = waiting[0]
+                try:
+                    taken = end.send(data, socket.MSG_DONTWAIT) if data else 0
+                except BlockingIOError:
+                    self._waiting[stream] = waiting
+                    break
+                if not data:
+                    end.shutdown(socket.SHUT_WR)
+                waiting.popleft()
+                if taken < len(data):
+                    waiting.appendleft(data[taken:])
+        self._watch(stream)
+
+    def _watch(self, stream: _Stream) -> None:
+        """Have `collect` look at a stream for what it has to do there, if anything."""
+        end = self._ends.get(stream[0], {}).get(stream[1])
+        if end is None:
+            return
+        events = selectors.EVENT_READ if stream in self._heard else 0
+        events |= selectors.EVENT_WRITE if stream in self._waiting else 0
         # A stream that ends and a rank that is closed may meet.
         with suppress(KeyError, ValueError):
             self._selector.unregister(end)
+        if events:
+            with suppress(ValueError):
+                self._selector.register(end, events, stream)

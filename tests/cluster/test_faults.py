@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,21 @@ def test_a_stopped_rank_does_not_block_a_large_message(make_group: MakeGroup, si
         group.call("echo", value="x" * (32 << 20), **site)
     assert caught.value.how == "stalled"
     assert time.monotonic() - begin < 15
+
+
+def test_a_stopped_rank_holds_up_no_other_group(make_group: MakeGroup, site: Site) -> None:
+    stopped, other = make_group("a"), make_group("b")
+    stopped.start({}, {})
+    other.start({}, {})
+    os.kill(stopped.pids[0], signal.SIGSTOP)
+    text = "x" * (32 << 20)
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(stopped.call, "echo", value=text, **site)
+        time.sleep(1.0)
+        assert other.call("echo", value=1, **{**site, "deadline_seconds": 5}) == [1]
+        assert not call.done()
+        os.kill(stopped.pids[0], signal.SIGCONT)
+        assert call.result() == [text]
 
 
 def test_a_busy_rank_is_not_stalled(make_group: MakeGroup, site: Site) -> None:
