@@ -142,7 +142,7 @@ class Worker:
             plan = replace(plan, owner=np.asarray(owner, dtype=np.int64))
         self.plan = plan
         traffic = Traffic(plan)
-        return traffic.moved_bytes, traffic.needed_bytes, traffic.busiest_bytes
+        return traffic.moved_bytes, traffic.needed_bytes, traffic.plan.busiest_bytes
 
     def greet(self) -> None:
         """Read a little from every other host, so that all connections are open, as in a run

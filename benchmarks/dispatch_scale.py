@@ -188,7 +188,7 @@ def _lengths(context: int, random: np.random.Generator) -> np.ndarray:
 def _busiest(traffic: Traffic) -> float:
     """How far the busiest host's link lies above the mean bytes received, as a share of it."""
     mean = traffic.moved_bytes / len(traffic.by_host)
-    return traffic.busiest_bytes / mean - 1 if mean else 0.0
+    return traffic.plan.busiest_bytes / mean - 1 if mean else 0.0
 
 
 def _reshuffled(tokens: np.ndarray, hosts: int, random: np.random.Generator) -> tuple[float, float]:

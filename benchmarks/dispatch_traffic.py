@@ -63,16 +63,6 @@ class Traffic:
         return sum(int(incoming.length.sum()) for incoming in self.by_host.values())
 
     @cached_property
-    def busiest_bytes(self) -> int:
-        """The most that any host's link carries one way, received or sent."""
-        sent = np.zeros(len(self._hosts), dtype=np.int64)
-        received = [0]
-        for incoming in self.by_host.values():
-            np.add.at(sent, self._host_of_shard[incoming.shard], incoming.length)
-            received.append(int(incoming.length.sum()))
-        return max(int(sent.max(initial=0)), *received)
-
-    @cached_property
     def needed_bytes(self) -> int:
         """Bytes that consumer hosts need, each counted once per host, local ones too."""
         rows = self._expanded()[0]

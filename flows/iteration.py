@@ -18,7 +18,7 @@ from typing import Any
 from prefect import State, Task, flow
 from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from earl_core.config import ConfigError
@@ -28,7 +28,7 @@ from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import judge, observe
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
-from flows.running import HOOKS, controller_on, recorded
+from flows.running import HOOKS, controller_on, hosts_changed, recorded
 from tasks.advantage import advantage
 from tasks.publish import input_weights, publish
 from tasks.reference import reference
@@ -58,7 +58,8 @@ async def iteration(run: str, number: int | None = None) -> dict[str, Any] | Sta
     once if the run is in use. An iteration that is finished already is left alone, and so is a run
     that has all its `iterations`: the flow run is then Completed under the name Skipped, so that a
     schedule that outlives the run raises no alarm, and its message says what to change. A `number`
-    that the run does not have is a wrong parameter: the flow run fails with `ConfigError`.
+    that the run does not have is a wrong parameter: the flow run fails with `ConfigError`. One that
+    lost a host and is repeated by `train` ends Cancelled under the name Repeated.
     """
     return await recorded(Path(run).parent, _numbered(run, number), Path(run), number)
 
@@ -67,7 +68,19 @@ async def _numbered(run: str, number: int | None) -> dict[str, Any] | State[dict
     async with controller_on(run) as controller:
         wanted = controller.config.iterations
         if number is None or 0 <= number < wanted:
-            return await _one_iteration(controller, run, number)
+            try:
+                return await _one_iteration(controller, run, number)
+            except Exception as error:
+                # By itself an iteration is repeated by nobody.
+                alone = controller.single_iteration
+                changed = (
+                    None if alone else await asyncio.to_thread(hosts_changed, controller, error)
+                )
+                if changed is None:
+                    raise
+                return Cancelled(
+                    name="Repeated", message=f"{changed}: it is repeated on the others"
+                )
         _leave(controller)
     # Outside of the controller: the parameter is wrong, the run has not failed.
     raise ConfigError(

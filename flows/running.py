@@ -161,7 +161,7 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
         yield controller
 
 
-def _changed(controller: RunController, error: BaseException) -> HostsChanged | None:
+def hosts_changed(controller: RunController, error: BaseException) -> HostsChanged | None:
     """What a stage raises while a host is lost is the loss's doing."""
     if isinstance(error, HostsChanged) or not isinstance(error, Exception):
         return None
@@ -177,7 +177,7 @@ async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     try:
         yield controller
     except BaseException as error:
-        changed = await asyncio.to_thread(_changed, controller, error)
+        changed = await asyncio.to_thread(hosts_changed, controller, error)
         await asyncio.to_thread(close_controller, controller, changed or error)
         # Prefect stores the message with the flow run's state.
         redact_error(error)

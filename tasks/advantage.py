@@ -22,7 +22,7 @@ def advantage(given: StageInputs) -> dict[str, Any]:
             method,
             given.iteration,
             stage="advantage",
-            manifests=given.sent("rollout", "reward", "reference"),
+            manifests=given.references("rollout", "reward", "reference"),
             **arguments,
         )
 

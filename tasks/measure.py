@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import time
 from collections.abc import Iterator
@@ -68,6 +69,9 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     sizes = hardware.model_dump(exclude={"fewest_hosts"})
     # A machine reports some pages more or less after each boot.
     sizes["memory_bytes"] = round(hardware.memory_bytes / 2**30)
+    for name in ("network_bandwidth", "fetch_bandwidth"):
+        # Measured again by each run: what matters is its order.
+        sizes[name] = round(math.log(max(1.0, sizes[name]), 4))
     return fingerprint(
         {"format": FORMAT, "model": model.model_dump()},
         {

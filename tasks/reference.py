@@ -34,7 +34,8 @@ def reference(given: StageInputs) -> dict[str, Any]:
             "reference",
             "score",
             given.iteration,
-            manifests=given.sent("rollout"),
+            manifests=given.references("rollout"),
+            link_bytes=given.plan.link_bytes("reference"),
         )
     result = merge_results(results, _RULES)
     metrics = result["metrics"]

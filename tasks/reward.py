@@ -18,6 +18,6 @@ def reward(given: StageInputs) -> dict[str, Any]:
         "reward",
         given.iteration,
         stage="reward",
-        manifests=given.sent("rollout"),
+        manifests=given.references("rollout"),
     )
     return merge_results(results, REWARD_RULES)

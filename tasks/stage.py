@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from prefect import Task, task
 from prefect.cache_policies import CacheKeyFnPolicy
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.run_controller import RunController, Verdict, controller_of
 from earl_core.control.stage_execution import surviving
 from earl_core.deployment.plan import DeploymentPlan
@@ -26,18 +25,19 @@ Body = Callable[[], dict[str, Any]]
 
 
 class StageInputs(NamedTuple):
-    """What a stage is given: the stage deployments of the iteration's plan, and the sealed
-    manifests it reads, both by their stages."""
+    """What a stage is given: the iteration's plan, and the sealed manifests it reads, by their
+    stages."""
 
     controller: RunController
     iteration: int
-    plan: Mapping[str, StageDeployment]
+    plan: DeploymentPlan
     manifests: dict[str, Manifest]
 
-    def sent(self, *stages: str) -> list[dict[str, Any]]:
-        """The manifests of these stages, as far as there are any, as workers take them."""
+    def references(self, *stages: str) -> list[StageRef]:
+        """Those of the manifests of these stages, as far as there are any. Workers take them
+        instead of the manifests, which they all see in the run directory."""
         there = (self.manifests[stage] for stage in stages if stage in self.manifests)
-        return [manifest.model_dump(mode="json") for manifest in there]
+        return [reference_to(self.controller, manifest) for manifest in there]
 
 
 def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., StageRef]:
@@ -48,7 +48,7 @@ def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., Stage
         controller = controller_of(run)
         sealed = [resolve(controller, reference) for reference in inputs if reference]
         manifests = {manifest.stage: manifest for manifest in sealed}
-        given = StageInputs(controller, iteration, plan_of(controller, plan).stages, manifests)
+        given = StageInputs(controller, iteration, plan_of(controller, plan), manifests)
         return run_stage(controller, iteration, name, lambda: work(given))
 
     perform.__qualname__ = name  # Prefect makes the task's key of it

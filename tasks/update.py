@@ -29,7 +29,8 @@ def update(given: StageInputs) -> dict[str, Any]:
             "update",
             iteration,
             agreed=("policy_version", "digest", "steps_applied"),
-            manifests=given.sent("rollout", "reference", "advantage"),
+            manifests=given.references("rollout", "reference", "advantage"),
+            link_bytes=given.plan.link_bytes("update"),
             checkpoint=str(checkpoint.resolve()) if checkpoint else None,
             record={
                 "run": run.uid,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from earl_core.cluster.host import Cluster, Host, LocalCluster, local_hosts
 from earl_core.config import ConfigError, RunConfig
@@ -24,6 +25,18 @@ def hardware_of(hosts: Sequence[Host], fewest: int | None = None) -> Hardware:
         hosts=len(hosts),
         fewest_hosts=fewest,
     )
+
+
+_RDMA = Path("/sys/class/infiniband")
+
+
+def with_network(hardware: Hardware, fetch_bandwidth: float) -> Hardware:
+    """With what was measured of shards; 0: it was not. Collectives are as fast, unless GPUs have a
+    network beside TCP: then what is assumed of it stays."""
+    found = {"fetch_bandwidth": fetch_bandwidth}
+    if fetch_bandwidth and not (hardware.gpus and _RDMA.is_dir() and any(_RDMA.iterdir())):
+        found["network_bandwidth"] = fetch_bandwidth
+    return hardware.model_copy(update=found)
 
 
 def open_cluster(config: RunConfig) -> Cluster:

@@ -21,7 +21,7 @@ from earl_core.cluster.host import Cluster, Host
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.hardware import hardware_of, open_cluster
+from earl_core.control.hardware import hardware_of, open_cluster, with_network
 from earl_core.control.host_agreement import check_agreement
 from earl_core.control.learnt_profile import LearntProfile
 from earl_core.control.preparing import check_start, surely
@@ -32,6 +32,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.dispatch.remote.range_server import RangeServer
+from earl_core.dispatch.remote.transport import TransportError
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodeKeeper
@@ -43,7 +44,7 @@ from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
 from earl_core.system.processes import host_name
 
-HOST_STORE = "earl_core.run.stores:HostStore"
+HOST_STORE = "earl_core.run.host_stores:HostStore"
 """Holds a run's shards on another host."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -90,7 +91,6 @@ class RunController:
         hosts = cluster.hosts()
         self._cluster = cluster
         self.run = run
-        self.hardware = hardware_of(hosts, run.config.cluster.fewest)
         self.config: RunConfig = run.config
         self.listener: Progress = listener
         self._finished_here = -1
@@ -104,6 +104,10 @@ class RunController:
         self._held, self._registered = ExitStack(), ExitStack()
         self._held.callback(cluster.close)
         self._held.callback(run.close)
+        peers = self._serve(hosts)
+        self.hardware = with_network(
+            hardware_of(hosts, run.config.cluster.fewest), self._fetch_bandwidth(peers)
+        )
         self.groups = WorkerGroups(
             run.config,
             run.path,
@@ -112,7 +116,7 @@ class RunController:
             self.listener,
             self.next_iteration,
             hosts,
-            self._serve(hosts),
+            peers,
         )
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
@@ -144,6 +148,18 @@ class RunController:
                 server = self._held.enter_context(RangeServer(own, token, host.address))
             addresses[host.name] = server.address
         return Peers(addresses, token)
+
+    def _fetch_bandwidth(self, peers: Peers) -> float:
+        try:
+            return self.run.stores.fetch_bandwidth(peers.addresses, peers.token)
+        except TransportError as error:
+            raise ConfigError(
+                f"the hosts of the run do not read from each other: {error}",
+                remedy="let all ports be reached between them",
+            ) from error
+        except PoolFull:
+            # What needs the room will say so.
+            return 0.0
 
     def prepare(self, track: MakeTracker) -> None:
         """Make the model, check that it fits, start the workers of the last plan and the tracker.

@@ -46,6 +46,8 @@ class DeploymentPlan(Settings):
     attempt: how often the iteration's choice was made before this one, because a stage was
     infeasible.
     predictions: by stage; none where the model is one that nothing can be predicted for.
+    fetch_bandwidth: bytes/s that a host fetches from the others; 0: there are no others, or rows
+    are dealt as configured.
     """
 
     iteration: int = Field(ge=0)
@@ -55,6 +57,12 @@ class DeploymentPlan(Settings):
     basis: Basis | None = None
     attempt: int = Field(default=0, ge=0)
     predictions: dict[str, StagePrediction] = Field(default_factory=dict)
+    fetch_bandwidth: float = Field(default=0.0, ge=0)
 
     def __getitem__(self, stage: str) -> StageDeployment:
         return self.stages[stage]
+
+    def link_bytes(self, stage: str) -> float:
+        """Bytes that a host fetches in the time that the stage is predicted to take; 0: unknown."""
+        predicted = self.predictions.get(stage)
+        return predicted.seconds * self.fetch_bandwidth if predicted else 0.0

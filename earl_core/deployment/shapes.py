@@ -143,7 +143,10 @@ class Hardware(Settings):
         default=None, ge=1, description="Hosts for which `stages` says the replicas; None: these."
     )
     network_bandwidth: float = Field(
-        default=25e9, gt=0, description="bytes/s of one host to the others, one way"
+        default=25e9, gt=0, description="bytes/s of one host to the others, in collectives, one way"
+    )
+    fetch_bandwidth: float = Field(
+        default=0.0, ge=0, description="bytes/s of shards from another host; 0: not measured."
     )
 
     @property

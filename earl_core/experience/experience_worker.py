@@ -17,7 +17,7 @@ from earl_core.algorithms.moments import RankStatistics
 from earl_core.dispatch import Batch
 from earl_core.dispatch.reads.batch import join, sample_ids
 from earl_core.dispatch.reads.plan import Layout, make_plan
-from earl_core.dispatch.shards.manifest import ShardEntry, parse_manifest
+from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
 from earl_core.run.worker import RunWorker
@@ -82,7 +82,7 @@ class ExperienceWorker(RunWorker):
         because then its moments need not leave the rank. The rollout alone decides, so that an
         advantage is computed where its reward was. No rows where there are fewer units than ranks.
         """
-        parsed = [parse_manifest(manifest) for manifest in manifests]
+        parsed = self._manifests(manifests)
         rank, ranks = self._context.rank, self._context.world_size
         units = sample_ids(parsed[0]) >> SAMPLE_BITS
         estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)

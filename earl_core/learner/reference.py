@@ -18,12 +18,15 @@ class ReferenceWorker(ModelWorker):
     stage = "reference"
 
     @guarded("reference")
-    def score(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Write `reference_logprobs` for this replica's rows of the rollout's manifest."""
+    def score(self, manifests: list[dict[str, Any]], link_bytes: float = 0.0) -> dict[str, Any]:
+        """Write `reference_logprobs` for this replica's rows of the rollout's manifest.
+
+        manifests: a reference to it. link_bytes: see `Layout`.
+        """
         started = time.perf_counter()
         reset_peak()
         shards, tokens = [], 0
-        with self._open(manifests, SCORED) as batch:
+        with self._open(manifests, SCORED, None, link_bytes) as batch:
             if self._mesh.leader and len(batch):
                 entry = self._publish_scores(batch, REFERENCE_SCHEMA, self._report)
                 shards, tokens = [entry.model_dump(mode="json")], sum(entry.row_lengths)

@@ -30,7 +30,6 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry
-from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import (
     TRAINED,
     RankReader,
@@ -88,11 +87,19 @@ class ModelWorker(RunWorker):
         return {}
 
     def _open(
-        self, manifests: list[dict[str, Any]], columns: Sequence[str], split: Split | None = None
+        self,
+        manifests: list[dict[str, Any]],
+        columns: Sequence[str],
+        split: Split | None = None,
+        link_bytes: float = 0.0,
     ) -> Batch:
         """This rank's rows of the last manifest; see `RankReader.open`. An error is everyone's."""
-        parsed = [parse_manifest(manifest) for manifest in manifests]
-        return self._ranks.do(lambda: self._reader.open(parsed, self._mesh, columns, split))
+
+        def read() -> Batch:
+            sealed = self._manifests(manifests)
+            return self._reader.open(sealed, self._mesh, columns, split, link_bytes)
+
+        return self._ranks.do(read)
 
     def _publish_scores(
         self, batch: Batch, schema: pa.Schema, on_progress: Callable[[int, int], None] | None = None
@@ -193,12 +200,14 @@ class LearnerWorker(ModelWorker):
         manifests: list[dict[str, Any]],
         checkpoint: str | None,
         record: dict[str, Any],
+        link_bytes: float = 0.0,
     ) -> dict[str, Any]:
         """Apply iteration k's update to version k, once; write `checkpoint` if given.
 
-        manifests: the rollout's, the reference's if there is one, the advantage's last. Returns
-        the new policy version, the weights' digest, metrics, the shards this rank wrote, and how
-        many steps were applied in this call (0 when an earlier call had applied them).
+        manifests: references to the rollout's, the reference's if there is one, and last the
+        advantage's. link_bytes: see `Layout`. Returns the new policy version, the weights' digest,
+        metrics, the shards this rank wrote, and how many steps were applied in this call (0 when an
+        earlier call had applied them).
         """
         iteration = self._context.iteration or 0
         steps = 0
@@ -210,7 +219,7 @@ class LearnerWorker(ModelWorker):
                     f"iteration {iteration} updates policy version {iteration}, but the learner "
                     f"holds version {self._version}: resume the run from its last checkpoint"
                 )
-            steps = self._apply(manifests, iteration)
+            steps = self._apply(manifests, iteration, link_bytes)
         assert self._applied is not None
         if checkpoint is not None:
             self._save(Path(checkpoint), iteration, record)
@@ -286,7 +295,7 @@ class LearnerWorker(ModelWorker):
             )
         self.restore(str(self._restored) if self._restored else None)
 
-    def _apply(self, manifests: list[dict[str, Any]], iteration: int) -> int:
+    def _apply(self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float) -> int:
         started = time.perf_counter()
         steps = 0
 
@@ -301,10 +310,10 @@ class LearnerWorker(ModelWorker):
         )
         shards: list[ShardEntry] = []
         with ExitStack() as leases:
-            batch = leases.enter_context(self._open(manifests, TRAINED, split))
+            batch = leases.enter_context(self._open(manifests, TRAINED, split, link_bytes))
             old = None
             if self._config.needs_old_logprobs:
-                shards, old = self._score(batch, parse_manifest(manifests[-1]), leases)
+                shards, old = self._score(batch, iteration, leases)
             samples = training_samples(batch, old, self._version)
             watch = self._config.mismatch_watch
             metrics = self._learner.update(
@@ -328,7 +337,7 @@ class LearnerWorker(ModelWorker):
         return steps
 
     def _score(
-        self, batch: Batch, rows: Manifest, leases: ExitStack
+        self, batch: Batch, iteration: int, leases: ExitStack
     ) -> tuple[list[ShardEntry], list[np.ndarray]]:
         """The trainer's log-probs of the rank's rows before its first step.
 
@@ -337,7 +346,14 @@ class LearnerWorker(ModelWorker):
         if not (self._mesh.leader and len(batch)):
             return [], self._learner.score(training_samples(batch))
         entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA)
-        written = rows.model_copy(update={"stage": "update", "shards": (entry,)})
+        written = Manifest(
+            run="",
+            iteration=iteration,
+            stage=self.stage,
+            key="",
+            policy_version=iteration,
+            shards=(entry,),
+        )
         scores = leases.enter_context(Batch(self._reader.reads.store, [written]))
         return [entry], scores.list_rows("old_logprobs")
 

@@ -30,7 +30,7 @@ from earl_core.config.run import look_up
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
-from earl_core.dispatch.shards.manifest import write_manifest
+from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.checkpoints import (
     MARKER,
@@ -38,6 +38,7 @@ from earl_core.run.checkpoints import (
     remove_leftovers,
     stable_checkpoints,
 )
+from earl_core.run.host_stores import HostStores
 from earl_core.run.lock import RunLock
 from earl_core.run.record import (
     Journal,
@@ -50,7 +51,7 @@ from earl_core.run.record import (
     settings_of,
     write_record,
 )
-from earl_core.run.stores import HostStores, claim, run_spill, run_store
+from earl_core.run.stores import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import FileLock, make_directory, write_atomic
 
@@ -173,7 +174,7 @@ class RunDirectory:
 
     def stage_path(self, iteration: int, stage: str) -> Path:
         """Where the sealed manifest of a stage lies."""
-        return self.path / "iterations" / f"{iteration:06d}" / f"{stage}.json"
+        return sealed_path(self.path, iteration, stage)
 
     def episodes_path(self, iteration: int) -> Path:
         """Where the kept episodes of an iteration lie."""

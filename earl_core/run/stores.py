@@ -1,29 +1,18 @@
-"""A run's shards in shared memory, on each of its hosts: where they lie, what starting or ending a
-run does to them, and what the controller asks of a store.
-
-`StoreCommands` has what the controller asks, with JSON arguments and results; in the daemon of
-another host it is a `HostStore`, which holds the store for the run and serves its ranges.
+"""A run's shards in the shared memory of one host: where they lie, and what starting or ending a
+run does to them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-from pyarrow import feather
-
-from earl_core.config import parse_config
 from earl_core.config.run import RunConfig
 from earl_core.config.services import DispatchConfig
-from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.segments.pool_directory import (
     LIVE,
     StoreMark,
@@ -31,14 +20,12 @@ from earl_core.dispatch.segments.pool_directory import (
     read_mark,
     write_mark,
 )
-from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
-from earl_core.dispatch.shards.shard import open_batch
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.dispatch.spill.spiller import Spiller
 from earl_core.run.lock import is_locked
 from earl_core.run.record import RunDamaged, check_other_place, read_record, read_uid
 from earl_core.system.errors import InUse
-from earl_core.system.files import FileLock, device_of, is_held, remove_when_empty, writing_atomic
+from earl_core.system.files import FileLock, device_of, is_held, remove_when_empty
 
 logger = logging.getLogger(__name__)
 
@@ -203,167 +190,3 @@ def _finished(run_directory: Path, device: int | None, uid: str) -> bool:
     except (RunDamaged, OSError):
         # Whoever repairs it will want its shards.
         return False
-
-
-Ask = Callable[..., Any]
-"""Calls a method, named by the first argument, of another host's `HostStore`; raises
-`ConnectionError` when the host is lost."""
-
-
-class StoreCommands:
-    """On one host."""
-
-    def __init__(self, store: ShardStore) -> None:
-        self._store = store
-
-    def adopt(self, files: list[str]) -> None:
-        """See `ShardStore.adopt`."""
-        self._store.adopt(set(files))
-
-    def reserve(self, size: int) -> None:
-        """See `ShardStore.reserve`."""
-        self._store.reserve(size)
-
-    def problem(self, entry: dict[str, Any], checksum: bool) -> str:
-        """Why a shard cannot be read; empty when it can."""
-        try:
-            self._store.verify(ShardEntry.model_validate(entry), checksum)
-        except ManifestError as error:
-            return str(error)
-        return ""
-
-    def release(self, entry: dict[str, Any]) -> bool:
-        """See `ShardStore.release`."""
-        return self._store.release(ShardEntry.model_validate(entry))
-
-    def table(self, entry: ShardEntry) -> pa.Table:
-        """A shard without copies; its lease goes with the last view."""
-        memory = self._store.open(entry).memory
-        batch = open_batch(pa.BufferReader(pa.py_buffer(memory)), f"the shard {entry.file}")
-        return pa.Table.from_batches([batch])
-
-    def export(self, entry: dict[str, Any], path: str) -> None:
-        """Copy a shard to where the controller can read it."""
-        with writing_atomic(Path(path)) as file, open(file, "wb", closefd=False) as stream:
-            table = self.table(ShardEntry.model_validate(entry))
-            feather.write_feather(table, stream, compression="zstd")
-
-    def has(self, name: str, size: int) -> bool:
-        """Whether a sealed file of this size lies in the store."""
-        path = self._store.directory / name
-        return path.is_file() and path.stat().st_size == size
-
-    def release_others(self, pattern: str, kept: list[str]) -> None:
-        """Release the files that match, except those of these names."""
-        for path in self._store.directory.glob(pattern):
-            if path.name not in kept:
-                self._store.pool.release(path)
-
-    def used_bytes(self) -> int:
-        """Bytes of all files of the store."""
-        return self._store.pool.used_bytes()
-
-    def trim(self) -> None:
-        """Give unused memory back."""
-        self._store.pool.trim()
-
-    def remove(self) -> None:
-        """Remove everything of the run on this host."""
-        self._store.remove()
-
-
-class HostStore(StoreCommands):
-    """On a host where the controller is not.
-
-    config: a dumped `RunConfig`. address: where the range server listens.
-    """
-
-    def __init__(
-        self, run_directory: str, config: Mapping[str, Any], address: str, token: str
-    ) -> None:
-        parsed = parse_config(config)
-        super().__init__(run_store(run_directory, parsed))
-        self._lock = claim(self._store, Path(run_directory))
-        sweep_unneeded(Path(parsed.dispatch.directory), parsed.dispatch)
-        self._server = RangeServer(self._store.directory, token, address)
-
-    def served_at(self) -> tuple[str, int]:
-        """Address and port of the range server."""
-        return self._server.address
-
-
-class HostStores:
-    """On all hosts of a run. here: the controller's own."""
-
-    def __init__(self, here: ShardStore) -> None:
-        self._here = StoreCommands(here)
-        self._away: dict[str, Ask] = {}
-
-    def join(self, host: str, ask: Ask, files: Collection[str]) -> None:
-        """Manage another host's shards, too; what is not in `files` is released there."""
-        ask("adopt", sorted(files))
-        self._away[host] = ask
-
-    def table(self, entry: ShardEntry, scratch: Path) -> pa.Table:
-        """A shard, wherever it lies. scratch: a directory that all hosts see, through which one of
-        another host comes. Raises `ManifestError`, and `ConnectionError` for one of a lost host."""
-        if entry.host not in self._away:
-            return self._here.table(entry)
-        # Should a kill leave it, it is removed as other files that were not finished.
-        path = scratch / f".{entry.file}.{os.getpid()}.{threading.get_ident()}.tmp"
-        try:
-            self._ask(entry.host, "export", entry.model_dump(mode="json"), str(path.resolve()))
-            return feather.read_table(path, memory_map=False)
-        finally:
-            path.unlink(missing_ok=True)
-
-    def verify(self, entry: ShardEntry, checksum: bool) -> None:
-        """See `ShardStore.verify`; a shard of a host that is lost is gone."""
-        try:
-            problem = self._ask(entry.host, "problem", entry.model_dump(mode="json"), checksum)
-        except ConnectionError as error:
-            problem = f"the shard {entry.file} is gone: {error}"
-        if problem:
-            raise ManifestError(problem)
-
-    def release(self, entry: ShardEntry) -> bool:
-        """See `ShardStore.release`."""
-        with suppress(ConnectionError):
-            return bool(self._ask(entry.host, "release", entry.model_dump(mode="json")))
-        return True
-
-    def have(self, name: str, size: int) -> bool:
-        """Whether every host has a sealed file of this size."""
-        return all(self._every("has", name, size))
-
-    def reserve(self, size: int) -> None:
-        """See `ShardStore.reserve`; on every host."""
-        self._every("reserve", size)
-
-    def release_others(self, pattern: str, kept: Collection[str]) -> None:
-        """Release the files that match on every host, except those of these names."""
-        self._every("release_others", pattern, sorted(kept))
-
-    def used_bytes(self) -> int:
-        """Of all hosts together."""
-        return sum(self._every("used_bytes"))
-
-    def trim(self) -> None:
-        """Give unused memory back on every host."""
-        self._every("trim")
-
-    def remove(self) -> None:
-        """Remove everything of the run on every host."""
-        self._every("remove")
-
-    def _ask(self, host: str, method: str, *arguments: Any) -> Any:
-        ask = self._away.get(host)
-        return ask(method, *arguments) if ask else getattr(self._here, method)(*arguments)
-
-    def _every(self, method: str, *arguments: Any) -> list[Any]:
-        """Of all hosts that are not lost."""
-        found = [getattr(self._here, method)(*arguments)]
-        for ask in self._away.values():
-            with suppress(ConnectionError):
-                found.append(ask(method, *arguments))
-        return found

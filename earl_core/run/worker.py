@@ -16,9 +16,13 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.dispatch.reads.plan import DispatchPlan
+from earl_core.dispatch.shards.manifest import Manifest, await_manifest, sealed_path
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.run.stores import run_store
 from earl_core.system.processes import host_name
+
+_SEEN_SECONDS = 60.0
+"""For how long NFS may take a directory for unchanged (`acdirmax`)."""
 
 
 class RunWorker:
@@ -48,6 +52,18 @@ class RunWorker:
         """The host of each rank, as manifests name it."""
         return self._context.hosts or (host_name(),) * self._context.world_size
 
+    def _manifests(self, references: Sequence[Mapping[str, Any]]) -> list[Manifest]:
+        """The sealed manifests that have these `iteration`, `stage` and `digest`."""
+        seconds = _SEEN_SECONDS if self._peers.addresses else 0.0
+        paths = [
+            sealed_path(self._run_directory, each["iteration"], each["stage"])
+            for each in references
+        ]
+        return [
+            await_manifest(path, each["digest"], seconds)
+            for path, each in zip(paths, references, strict=True)
+        ]
+
     def _reads(self) -> PlanReads:
         """For the shards of this run, on whatever host they lie."""
         store = run_store(self._run_directory, self._config)
@@ -58,7 +74,7 @@ if TYPE_CHECKING:
     from earl_core.dispatch.remote.tcp import TcpTransport
 
 
-READ_RULES: dict[str, Rule] = {"read_seconds": "max", "remote_bytes": "sum"}
+READ_RULES: dict[str, Rule] = {"read_seconds": "max", "imbalance": "max", "remote_bytes": "sum"}
 """How `PlanReads.spent` of several ranks becomes one: a stage waits for its slowest rank."""
 
 
@@ -81,7 +97,7 @@ class PlanReads:
         self.store = store
         self._verify = verify
         self._transport: TcpTransport | None = None
-        self._seconds = 0.0
+        self._seconds = self._imbalance = 0.0
         if peers.addresses:
             from earl_core.dispatch.remote.tcp import TcpTransport
 
@@ -91,7 +107,7 @@ class PlanReads:
     def open(self, plan: DispatchPlan, rank: int) -> Batch:
         """The rows and columns that the plan gives to the rank. Raises what `Batch`, and for shards
         of other hosts `fetch`, raises."""
-        started = time.perf_counter()
+        started, self._imbalance = time.perf_counter(), plan.imbalance
         try:
             if self._transport is None:
                 return Batch.of(plan.sources_of(rank), self.store, self._verify)
@@ -102,10 +118,11 @@ class PlanReads:
             self._seconds += time.perf_counter() - started
 
     def spent(self) -> dict[str, float]:
-        """Metrics of the reads since this was last asked: their seconds, and the bytes that came
-        from other hosts."""
-        seconds, self._seconds = self._seconds, 0.0
-        if self._transport is None:
-            return {"read_seconds": seconds}
-        received, self._transport.received_bytes = self._transport.received_bytes, 0
-        return {"read_seconds": seconds, "remote_bytes": received}
+        """Metrics of the reads since this was last asked: their seconds, the last plan's imbalance,
+        and the bytes that came from other hosts."""
+        spent = {"read_seconds": self._seconds, "imbalance": self._imbalance}
+        self._seconds = 0.0
+        if self._transport is not None:
+            spent["remote_bytes"] = self._transport.received_bytes
+            self._transport.received_bytes = 0
+        return spent

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import mmap
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -100,8 +101,11 @@ def fill(
         whole[part.index].copy_(each.tensor[part.within(each.box).index])
 
 
+_PIECE_BYTES = 4 << 20
+"""Of one message. While a large one goes one way, gloo keeps what goes the other way waiting: both
+ways of a link of 1 Gbit/s took 1.5 times their time with messages of 28 MB, 1.1 with these."""
 _IN_FLIGHT_BYTES = 64 << 20
-"""Of parts that one rank sends and receives at once: enough for both ways of a link to be busy."""
+"""Of messages that one rank sends and receives at once: enough for both ways to be busy."""
 
 
 @torch.no_grad()
@@ -112,40 +116,51 @@ def transfer(
     transfers: Sequence[Transfer],
     ranks: Ranks,
 ) -> None:
-    """Send what other hosts lack and write what this one lacks. Collective; holds one part more,
-    or 64 MiB of smaller ones.
+    """Send what other hosts lack and write what this one lacks. Collective; holds one part more
+    than 64 MiB of them.
 
     memory: of this host's file; None where it has none.
     """
     held = {each.name: each for each in slices}
-    under_way: deque[tuple[dist.Work, torch.Tensor, torch.Tensor | None]] = deque()
+    under_way: deque[tuple[dist.Work, torch.Tensor, Callable[[], object] | None]] = deque()
     in_flight = 0
 
     def finish(limit: int) -> None:
         # The oldest first: its partner waits for nothing that is younger.
         nonlocal in_flight
         while under_way and in_flight > limit:
-            work, part, target = under_way.popleft()
+            work, piece, landed = under_way.popleft()
             work.wait()
-            in_flight -= part.nbytes
-            if target is not None:
-                target.copy_(part)
+            in_flight -= piece.nbytes
+            if landed is not None:
+                landed()
+
+    def move(
+        way: Callable[[torch.Tensor, int], dist.Work],
+        part: torch.Tensor,
+        partner: int,
+        landed: Callable[[], object] | None = None,
+    ) -> None:
+        nonlocal in_flight
+        pieces = torch.split(part.view(-1), _PIECE_BYTES // part.itemsize)
+        for piece in pieces:
+            finish(_IN_FLIGHT_BYTES - piece.nbytes)
+            last = landed if piece is pieces[-1] else None
+            under_way.append((way(piece, partner), piece, last))
+            in_flight += piece.nbytes
 
     for name, box, source, to in transfers:
         place = places[name]
-        size = math.prod(box.sizes) * place.dtype.itemsize
         if ranks.rank == source:
-            finish(_IN_FLIGHT_BYTES - size)
             part = held[name].tensor[box.within(held[name].box).index]
-            part = part.to("cpu", place.dtype).contiguous()
-            under_way.append((ranks.send(part, to), part, None))
-            in_flight += size
+            move(ranks.send, part.to("cpu", place.dtype).contiguous(), to)
         elif ranks.rank == to and memory is not None:
-            finish(_IN_FLIGHT_BYTES - size)
-            part = torch.empty(box.sizes, dtype=place.dtype)
             target = view(memory, place)[box.index]
-            under_way.append((ranks.receive(part, source), part, target))
-            in_flight += size
+            if target.is_contiguous():
+                move(ranks.receive, target, source)
+            else:
+                part = torch.empty(box.sizes, dtype=place.dtype)
+                move(ranks.receive, part, source, partial(target.copy_, part))
     finish(-1)
 
 

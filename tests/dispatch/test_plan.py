@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch.reads.batch import join, sample_ids
-from earl_core.dispatch.reads.plan import DispatchPlan, Layout, make_plan, plan_rows
+from earl_core.dispatch.reads.plan import BOUNDS, DispatchPlan, Layout, make_plan, plan_rows
 from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from tests.dispatch.plan_cases import HOSTS, World, cases, even_world, manifest
@@ -93,6 +94,9 @@ def test_any_partition_and_layout_reassembles_exactly(case: Any) -> None:
     assert traffic.moved_bytes == moved
     assert traffic.needed_bytes >= moved
     assert 0.0 <= traffic.local_share <= 1.0
+    sent = Counter(one[0] for host in set(plan.hosts) for one in _bytes(plan, host))
+    received = [len(_bytes(plan, host)) for host in set(plan.hosts)]
+    assert plan.busiest_bytes == max([*sent.values(), *received])
 
 
 def _bytes(plan: DispatchPlan, host: str) -> list[tuple[str, str, int]]:
@@ -197,6 +201,36 @@ def test_rows_stay_where_they_were_made_within_the_bound() -> None:
     strict = make_plan(stages, replace(layout, max_imbalance=0.001))
     assert strict.imbalance <= 0.001
     assert 0.8 < Traffic(strict).local_share <= Traffic(plan).local_share
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.sampled_from([1.0, 1e3, 1e6]))
+def test_a_plan_that_knows_its_link_takes_the_bound_that_costs_least(
+    case: Any, link_bytes: float
+) -> None:
+    _, stages, layout, groups = case
+    plan = make_plan(stages, replace(layout, link_bytes=link_bytes), groups=groups)
+    if len(set(layout.hosts)) < 2:
+        assert plan.owner.tolist() == make_plan(stages, layout, groups=groups).owner.tolist()
+        return
+    others = [
+        make_plan(stages, replace(layout, max_imbalance=bound), groups=groups) for bound in BOUNDS
+    ]
+    costs = [other.imbalance + other.busiest_bytes / link_bytes for other in others]
+    assert plan.imbalance + plan.busiest_bytes / link_bytes == pytest.approx(min(costs))
+
+
+def test_a_fast_link_buys_balance_and_a_slow_one_keeps_rows_where_they_are() -> None:
+    draw = np.random.default_rng(3)
+    tokens = np.concatenate(
+        [draw.integers(100, top, size=(1, 64)) for top in (1100, 900, 900, 700)]
+    )
+    _, stages = even_world(HOSTS, 64, tokens)
+    layout = Layout(data_parallel=8, hosts=tuple(host for host in HOSTS for _ in range(2)))
+    fast, slow = (make_plan(stages, replace(layout, link_bytes=size)) for size in (1e12, 1e5))
+    assert fast.imbalance <= 0.001
+    assert slow.busiest_bytes < make_plan(stages, layout).busiest_bytes < fast.busiest_bytes
+    assert slow.imbalance > 0.06
 
 
 def test_even_producers_move_nothing() -> None:

@@ -278,7 +278,7 @@ class Ranks:
         self.group.start({"stage": "experience", "replicas": 3}, arguments, 3)
 
     def call(self, method: str, manifests: list[Manifest], **more: Any) -> list[dict[str, Any]]:
-        given = [manifest.model_dump(mode="json") for manifest in manifests]
+        given = [self.run.seal(each).model_dump(mode="json") for each in manifests]
         return self.group.call(
             method, stage="s", iteration=0, deadline_seconds=60, manifests=given, **more
         )
@@ -319,6 +319,7 @@ def test_three_real_ranks_equal_one_place(tmp_path: Path, advantage: str) -> Non
         seconds = merged["metrics"].pop("seconds")
         assert seconds > 0
         assert merged["metrics"].pop("read_seconds") > 0
+        assert 0 <= merged["metrics"].pop("imbalance") < 1
         assert merged["metrics"] == pytest.approx(metrics, abs=1e-6)
         with Batch(ranks.store, [rollout, found]) as batch:
             assert batch.rows.tolist() == sorted(expected)

@@ -190,6 +190,11 @@ def test_a_profile_belongs_to_model_hardware_and_what_is_computed(tmp_path: Path
         fingerprint_of(config, hardware.model_copy(update={"memory_bytes": 8 * 2**30 + 99}), model)
         == mark
     )
+    slow, other, fast = (
+        fingerprint_of(config, hardware.model_copy(update={"fetch_bandwidth": rate}), model)
+        for rate in (110e6, 118e6, 1.2e9)
+    )
+    assert slow == other != fast
     slower = parse_config({**config_of(tmp_path), "iterations": 9, "seed": 3})
     assert fingerprint_of(slower, hardware, model) == mark
     others = {

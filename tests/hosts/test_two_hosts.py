@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 import time
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,8 @@ def test_a_run_over_two_hosts_equals_one_on_two_parts_of_a_machine(
     assert len(metrics) == ITERATIONS
     assert all(json.loads(line)["update/grad_norm"] > 0 for line in metrics)
     assert all(json.loads(line)["update/remote_bytes"] > 0 for line in metrics)
+    seen = directory / "runs" / "there" / "iterations" / "000000" / "select.input"
+    assert json.loads(seen.read_text())["hardware"]["fetch_bandwidth"] > 1e6
     for iteration in range(ITERATIONS):
         here, there = (episodes(directory, name, iteration) for name in ("here", "there"))
         assert len(here) > 0
@@ -122,6 +127,9 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
     metrics = (directory / "runs" / "goes-on" / "metrics.jsonl").read_text().splitlines()
     assert sorted({json.loads(line)["iteration"] for line in metrics}) == list(range(last + 1))
     assert hosts_of(directory, "goes-on", "rollout", last) == {"host-0", "host-1"}
+    states = flow_states(directory, "%goes-on iteration%")
+    assert states.pop("CANCELLED Repeated") >= 1
+    assert list(states) == ["COMPLETED Completed"]
     assert_nothing_is_left(two_hosts)
 
 
@@ -149,6 +157,14 @@ def test_a_cut_link_ends_a_run_that_needs_both_hosts_and_a_resume_gives_the_same
     two_hosts.run(0, *resume, directory=directory)
     assert weights(directory, "here") == weights(directory, "cut")
     assert_nothing_is_left(two_hosts)
+
+
+def flow_states(directory: Path, name: str) -> Counter[str]:
+    """Of Prefect's flow runs with such a name."""
+    (database,) = (directory / "runs").rglob("prefect.db")
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as opened:
+        query = "select state_type || ' ' || state_name from flow_run where name like ?"
+        return Counter(state for (state,) in opened.execute(query, [name]))
 
 
 def assert_nothing_is_left(hosts: TwoHosts) -> None:

@@ -12,6 +12,7 @@ from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore
+from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.learner.update_worker import LearnerWorker
 from earl_core.run.record import write_record
 from earl_core.run.stores import run_store
@@ -72,7 +73,12 @@ class Recorded:
     def arguments(self) -> dict[str, Any]:
         return {"config": self.config, "run_directory": str(self.root / "run")}
 
-    def manifests(self, iteration: int, groups: int = 5) -> list[dict[str, Any]]:
+    def references(self, iteration: int, groups: int = 5) -> list[dict[str, Any]]:
+        """What workers take for `manifests`."""
+        fields = {"iteration", "stage", "digest"}
+        return [each.model_dump(include=fields) for each in self.manifests(iteration, groups)]
+
+    def manifests(self, iteration: int, groups: int = 5) -> list[Manifest]:
         """Rollout (in two shards), reference and advantage; the first group was dropped."""
         draw = np.random.default_rng(iteration)
         episodes = [_episode(number, iteration, draw) for number in range(groups * GROUP_SIZE)]
@@ -93,16 +99,17 @@ class Recorded:
             "advantage": [self._column(iteration, "advantage", episodes[GROUP_SIZE:], draw)],
         }
         return [
-            Manifest(
-                run="0123456789ab",
-                iteration=iteration,
-                stage=stage,
-                key="k",
-                policy_version=iteration,
-                shards=tuple(shards),
+            write_manifest(
+                sealed_path(self.root / "run", iteration, stage),
+                Manifest(
+                    run="0123456789ab",
+                    iteration=iteration,
+                    stage=stage,
+                    key="k",
+                    policy_version=iteration,
+                    shards=tuple(shards),
+                ),
             )
-            .sealed()
-            .model_dump(mode="json")
             for stage, shards in entries.items()
         ]
 

@@ -84,7 +84,7 @@ def test_its_policy_is_trained_published_played_and_saved(
     worker, context = recorded.alone()
     context.iteration = 0
     saved = tmp_path / "checkpoints" / "000000"
-    worker.update(recorded.manifests(0), str(saved), {})
+    worker.update(recorded.references(0), str(saved), {})
     directory = tmp_path / "model"
     published = WeightsManifest.model_validate(
         worker.publish(str(recorded.store.directory), 1, "float32")

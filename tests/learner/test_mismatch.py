@@ -12,7 +12,6 @@ import pytest
 
 from earl_core.algorithms.mismatch import MismatchWatch, UpdateRefused
 from earl_core.dispatch import Batch
-from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import training_samples
 from tests.learner.helpers import random_samples, save_model
 from tests.learner.recorded import Recorded
@@ -34,7 +33,7 @@ def test_an_update_with_samples_of_another_policy_is_stopped_before_its_first_st
     context.iteration = 0
     before = worker._digest()
     with pytest.raises(UpdateRefused, match=r"update\.max_mismatch allows 0\.3 on average") as stop:
-        worker.update(recorded.manifests(0), None, {})
+        worker.update(recorded.references(0), None, {})
     assert re.search(
         r"differ by [0-9.]+ nats on average .* iteration 0 was stopped", str(stop.value)
     )
@@ -78,7 +77,7 @@ def test_every_minibatch_is_measured_before_its_step(tmp_path: Path) -> None:
 
 
 def test_versions_of_the_turns_say_which_tokens_are_current(recorded: Recorded) -> None:
-    manifests = [parse_manifest(manifest) for manifest in recorded.manifests(1)]
+    manifests = recorded.manifests(1)
     with Batch(recorded.store, manifests[:1]) as batch:
         own, other = (training_samples(batch, policy_version=version) for version in (1, 2))
         assert all(sample.current is None for sample in own)

@@ -11,8 +11,6 @@ import torch
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import ModelShape
-from earl_core.dispatch import Manifest
-from earl_core.dispatch.shards.manifest import parse_manifest
 from earl_core.learner.data.samples import (
     SCORED,
     TRAINED,
@@ -46,10 +44,6 @@ def mesh(deployment: StageDeployment, rank: int) -> UpdateMesh:
     return UpdateMesh(deployment, rank, torch.device("cpu"))
 
 
-def manifests(recorded: Recorded, groups: int) -> list[Manifest]:
-    return [parse_manifest(manifest) for manifest in recorded.manifests(4, groups)]
-
-
 @pytest.mark.parametrize("shape", [(2, 1, 1, 1), (1, 3, 1, 1), (1, 2, 2, 1), (2, 2, 1, 2)])
 @pytest.mark.parametrize("groups", [2, 9])
 def test_replicas_share_the_rows_out_and_their_ranks_read_the_same(
@@ -57,7 +51,7 @@ def test_replicas_share_the_rows_out_and_their_ranks_read_the_same(
 ) -> None:
     """With 2 groups, of which one was dropped, some of the replicas have nothing to do."""
     deployment = mesh_of(*shape)
-    given = manifests(recorded, groups)
+    given = recorded.manifests(4, groups)
     read: dict[int, list[list[int]]] = {}
     for rank in range(deployment.ranks):
         place = mesh(deployment, rank)
@@ -77,7 +71,7 @@ def test_replicas_share_the_rows_out_and_their_ranks_read_the_same(
 
 def test_every_minibatch_is_balanced(recorded: Recorded) -> None:
     deployment = StageDeployment("update", replicas=2)
-    given = manifests(recorded, 40)
+    given = recorded.manifests(4, 40)
     reading = reader(recorded, 2)
     plan = reading.plan(given, mesh(deployment, 0), TRAINED, SPLIT)
     groups = reading._groups(plan.sources, mesh(deployment, 0))
@@ -94,7 +88,7 @@ def test_every_minibatch_is_balanced(recorded: Recorded) -> None:
 
 
 def test_groups_are_torn_where_they_would_leave_a_replica_idle(recorded: Recorded) -> None:
-    given = manifests(recorded, 2)
+    given = recorded.manifests(4, 2)
     plan = reader(recorded, 2).plan(given, mesh(StageDeployment("update", shard=2), 0), SCORED)
     assert len(plan.rows(0)) == len(plan.rows(1)) == 1
 

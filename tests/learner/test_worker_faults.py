@@ -39,7 +39,7 @@ def group(recorded: Recorded) -> WorkerGroup:
 @pytest.fixture(scope="module")
 def given(recorded: Recorded) -> dict[str, Any]:
     checkpoint = str(recorded.root / "checkpoints" / "000000")
-    return {"manifests": recorded.manifests(0), "checkpoint": checkpoint, "record": {}}
+    return {"manifests": recorded.references(0), "checkpoint": checkpoint, "record": {}}
 
 
 @pytest.fixture(scope="module")

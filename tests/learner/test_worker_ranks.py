@@ -20,7 +20,7 @@ LEARNER = "earl_core.learner.update_worker:LearnerWorker"
 REFERENCE = "earl_core.learner.reference:ReferenceWorker"
 AGREED = ("policy_version", "digest", "steps_applied")
 MESHES = [{"shard": 2}, {"tensor_parallel": 2}, {"context_parallel": 2}, {"replicas": 2}]
-MEASURED = ("seconds", "peak", "per_second", "microbatches", "padding", "shared_prefix")
+MEASURED = ("seconds", "peak", "per_second", "microbatches", "padding", "prefix", "imbalance")
 """Parts of the names of metrics of time and memory, and of how the samples were packed."""
 
 
@@ -79,7 +79,7 @@ def test_two_ranks_train_as_one_through_changes_of_their_mesh(
     for k, mesh in enumerate(MESHES):
         if k:
             group.reshard(deployment(**mesh), **site(k))
-        given = {"manifests": recorded.manifests(k), "checkpoint": None, "record": {}}
+        given = {"manifests": recorded.references(k), "checkpoint": None, "record": {}}
         context.iteration = k
         wanted = alone.update(**given)
         found = same_results(group.call("update", **given, **site(k)), AGREED)
@@ -114,9 +114,9 @@ def test_two_ranks_train_as_one_through_changes_of_their_mesh(
     ids=["replicas", "tensor parallel"],
 )
 def test_two_ranks_score_as_one(recorded: Recorded, degrees: dict[str, int]) -> None:
-    manifests = recorded.manifests(0, groups=3)
+    manifests = recorded.references(0, groups=3)
     alone, _ = recorded.alone()
-    wanted = alone.update(manifests=recorded.manifests(0, groups=3), checkpoint=None, record={})
+    wanted = alone.update(manifests=manifests, checkpoint=None, record={})
     group = recorded.group(REFERENCE, {"stage": "reference", "threads": 1, **degrees})
     results = group.call("score", manifests=manifests[:1], **site(0))
     entries = [entry for result in results for entry in result["shards"]]

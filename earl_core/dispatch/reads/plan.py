@@ -13,6 +13,8 @@ groups) go dearest first to the least loaded replica on their own host while tha
 bound, the rest to the least loaded replica anywhere. Exchanges between the dearest and the
 cheapest replica repair what is left over the bound. Never worse balanced than the bound or plain
 longest-processing-time-first, whichever is higher. Ties go to the lower item and the lower replica.
+A low bound costs bytes between hosts, a high one lets replicas wait for the dearest: where it is
+known how many bytes a link carries meanwhile, the bound is the one that costs least time.
 
 A worked example: four rows of 5, 3, 4 and 4 tokens, the first two in a shard on host oak, the
 others in one on elm, and two consumers, rank 0 on oak and rank 1 on elm. At a cost of 1 a token
@@ -28,7 +30,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -38,6 +40,9 @@ from earl_core.dispatch.reads.batch import Sources, join
 from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
 
 MAX_EXCHANGES_PER_REPLICA = 2
+
+BOUNDS = (0.001, 0.01, 0.06, 0.25)
+"""Imbalances that a plan may choose from."""
 
 
 def assign(
@@ -159,7 +164,9 @@ class Layout:
     linear, quadratic: a row of n tokens costs `linear * n + quadratic * n**2`; attention makes
     the second part. keep_groups: rows of a group go to one replica. max_imbalance: how far the
     dearest replica may lie above the mean, as a share of it, for the sake of rows that stay where
-    they are.
+    they are. link_bytes: how many bytes the link of a host carries, one way, while a replica works
+    off the mean load; above 0, and with consumers on several hosts, the plan chooses the one of
+    `BOUNDS` with which the dearest replica and the busiest link together take least time.
 
     Raises `ValueError` when the numbers make no layout.
     """
@@ -172,6 +179,7 @@ class Layout:
     quadratic: float = 0.0
     keep_groups: bool = False
     max_imbalance: float = 0.06
+    link_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("data_parallel", "ranks_per_replica"):
@@ -179,7 +187,7 @@ class Layout:
                 raise ValueError(
                     f"a layout's {name} is {getattr(self, name)}: it must be 1 or more"
                 )
-        for name in ("linear", "quadratic", "max_imbalance"):
+        for name in ("linear", "quadratic", "max_imbalance", "link_bytes"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"a layout's {name} is {value}: it must be finite and 0 or more")
@@ -250,6 +258,31 @@ class DispatchPlan:
         return order[first[replica] : first[replica] + count[replica]]
 
     @cached_property
+    def busiest_bytes(self) -> int:
+        """The most that any host's link carries one way, received or sent; every byte counts once
+        for all ranks of a host."""
+        names = sorted({*self.hosts, *(entry.host for entry in self.entries)})
+        number = {name: index for index, name in enumerate(names)}
+        of_shard = np.array([number[entry.host] for entry in self.entries], dtype=np.int64)
+        ranks = enumerate(self.hosts)
+        consumers = sorted({(self.layout.replica(rank), number[host]) for rank, host in ranks})
+        parts = [self.members(replica) for replica, _ in consumers]
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        to = np.repeat([host for _, host in consumers], [len(part) for part in parts])
+        received, sent = np.zeros(len(names)), np.zeros(len(names))
+        for column in self.sources.columns.values():
+            source, length = of_shard[column.shard[rows]], column.length[rows]
+            away = source != to
+            received += np.bincount(to[away], length[away], len(names))
+            sent += np.bincount(source[away], length[away], len(names))
+        return int(max(received.max(initial=0), sent.max(initial=0)))
+
+    @property
+    def waiting(self) -> float:
+        """Time that imbalance and the busiest link cost, as a share of the mean load's."""
+        return self.imbalance + self.busiest_bytes / self.layout.link_bytes
+
+    @cached_property
     def _by_replica(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Row numbers sorted by replica, and the first and the count of each replica."""
         count = np.bincount(self.owner, minlength=self.layout.data_parallel)
@@ -299,14 +332,20 @@ def plan_rows(
     part = np.zeros(len(cost), dtype=np.int64)
     if parts is not None:
         part[item] = np.unique(parts, return_inverse=True)[1]
-    owner = np.empty(len(cost), dtype=np.int64)
-    for one in np.unique(part):
-        chosen = np.flatnonzero(part == one)
-        owner[chosen] = assign(
-            cost[chosen], home[chosen], near, layout.data_parallel, layout.max_imbalance
-        )
-    uneven = imbalance(cost, owner, part, layout.data_parallel)
-    return DispatchPlan(layout, sources, owner[item], hosts, uneven)
+
+    def bounded(layout: Layout) -> DispatchPlan:
+        owner, replicas = np.empty(len(cost), dtype=np.int64), layout.data_parallel
+        for one in np.unique(part):
+            chosen = np.flatnonzero(part == one)
+            given = cost[chosen], home[chosen]
+            owner[chosen] = assign(*given, near, replicas, layout.max_imbalance)
+        uneven = imbalance(cost, owner, part, replicas)
+        return DispatchPlan(layout, sources, owner[item], hosts, uneven)
+
+    if not layout.link_bytes or len(near) == 1:
+        return bounded(layout)
+    plans = [bounded(replace(layout, max_imbalance=bound)) for bound in BOUNDS]
+    return min(plans, key=lambda plan: plan.waiting)
 
 
 def _only_host(sources: Sources, ranks: int) -> tuple[str, ...]:

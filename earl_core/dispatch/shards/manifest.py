@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import cached_property
@@ -160,6 +161,8 @@ class ShardEntry(_Record):
         return self
 
 
+_LOOK_SECONDS = 0.1
+
 _Format = Literal["earl.manifest/3"]
 (FORMAT,) = get_args(_Format)
 
@@ -233,6 +236,11 @@ def write_manifest(path: Path, manifest: Manifest) -> Manifest:
     return sealed
 
 
+def sealed_path(run_directory: Path, iteration: int, stage: str) -> Path:
+    """Where the sealed manifest of a stage lies."""
+    return run_directory / "iterations" / f"{iteration:06d}" / f"{stage}.json"
+
+
 def read_manifest(path: Path) -> Manifest:
     """Read and check a manifest.
 
@@ -252,6 +260,23 @@ def read_manifest(path: Path) -> Manifest:
             f"the manifest {path} {trouble} ({str(error).splitlines()[0]}); delete it and its "
             "stage is repeated on resume"
         ) from error
+
+
+def await_manifest(path: Path, digest: str, seconds: float) -> Manifest:
+    """The manifest of this digest, as soon as it is seen there: a network file system may show what
+    another host has written some seconds later. Raises `ManifestError`."""
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            manifest = read_manifest(path)
+            if manifest.digest == digest:
+                return manifest
+            problem = ManifestError(f"{path} is another manifest than the one that was sealed")
+        except ManifestError as error:
+            problem = error
+        if time.monotonic() >= limit:
+            raise problem
+        time.sleep(_LOOK_SECONDS)
 
 
 def parse_manifest(raw: Any) -> Manifest:

@@ -10,7 +10,7 @@ each optimizer step sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -73,12 +73,14 @@ class RankReader:
         mesh: UpdateMesh,
         columns: Sequence[str],
         split: Split | None = None,
+        link_bytes: float = 0.0,
     ) -> Batch:
         """The rank's rows of the last manifest, with those of `columns` that any manifest has.
 
         The batch may be empty. Raises what `join`, `plan_rows` and `Batch` raise.
         """
-        return self.reads.open(self.plan(manifests, mesh, columns, split), mesh.rank)
+        plan = self.plan(manifests, mesh, columns, split, link_bytes)
+        return self.reads.open(plan, mesh.rank)
 
     def plan(
         self,
@@ -86,8 +88,10 @@ class RankReader:
         mesh: UpdateMesh,
         columns: Sequence[str],
         split: Split | None = None,
+        link_bytes: float = 0.0,
     ) -> DispatchPlan:
         """Who reads what; equal on all ranks. split: into parts that are balanced one by one.
+        link_bytes: see `Layout`.
 
         An episode is whole on one replica, so that losses over whole episodes are. So is a group
         if that keeps the replicas as even as the layout asks: its episodes begin alike, and what
@@ -95,7 +99,7 @@ class RankReader:
         """
         there = {name for manifest in manifests for name in manifest.column_names()}
         sources = join(manifests, [name for name in columns if name in there])
-        layout = self._layout(mesh.deployment)
+        layout = replace(self._layout(mesh.deployment), link_bytes=link_bytes)
         if mesh.deployment.data_parallel == 1:
             return plan_rows(sources, layout)
         plans = []

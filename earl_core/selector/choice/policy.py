@@ -141,7 +141,13 @@ def live_tokens(given: SelectionInput) -> DeploymentPlan:
     if given.current is not None and _near(predictor):
         # A basis that followed every small step would let noise walk away with it.
         basis = given.current.basis or basis
-    changes = {"stages": stages, "reasons": reasons, "policy": "live_tokens", "basis": basis}
+    changes = {
+        "stages": stages,
+        "reasons": reasons,
+        "policy": "live_tokens",
+        "basis": basis,
+        "fetch_bandwidth": given.hardware.fetch_bandwidth,
+    }
     return _with_predictions(resting.model_copy(update=changes), predictor)
 
 
