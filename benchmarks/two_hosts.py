@@ -98,6 +98,12 @@ class TwoHosts:
             if process.name() == "gcs_server":
                 process.kill()
 
+    def kill_daemon(self) -> None:
+        """SIGKILL to the actor of a run on host-1; the raylet stays."""
+        for process in psutil.Process(self._hosts[1].pid).children(recursive=True):
+            if process.name().startswith("ray::_Daemon"):
+                process.kill()
+
     def kill(self) -> None:
         """SIGKILL to all processes of host-1; its shared memory goes with them."""
         self._hosts[1].kill()

@@ -112,7 +112,8 @@ async def recorded(
     try:
         await asyncio.to_thread(_tell_owner, context.flow_run, runs)
         value = await work
-        flow_notes.end(runs, note, "COMPLETED")
+        outcome = str(value.type.value) if isinstance(value, State) else "COMPLETED"
+        flow_notes.end(runs, note, outcome)
         return value
     except Exception:
         if _stopped and _stopped[0] == "CANCELLED":
@@ -163,9 +164,9 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
 
 def hosts_changed(controller: RunController, error: BaseException) -> HostsChanged | None:
     """What a stage raises while a host is lost is the loss's doing."""
-    if isinstance(error, HostsChanged) or not isinstance(error, Exception):
-        return None
-    return controller.lost_hosts()
+    if isinstance(error, HostsChanged):
+        return error
+    return controller.lost_hosts() if isinstance(error, Exception) else None
 
 
 @asynccontextmanager
@@ -181,7 +182,7 @@ async def opened(config: RunConfig) -> AsyncIterator[RunController]:
         await asyncio.to_thread(close_controller, controller, changed or error)
         # Prefect stores the message with the flow run's state.
         redact_error(error)
-        if changed is not None:
+        if changed not in (None, error):
             raise changed from error
         raise
     await asyncio.to_thread(close_controller, controller)

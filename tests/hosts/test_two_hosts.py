@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.harness import REPOSITORY
@@ -74,7 +75,7 @@ def test_a_run_over_two_hosts_equals_one_on_two_parts_of_a_machine(
     assert len(metrics) == ITERATIONS
     assert all(json.loads(line)["update/grad_norm"] > 0 for line in metrics)
     assert all(json.loads(line)["update/remote_bytes"] > 0 for line in metrics)
-    seen = directory / "runs" / "there" / "iterations" / "000000" / "select.input"
+    seen = directory / "runs" / "there" / "iterations" / "000000" / "selection.input"
     assert json.loads(seen.read_text())["hardware"]["fetch_bandwidth"] > 1e6
     for iteration in range(ITERATIONS):
         here, there = (episodes(directory, name, iteration) for name in ("here", "there"))
@@ -156,6 +157,38 @@ def test_a_cut_link_ends_a_run_that_needs_both_hosts_and_a_resume_gives_the_same
     resume = [sys.executable, "-m", "flows.cli", "resume", "cut", "--plain"]
     two_hosts.run(0, *resume, directory=directory)
     assert weights(directory, "here") == weights(directory, "cut")
+    assert_nothing_is_left(two_hosts)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["host", "daemon", "controller"])
+@pytest.mark.parametrize("stage", ["rollout", "reward", "advantage", "update", "publish"])
+def test_a_kill_in_any_stage_changes_no_weights(
+    two_hosts: TwoHosts, directory: Path, stage: str, victim: str
+) -> None:
+    name = f"{victim}-{stage}"
+    process = two_hosts.popen(0, *command(name, over(two_hosts)), directory=directory)
+    wait_for(directory / "runs" / name / "ledger.jsonl", stage, 1)
+    if victim == "controller":
+        killed = time.monotonic()
+        for child in psutil.Process(process.pid).children():
+            child.kill()
+        process.communicate(timeout=60)
+        assert two_hosts.ranks(0, seconds=30) == two_hosts.ranks(1, seconds=30) == []
+        print(f"the ranks ended within {time.monotonic() - killed:.1f} s")
+        resume = [sys.executable, "-m", "flows.cli", "resume", name, "--plain"]
+        two_hosts.run(0, *resume, directory=directory)
+    else:
+        if victim == "daemon":
+            two_hosts.kill_daemon()
+        else:
+            two_hosts.kill()
+            two_hosts.join()
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        assert "host host-1 is lost" in output
+    assert weights(directory, "here") == weights(directory, name)
     assert_nothing_is_left(two_hosts)
 
 
