@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load
 
 from benchmarks.harness import REPOSITORY
 from benchmarks.two_hosts import TwoHosts
@@ -188,7 +189,13 @@ def test_a_kill_in_any_stage_changes_no_weights(
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
         assert "host host-1 is lost" in output
-    assert weights(directory, "here") == weights(directory, name)
+    if stage == "rollout" and victim != "controller":
+        # The other engine has played the lost one's episodes: their rows lie elsewhere, other ranks
+        # train on them, and sums of floats differ in their last bits.
+        wanted, found = (load(weights(directory, each)) for each in ("here", name))
+        assert all((wanted[each] - found[each]).abs().max() < 1e-5 for each in wanted)
+    else:
+        assert weights(directory, "here") == weights(directory, name)
     assert_nothing_is_left(two_hosts)
 
 
