@@ -64,6 +64,7 @@ T = TypeVar("T")
 NODE_ID = "ray.io/node-id"
 """Ray's own label of a node."""
 _PING_SECONDS = 2.0
+_END_SECONDS = 3.0
 _IN_FLIGHT = 16
 """Messages on their way to a host before the sender waits for the first of them."""
 _MORE_SECONDS = 10.0
@@ -107,15 +108,17 @@ class RayHost:
         # A rank may be heard before its start has been answered.
         self._streams = Streams(patience=_PING_SECONDS)
         self._losing = threading.Lock()
+        self._ended = threading.Event()
         self.name = "a host of the Ray cluster"
         facts = self.ask("facts", directory, os.getcwd())
         self.name = facts["name"]
         self.address: str = facts["address"]
         self.resources = HostResources(**facts["resources"])
         self._memory_is_here = facts["memory"] == memory_of(directory)
-        for work in (self._receive, self._send, self._watch):
-            name = f"earl-host-{work.__name__.strip('_')}"
-            threading.Thread(target=work, name=name, daemon=True).start()
+        works = self._receive, self._send, self._watch
+        self._threads = [threading.Thread(target=work, daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
 
     def ask(self, method: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
         """Call the daemon and wait. Raises `ConnectionError` when the host is lost."""
@@ -130,11 +133,6 @@ class RayHost:
         except RayError as error:
             self.lose(_reason(error))
         raise ConnectionError(self.lost)
-
-    def rename(self, name: str) -> None:
-        """Another name, should another host have the same."""
-        self.ask("rename", name)
-        self.name = name
 
     def preload(self, modules: Sequence[str]) -> None:
         """See `Host`."""
@@ -165,7 +163,19 @@ class RayHost:
             if not self.lost:
                 logger.warning("host %s is lost: %s", self.name, reason)
                 self.lost = f"host {self.name} is lost: {reason}"
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Nobody is to use it any more; its threads end, and with its daemon the last of them."""
+        self.lost = self.lost or f"host {self.name} was given back"
+        self._ended.set()
         self._streams.end_all()
+
+    def ended(self) -> bool:
+        """Whether no thread calls Ray for it any more, within seconds."""
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _receive(self) -> None:
         try:
@@ -195,7 +205,7 @@ class RayHost:
                     self.lose(f"it was silent for {UNANSWERED_SECONDS:.0f} s")
                 elif not isinstance(error, GetTimeoutError):
                     self.lose(_reason(error))
-            time.sleep(_PING_SECONDS)
+            self._ended.wait(_PING_SECONDS)
 
 
 def _ask_head(function: Callable[[], T], seconds: float = UNANSWERED_SECONDS) -> T:
@@ -340,7 +350,8 @@ class RayCluster:
         named = Counter(host.name for host in self._hosts)
         for host in self._hosts:
             if named[host.name] > 1:
-                host.rename(f"{host.name}-{host.address}")
+                host.name = f"{host.name}-{host.address}"
+                host.ask("rename", host.name)
 
     def _ask_for_another(self, group: PlacementGroup) -> PlacementGroup:
         """A reservation of one more host, to be fulfilled whenever there is one."""
@@ -371,7 +382,7 @@ class RayCluster:
     def close(self) -> None:
         """End the daemons, and with them all that they started; give the hosts back."""
         for host in self._hosts:
-            host.lost = host.lost or f"host {host.name} was given back"
+            host.give_back()
         # Without a head the daemons end because nobody asks them any more.
         with suppress(ConnectionError):
             _ask_head(self._give_back)
@@ -381,5 +392,7 @@ class RayCluster:
             ray.kill(daemon)
         for group in self._groups:
             remove_placement_group(group)
-        if self._connected:
+        # A call into Ray after its shutdown ends this process, with exit status 1.
+        ended = [host.ended() for host in self._hosts]
+        if self._connected and all(ended):
             ray.shutdown()

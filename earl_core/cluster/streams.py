@@ -92,6 +92,7 @@ class Streams:
             for end in (each for ends in self._ends.values() for each in ends.values()):
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_WR)
+        self._waker.send(b"\n")
 
     def _wait_for(self, number: int) -> None:
         limit = time.monotonic() + self._patience
