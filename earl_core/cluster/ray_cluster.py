@@ -64,7 +64,7 @@ T = TypeVar("T")
 NODE_ID = "ray.io/node-id"
 """Ray's own label of a node."""
 _PING_SECONDS = 2.0
-_END_SECONDS = 3.0
+_END_SECONDS = 5.0
 _IN_FLIGHT = 16
 """Messages on their way to a host before the sender waits for the first of them."""
 _MORE_SECONDS = 10.0
@@ -171,10 +171,10 @@ class RayHost:
         self._ended.set()
         self._streams.end_all()
 
-    def ended(self) -> bool:
-        """Whether no thread calls Ray for it any more, within seconds."""
+    def ended(self, limit: float) -> bool:
+        """Whether no thread calls Ray for it any more, at the latest at this time."""
         for thread in self._threads:
-            thread.join(_END_SECONDS)
+            thread.join(max(0.0, limit - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _receive(self) -> None:
@@ -393,6 +393,7 @@ class RayCluster:
         for group in self._groups:
             remove_placement_group(group)
         # A call into Ray after its shutdown ends this process, with exit status 1.
-        ended = [host.ended() for host in self._hosts]
+        limit = time.monotonic() + _END_SECONDS
+        ended = [host.ended(limit) for host in self._hosts]
         if self._connected and all(ended):
             ray.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from earl_core.dispatch import Batch, Manifest, ManifestError, ShardEntry, Shard
 from earl_core.dispatch.remote import Proof, TransportError
 from earl_core.dispatch.remote.leased_ranges import leased_views
 from earl_core.dispatch.remote.transport import Range
-from earl_core.dispatch.shards.manifest import parse_manifest
+from earl_core.dispatch.shards.manifest import await_manifest, parse_manifest, write_manifest
 from earl_core.dispatch.spill.storage import Spill
 from tests.dispatch.episodes import episode, manifest_of, write
 from tests.dispatch.spilled import UID
@@ -183,3 +184,18 @@ def test_a_batch_refuses_rows_that_are_there_twice(store: ShardStore, whole: Man
     for given in (lambda: Batch(store, [twice]), lambda: Batch(store, [whole], rows=[1, 1])):
         with pytest.raises(ManifestError, match="twice"):
             given()
+
+
+def test_a_manifest_is_awaited_until_this_host_sees_the_one_that_was_sealed(
+    whole: Manifest, tmp_path: Path
+) -> None:
+    path = tmp_path / "rollout.json"
+    with pytest.raises(ManifestError, match="cannot be read"):
+        await_manifest(path, whole.digest, 0.0)
+    write_manifest(path, whole.model_copy(update={"key": "an earlier attempt"}))
+    with pytest.raises(ManifestError, match="another manifest"):
+        await_manifest(path, whole.digest, 0.2)
+    soon = threading.Timer(0.3, lambda: write_manifest(path, whole))
+    soon.start()
+    assert await_manifest(path, whole.digest, 30.0) == whole
+    soon.join()
