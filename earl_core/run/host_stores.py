@@ -175,10 +175,12 @@ class HostStores:
         def fetch(host: str, other: str) -> float:
             return float(self._ask(host, "fetch_probe", probes[other], *servers[other], token))
 
+        def publish(host: str) -> None:
+            probes[host] = self._ask(host, "publish_probe")
+
         try:
-            for host in hosts:
-                probes[host] = self._ask(host, "publish_probe")
             with ThreadPoolExecutor(len(hosts)) as pool:
+                list(pool.map(publish, hosts))
                 return min(pool.map(fetch, hosts, [*hosts[1:], hosts[0]]))
         finally:
             for host, entry in probes.items():
