@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from earl_core.weights.load import model_files
+
 SMALLEST_NORM = 1e-3
 """Of a gradient that is more than rounding, which is 1e-6 or less; most are 0.1 to 10 here."""
 
@@ -37,5 +39,5 @@ def largest_change(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
 
 
 def weights_in(model: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model directory of one file."""
-    return load_file(model / "model.safetensors")
+    """The weights of a model directory."""
+    return {name: each for file in model_files(model) for name, each in load_file(file).items()}

@@ -106,14 +106,22 @@ _NOT_LISTED = (DESCRIPTION, MARKER)
 
 
 def describe_state(
-    directory: Path, state: Mapping[str, Any], parameters: Mapping[str, list[int]]
+    directory: Path,
+    state: Mapping[str, Any],
+    parameters: Mapping[str, list[int]],
+    known: Mapping[str, str] | None = None,
 ) -> None:
     """Write `state.json` about all files that lie in the directory; call it last.
 
-    state: JSON-able things of the caller. parameters: shapes by name.
+    state: JSON-able things of the caller. parameters: shapes by name. known: checksums of files,
+    by name, which need not be read again.
     """
+    known = known or {}
     files = {
-        name: {"bytes": (directory / name).stat().st_size, "xxh3": _checksum(directory / name)}
+        name: {
+            "bytes": (directory / name).stat().st_size,
+            "xxh3": known.get(name) or file_checksum(directory / name),
+        }
         for name in sorted(_files_in(directory))
     }
     content = {"format": FORMAT, "state": state, "parameters": parameters, "files": files}
@@ -141,7 +149,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 def verify_files(directory: Path, files: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
     """Compare files with the checksums of `read_state`; raises `CheckpointError`."""
     for name, listed in files:
-        if _checksum(directory / name) != listed["xxh3"]:
+        if file_checksum(directory / name) != listed["xxh3"]:
             raise _damaged(directory, f"{name} is missing or not what was written")
 
 
@@ -205,7 +213,8 @@ def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(canonical_json(content))
 
 
-def _checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
+    """xxh3_128 over a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 

@@ -1,7 +1,7 @@
-"""One safetensors file that many ranks fill, each the boxes it holds, without a full copy.
+"""Safetensors files that many ranks fill, each the boxes it holds, without a full copy.
 
-Where the ranks are on several hosts, each host has a file of its own. What none of its ranks holds
-is sent to the first of them, each element once.
+Where the ranks are on several hosts, each host has a file of its own, with all tensors or with
+those dealt to it. What none of its ranks holds is sent to the first of them, each element once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.errors import WeightsError
-from earl_core.tensors.safetensors_layout import DTYPE_CODES, FileLayout, TensorPlace, view
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, TensorPlace, view
 from earl_core.tensors.slices import Box, Slice, boxes_of_all, shares
 
 
@@ -42,26 +42,28 @@ class Shares(NamedTuple):
 
 def own_shares(
     slices: Sequence[Slice],
-    layout: FileLayout,
+    places: Mapping[str, TensorPlace],
     ranks: Ranks,
     *,
-    shared: bool = False,
+    writers: Mapping[str, str] | None = None,
 ) -> Shares:
     """Who writes what; ranks of a host that hold the same split it evenly.
 
-    shared: there is one file, which the first rank's host writes. Collective; the layout is equal
-    on all ranks. Raises `WeightsError`, on all ranks, when the parts do not make up a tensor.
+    writers: the host that writes each tensor; none: every host writes all. Collective; places and
+    writers are equal on all ranks. Raises `WeightsError`, on all ranks, when the parts do not make
+    up a tensor.
     """
-    names = list(layout.places)
+    names = list(places)
     boxes = boxes_of_all(slices, names, ranks)
     hosts = ranks.hosts
+    every = list(dict.fromkeys(hosts))
     mine: dict[str, Box] = {}
     transfers: list[Transfer] = []
     for name, held in zip(names, boxes, strict=True):
-        for host in hosts[:1] if shared else dict.fromkeys(hosts):
+        for host in every if writers is None else [writers[name]]:
             parts = shares(_nearest(held, hosts, host))
             written = sum(part.numel for part in parts)
-            wanted = math.prod(layout.places[name].shape)
+            wanted = math.prod(places[name].shape)
             if written != wanted:
                 raise WeightsError(
                     f"the ranks hold {written} elements of {name}, which has {wanted}: they do not "

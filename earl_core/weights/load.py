@@ -108,19 +108,24 @@ def matched(
 
 def model_files(directory: Path) -> list[Path]:
     """The safetensors files of a Hugging Face model directory; raises `WeightsError` for none."""
-    index = directory / "model.safetensors.index.json"
+    if files := tensor_files(directory, "model"):
+        return files
+    raise WeightsError(
+        f"{directory} holds no model.safetensors (or index): point model.path at a Hugging Face "
+        "model directory with safetensors weights, or give a model.builder"
+    )
+
+
+def tensor_files(directory: Path, stem: str) -> list[Path]:
+    """`stem.safetensors`, or the files that `stem.safetensors.index.json` names; none: []."""
+    index = directory / f"{stem}.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise WeightsError(f"{index} names files outside of its directory")
         return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
-    raise WeightsError(
-        f"{directory} holds no model.safetensors (or index): point model.path at a Hugging Face "
-        "model directory with safetensors weights, or give a model.builder"
-    )
+    single = directory / f"{stem}.safetensors"
+    return [single] if single.is_file() else []
 
 
 def parameters_of(directory: Path, trust_remote_code: bool = False) -> dict[str, torch.Tensor]:

@@ -130,7 +130,7 @@ def _write_together(
     """Every rank writes its share of its host's file, which the first one there seals; the tensors'
     digest."""
     slices = ranks.do(lambda: slices_of(named_tensors))
-    mine, transfers = own_shares(slices, layout, ranks)
+    mine, transfers = own_shares(slices, layout.places, ranks)
     leader = ranks.hosts.index(ranks.hosts[ranks.rank])
     # Whoever starts a run has seen to it that the weights fit into its share of the memory.
     pool = SegmentPool(path.parent, max_bytes=sys.maxsize)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from earl_core.config import ConfigError, load_config
 from earl_core.deployment.shapes import Hardware
 from flows.cli.training import preflight
 from tests.flows.runs import LEARNING, Runs
+from tests.learnt import weights_in
 
 LAYOUTS = {
     "cp": ["stages.update.context_parallel=2"],
@@ -39,7 +39,7 @@ def curve(runs: Runs, metric: str) -> list[float]:
 
 def weights(runs: Runs) -> dict[str, Any]:
     (*_, last) = sorted((runs.run() / "checkpoints").iterdir())
-    return load_file(last / "policy" / "model.safetensors")
+    return weights_in(last / "policy")
 
 
 def plan(runs: Runs, iteration: int) -> dict[str, Any]:

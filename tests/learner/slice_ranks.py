@@ -121,7 +121,8 @@ def check_state(model: PreTrainedModel, state: dict[str, dict[str, torch.Tensor]
 
 
 def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
-    """A checkpoint and published weights written by the mesh; the reference's read by it."""
+    """A checkpoint and published weights written by the mesh, whose ranks are on two hosts where
+    weights are tied; the reference's read by it, and that of two hosts."""
     kind = "tied" if tied else "untied"
     if tied:
         mesh = on_two_hosts(mesh)
@@ -136,20 +137,20 @@ def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
         state={"policy_version": 7},
         mesh=mesh,
     )
-    memory = target / f"published-{mesh.hosts[mesh.rank] if mesh.hosts else ''}"
+    host = mesh.hosts[mesh.rank] if mesh.hosts else ""
+    memory = scratch / f"published-{target.name}-{host}"
     sent: list[int] = []
     with patch.object(Ranks, "send", counting(sent)):
         manifest = publish(dict(model.named_parameters()), memory, 7, "bfloat16", mesh=mesh)
-    empty = laid_out(policy(tied), mesh)
-    with torch.no_grad():
-        for parameter in empty.parameters():
-            parameter.zero_()
-    fresh = Moments({})
-    state = read_training_state(
-        scratch / f"{kind}-reference", model=empty, optimizer=fresh, mesh=mesh
-    )
-    assert state == {"policy_version": 7}
-    check_state(empty, fresh.state)
+    for source in [scratch / f"{kind}-reference", *([target] if tied else [])]:
+        empty = laid_out(policy(tied), mesh)
+        with torch.no_grad():
+            for parameter in empty.parameters():
+                parameter.zero_()
+        fresh = Moments({})
+        state = read_training_state(source, model=empty, optimizer=fresh, mesh=mesh)
+        assert state == {"policy_version": 7}
+        check_state(empty, fresh.state)
     return {
         "state": str(target),
         "digest": manifest.digest,

@@ -6,17 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.run.checkpoints import verify_training_state
 from earl_core.system.files import canonical_json
 from earl_core.tensors.errors import CheckpointError
+from earl_core.weights.load import tensor_files
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.slice_ranks import RANKS, references, results, value_of
 from tests.learner.test_policy_learner import largest_difference, make_learner
@@ -35,6 +38,7 @@ def _iterations(learner: PolicyLearner, first: int, last: int) -> None:
 
 _CONTINUE = """
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tests.learner.test_checkpoint import _iterations
 from tests.learner.test_policy_learner import make_learner
@@ -159,10 +163,34 @@ def test_a_failed_write_leaves_the_old_state_and_nothing_else(
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_mesh_writes_the_files_of_one_process(ranks: int) -> None:
     """Each rank has also read the one process's checkpoint, bit for bit, or it had failed."""
-    alone = references().files
+    for case, found in _written(ranks, "untied"):
+        written = json.loads((found / "state.json").read_text())
+        assert written == references().files[False], case
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_each_host_writes_one_file_of_each_kind(ranks: int) -> None:
+    alone = references().scratch / "tied-reference"
+    for case, found in _written(ranks, "tied"):
+        assert verify_training_state(found) == {"policy_version": 7}
+        for folder, stem in (("policy", "model"), ("", "optimizer")):
+            files = tensor_files(found / folder, stem)
+            names = [f"{stem}-{number}-of-00002.safetensors" for number in ("00001", "00002")]
+            assert [file.name for file in files] == names, case
+            sizes = [file.stat().st_size for file in files]
+            assert max(sizes) < 0.6 * sum(sizes), case
+            whole = load_file(alone / folder / f"{stem}.safetensors")
+            parts = [load_file(file) for file in files]
+            assert sum(len(part) for part in parts) == len(whole)
+            tensors = parts[0] | parts[1]
+            assert all(torch.equal(tensors[name], whole[name]) for name in whole), case
+
+
+def _written(ranks: int, kind: str) -> Iterator[tuple[str, Path]]:
+    """Where the meshes have written a state: of one host untied, of two hosts tied weights."""
     for case, found in results(ranks)[0]["files"].items():
-        written = json.loads((Path(found["state"]) / "state.json").read_text())
-        assert written == alone["tied" in case], case
+        if Path(found["state"]).name.startswith(kind):
+            yield case, Path(found["state"])
 
 
 @pytest.mark.parametrize("tied", [False, True])

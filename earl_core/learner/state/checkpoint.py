@@ -2,13 +2,17 @@
 
 `policy/` is a directory that `from_pretrained` loads, tokenizer included. Files hold whole tensors,
 which all ranks of a mesh fill together, each the boxes it holds, so that a state written under one
-mesh loads under any other. Optimizer tensors are named `parameter/key`. `state.json` is written
-last and describes the rest (`earl_core.run.checkpoints`). Safetensors and JSON only.
+mesh loads under any other. Where the ranks are on several hosts, each host writes one file of
+weights and one of the optimizer's tensors, beside an index, as Hugging Face splits large models.
+Optimizer tensors are named `parameter/key`. `state.json` is written last and describes the rest
+(`earl_core.run.checkpoints`). Safetensors and JSON only.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import math
 import mmap
 import os
 import shutil
@@ -27,6 +31,7 @@ from earl_core.pretrained.huggingface import (
 )
 from earl_core.run.checkpoints import (
     describe_state,
+    file_checksum,
     read_state,
     verify_files,
 )
@@ -42,7 +47,7 @@ from earl_core.tensors.safetensors_layout import (
     plan_layout,
 )
 from earl_core.tensors.slices import Slice, local_box, local_part, slices_like, slices_of
-from earl_core.weights.load import model_files
+from earl_core.weights.load import model_files, tensor_files
 
 if TYPE_CHECKING:
     from earl_core.learner.parallel.mesh import UpdateMesh
@@ -71,10 +76,11 @@ def write_training_state(
     try:
         ranks.on_first(lambda: _begin(directory, building, model, tokenizer))
         weights = ranks.do(lambda: slices_of(parameters | _persistent_buffers(model)))
-        _write_file(building / "policy" / "model.safetensors", weights, ranks)
+        written = _write_tensors(building / "policy", "model", weights, ranks)
+        known = {f"policy/{name}": checksum for name, checksum in written.items()}
         moments = ranks.do(lambda: _optimizer_slices(parameters, optimizer))
-        _write_file(building / "optimizer.safetensors", moments, ranks)
-        ranks.on_first(lambda: _seal(directory, building, _shapes(parameters), state))
+        known |= _write_tensors(building, "optimizer", moments, ranks)
+        ranks.on_first(lambda: _seal(directory, building, _shapes(parameters), state, known))
     except BaseException:
         if ranks.first:
             shutil.rmtree(building, ignore_errors=True)
@@ -163,30 +169,76 @@ def _begin(
     tokenizer.save_pretrained(policy)
 
 
-def _write_file(path: Path, slices: Sequence[Slice], ranks: Ranks) -> None:
-    """A file of whole tensors, each in its own dtype. The ranks of the first one's host fill it,
-    with what others send them. Collective."""
+def _write_tensors(
+    directory: Path, stem: str, slices: Sequence[Slice], ranks: Ranks
+) -> dict[str, str]:
+    """Whole tensors, each in its own dtype: `stem.safetensors`, or a file of each host and an
+    index. Each host's ranks fill its file, with what others send them, because a network file
+    system need not let two hosts write one. The files' checksums by name. Collective."""
     plan = ranks.from_first(
         lambda: [(each.name, DTYPE_CODES[each.tensor.dtype], each.shape) for each in slices]
     )
-    layout = plan_layout(
-        {name: (DTYPES[code], tuple(shape)) for name, code, shape in plan}, {"format": "pt"}
-    )
-    mine, transfers = own_shares(slices, layout, ranks, shared=True)
-    ranks.on_first(lambda: _allocate(path, layout))
+    tensors = {name: (DTYPES[code], tuple(shape)) for name, code, shape in plan}
+    hosts = list(dict.fromkeys(ranks.hosts))
+    writers = _dealt(tensors, hosts)
+    layouts = [
+        plan_layout({name: tensors[name] for name in tensors if writers[name] == host}, _METADATA)
+        for host in hosts
+    ]
+    places = {name: place for layout in layouts for name, place in layout.places.items()}
+    mine, transfers = own_shares(slices, places, ranks, writers=writers)
+    names = _file_names(stem, len(hosts))
+    own = hosts.index(ranks.hosts[ranks.rank])
+    path, layout = directory / names[own], layouts[own]
+    leader = ranks.hosts.index(hosts[own]) == ranks.rank
+    ranks.do(lambda: _allocate(path, layout) if leader else None)
 
     def write() -> None:
-        if ranks.hosts[ranks.rank] != ranks.hosts[0]:
-            # No two hosts write into one file: a network file system need not allow that.
-            transfer(None, layout.places, slices, transfers, ranks)
-            return
         with path.open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), layout.total_bytes)
-        fill(mapping, layout.places, slices, mine)
-        transfer(mapping, layout.places, slices, transfers, ranks)
+        fill(mapping, places, slices, mine)
+        transfer(mapping, places, slices, transfers, ranks)
         mapping.flush()
 
     ranks.do(write)
+    if len(hosts) > 1:
+        files = {name: names[hosts.index(host)] for name, host in writers.items()}
+        index = {
+            "metadata": {"total_size": sum(each.stop - each.start for each in places.values())},
+            "weight_map": files,
+        }
+        text = json.dumps(index, indent=1)
+        ranks.on_first(lambda: _write_text(directory / f"{stem}.safetensors.index.json", text))
+    # Its host has just written it; another would read it through the network.
+    checksums = ranks.do(lambda: {names[own]: file_checksum(path)} if leader else {})
+    return {name: value for each in ranks.gather_json(checksums) for name, value in each.items()}
+
+
+_METADATA = {"format": "pt"}
+
+
+def _dealt(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], hosts: Sequence[str]
+) -> dict[str, str]:
+    """A host for each tensor, in the tensors' order: equally many bytes for each host."""
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in tensors.items()}
+    loads = dict.fromkeys(hosts, 0)
+    writers = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        writers[name] = min(loads, key=lambda host: loads[host])
+        loads[writers[name]] += sizes[name]
+    return {name: writers[name] for name in tensors}
+
+
+def _file_names(stem: str, count: int) -> list[str]:
+    """As transformers names them."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _allocate(path: Path, layout: FileLayout) -> None:
@@ -216,9 +268,13 @@ def _optimizer_slices(
 
 
 def _seal(
-    directory: Path, building: Path, shapes: dict[str, list[int]], state: dict[str, Any]
+    directory: Path,
+    building: Path,
+    shapes: dict[str, list[int]],
+    state: dict[str, Any],
+    known: dict[str, str],
 ) -> None:
-    describe_state(building, state, shapes)
+    describe_state(building, state, shapes, known)
     for path in [*building.rglob("*"), building]:
         sync(path)
     if os.path.lexists(directory):
@@ -249,9 +305,10 @@ def _weights(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, t
 def _moments(directory: Path) -> dict[str, State]:
     """The stored optimizer state by parameter name, mapped."""
     moments: dict[str, State] = {}
-    for place, tensor in open_file(directory / "optimizer.safetensors").items():
-        name, _, key = place.rpartition("/")
-        moments.setdefault(name, {})[key] = tensor
+    for path in tensor_files(directory, "optimizer"):
+        for place, tensor in open_file(path).items():
+            name, _, key = place.rpartition("/")
+            moments.setdefault(name, {})[key] = tensor
     return moments
 
 
