@@ -17,10 +17,9 @@ from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.joint_file import (
     combine,
     digest_together,
-    fill,
     own_shares,
     tensor_hash,
-    transfer,
+    write_shares,
 )
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, FileLayout, plan_layout
 from earl_core.tensors.slices import local_part, slices_of
@@ -130,7 +129,7 @@ def _write_together(
     """Every rank writes its share of its host's file, which the first one there seals; the tensors'
     digest."""
     slices = ranks.do(lambda: slices_of(named_tensors))
-    mine, transfers = own_shares(slices, layout.places, ranks)
+    parts = own_shares(slices, layout.places, ranks)
     leader = ranks.hosts.index(ranks.hosts[ranks.rank])
     # Whoever starts a run has seen to it that the weights fit into its share of the memory.
     pool = SegmentPool(path.parent, max_bytes=sys.maxsize)
@@ -140,9 +139,7 @@ def _write_together(
         )
         unsealed = Path(ranks.gather_json(str(segment.path) if segment else "")[leader])
         memory = ranks.do(lambda: held.enter_context(_memory(segment, unsealed)))
-        ranks.do(lambda: fill(memory, layout.places, slices, mine))
-        if transfers:
-            ranks.do(lambda: transfer(memory, layout.places, slices, transfers, ranks))
+        ranks.do(lambda: write_shares(memory, layout.places, slices, parts, ranks))
         digest = digest_together(memory, layout.places, ranks)
         ranks.do(lambda: _seal(pool, segment, path) if segment else None)
     return digest

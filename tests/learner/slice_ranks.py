@@ -301,13 +301,18 @@ def check_failures(mesh: UpdateMesh, scratch: Path) -> list[str]:
     def send() -> None:
         publish(weights, there / "published", 7, "bfloat16", mesh=mesh)
 
+    def send_on() -> None:
+        over = on_two_hosts(mesh)
+        publish(weights, there / over.hosts[mesh.rank], 7, "bfloat16", mesh=over)
+
     messages = []
     last = mesh.rank == mesh.deployment.ranks - 1
     for action, broken, place, culprit in (
         (write, full, "os.posix_fallocate", mesh.rank == 0),
         (send, full, "os.posix_fallocate", mesh.rank == 0),
-        (write, full, "earl_core.learner.state.checkpoint.fill", last),
-        (send, full, "earl_core.weights.publish.fill", last),
+        (write, full, "earl_core.tensors.joint_file.write_part", last),
+        (send, full, "earl_core.tensors.joint_file.write_part", last),
+        (send_on, full, "earl_core.tensors.joint_file.write_part", last),
         (read, None, "", False),
     ):
         with patch(place, broken) if culprit else contextlib.nullcontext():

@@ -38,7 +38,7 @@ from earl_core.run.checkpoints import (
 from earl_core.system.files import remove, sync
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.errors import CheckpointError
-from earl_core.tensors.joint_file import fill, own_shares, transfer
+from earl_core.tensors.joint_file import own_shares, write_shares
 from earl_core.tensors.safetensors_layout import (
     DTYPE_CODES,
     DTYPES,
@@ -186,7 +186,7 @@ def _write_tensors(
         for host in hosts
     ]
     places = {name: place for layout in layouts for name, place in layout.places.items()}
-    mine, transfers = own_shares(slices, places, ranks, writers=writers)
+    parts = own_shares(slices, places, ranks, writers=writers)
     names = _file_names(stem, len(hosts))
     own = hosts.index(ranks.hosts[ranks.rank])
     path, layout = directory / names[own], layouts[own]
@@ -196,8 +196,7 @@ def _write_tensors(
     def write() -> None:
         with path.open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), layout.total_bytes)
-        fill(mapping, places, slices, mine)
-        transfer(mapping, places, slices, transfers, ranks)
+        write_shares(mapping, places, slices, parts, ranks)
         mapping.flush()
 
     ranks.do(write)
