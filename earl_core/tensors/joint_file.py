@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -87,13 +87,6 @@ def _nearest(held: Sequence[Box], hosts: Sequence[str], host: str) -> list[Box]:
     return [box if own == host or box not in here else Box(none, none) for box, own in pairs]
 
 
-_PIECE_BYTES = 4 << 20
-"""Of one message. While a large one goes one way, gloo keeps what goes the other way waiting: both
-ways of a link of 1 Gbit/s took 1.5 times their time with messages of 28 MB, 1.1 with these."""
-_IN_FLIGHT_BYTES = 64 << 20
-"""Of messages that one rank sends and receives at once: enough for both ways to be busy."""
-
-
 @torch.no_grad()
 def write_shares(
     memory: mmap.mmap | memoryview,
@@ -103,7 +96,7 @@ def write_shares(
     ranks: Ranks,
 ) -> None:
     """Write this rank's parts into its host's file, cast to the file's dtypes, while parts that
-    hosts lack are sent and received. Holds one part more than 64 MiB of the latter.
+    hosts lack are sent and received.
 
     Collective where there are transfers. An error is raised when nothing is under way any more:
     the ranks that this one sends to would wait for it.
@@ -121,17 +114,11 @@ def write_shares(
             error = caught
             own.clear()
 
-    messages = _Messages(ranks, lambda: write_next() if own else None)
-    for name, part, source, target in found.transfers:
-        place = places[name]
-        if ranks.rank == source:
-            sent = held[name].tensor[part.within(held[name].box).index]
-            messages.send(sent.to("cpu", place.dtype).contiguous(), target)
-        elif ranks.rank == target:
-            messages.receive(view(memory, place)[part.index], source)
+    _Messages(memory, places, held, found.transfers, ranks).exchange(
+        lambda: write_next() if own else None
+    )
     while own:
         write_next()
-    messages.finish()
     if error is not None:
         raise error
 
@@ -141,51 +128,97 @@ def write_part(whole: torch.Tensor, held: Slice, part: Box) -> None:
     whole[part.index].copy_(held.tensor[part.within(held.box).index])
 
 
+_PIECE_BYTES = 4 << 20
+_RECEIVES_AHEAD, _SENDS_AHEAD = 16, 8
+"""Pieces after the oldest one under way. gloo asks for each message before it is sent, and the
+question waits behind what its rank is sending: with many sends before it the other way stands still
+(both ways of a link of 1 Gbit/s then took 1.2 to 1.5 times their time)."""
+
+
+class _Piece(NamedTuple):
+    """Elements [start, stop) of a part; offset: bytes that go before it from source to target."""
+
+    offset: int
+    source: int
+    target: int
+    name: str
+    box: Box
+    start: int
+    stop: int
+
+
 class _Messages:
-    """Parts under way to and from other ranks, oldest first. meanwhile: what is done before each
-    wait."""
+    """All that this rank sends and receives. All ranks take pieces in one order and wait for the
+    oldest first, which is under way at both of its ends: so none waits forever."""
 
-    def __init__(self, ranks: Ranks, meanwhile: Callable[[], None]) -> None:
-        self._ranks, self._meanwhile = ranks, meanwhile
-        self._under_way: deque[tuple[dist.Work, torch.Tensor, Callable[[], object] | None]]
-        self._under_way = deque()
-        self._bytes = 0
-
-    def send(self, part: torch.Tensor, target: int) -> None:
-        self._move(self._ranks.send, part, target)
-
-    def receive(self, target: torch.Tensor, source: int) -> None:
-        """Into a tensor that need not be contiguous."""
-        if target.is_contiguous():
-            self._move(self._ranks.receive, target, source)
-        else:
-            part = torch.empty(target.shape, dtype=target.dtype)
-            self._move(self._ranks.receive, part, source, partial(target.copy_, part))
-
-    def finish(self, most: int = 0) -> None:
-        """Wait until no more than that many bytes are under way."""
-        # The oldest first: its partner waits for nothing that is younger.
-        while self._under_way and self._bytes > most:
-            self._meanwhile()
-            work, piece, landed = self._under_way.popleft()
-            work.wait()
-            self._bytes -= piece.nbytes
-            if landed is not None:
-                landed()
-
-    def _move(
+    def __init__(
         self,
-        way: Callable[[torch.Tensor, int], dist.Work],
-        part: torch.Tensor,
-        partner: int,
-        landed: Callable[[], object] | None = None,
+        memory: mmap.mmap | memoryview,
+        places: Mapping[str, TensorPlace],
+        held: Mapping[str, Slice],
+        transfers: Sequence[Transfer],
+        ranks: Ranks,
     ) -> None:
-        pieces = torch.split(part.view(-1), _PIECE_BYTES // part.itemsize)
-        for piece in pieces:
-            self.finish(_IN_FLIGHT_BYTES - piece.nbytes)
-            last = landed if piece is pieces[-1] else None
-            self._under_way.append((way(piece, partner), piece, last))
-            self._bytes += piece.nbytes
+        self._memory, self._places, self._held, self._ranks = memory, places, held, ranks
+        self._pieces = sorted(self._own_pieces(transfers), key=lambda each: each[:3])
+        self._left = Counter((each.name, each.box) for each in self._pieces)
+        self._parts: dict[tuple[str, Box], torch.Tensor] = {}
+
+    def exchange(self, meanwhile: Callable[[], None]) -> None:
+        """Send and receive all; meanwhile is called before each wait."""
+        under_way: dict[int, dist.Work] = {}
+        ahead = {True: iter(enumerate(self._pieces)), False: iter(enumerate(self._pieces))}
+        for number, piece in enumerate(self._pieces):
+            for received, count in ((True, _RECEIVES_AHEAD), (False, _SENDS_AHEAD)):
+                until = count + 1 if number == 0 else 1
+                for later, each in islice(ahead[received], until):
+                    if received == (each.target == self._ranks.rank):
+                        under_way[later] = self._begin(each)
+            meanwhile()
+            under_way.pop(number).wait()
+            self._finish(piece)
+
+    def _own_pieces(self, transfers: Sequence[Transfer]) -> Iterator[_Piece]:
+        offsets: Counter[tuple[int, int]] = Counter()
+        for name, box, source, target in transfers:
+            if self._ranks.rank in (source, target):
+                size = self._places[name].dtype.itemsize
+                count = _PIECE_BYTES // size
+                for start in range(0, box.numel, count):
+                    stop = min(start + count, box.numel)
+                    before = offsets[source, target]
+                    yield _Piece(before, source, target, name, box, start, stop)
+                    offsets[source, target] += (stop - start) * size
+
+    def _begin(self, piece: _Piece) -> dist.Work:
+        key = (piece.name, piece.box)
+        if key not in self._parts:
+            self._parts[key] = self._part(piece).view(-1)
+        elements = self._parts[key][piece.start : piece.stop]
+        if piece.source == self._ranks.rank:
+            return self._ranks.send(elements, piece.target)
+        return self._ranks.receive(elements, piece.source)
+
+    def _part(self, piece: _Piece) -> torch.Tensor:
+        """Contiguous memory of the part: sent from, or received into."""
+        if piece.source == self._ranks.rank:
+            held = self._held[piece.name]
+            part = held.tensor[piece.box.within(held.box).index]
+            return part.to("cpu", self._places[piece.name].dtype).contiguous()
+        target = self._target(piece)
+        return target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+
+    def _finish(self, piece: _Piece) -> None:
+        key = (piece.name, piece.box)
+        self._left[key] -= 1
+        if self._left[key]:
+            return
+        part = self._parts.pop(key)
+        if piece.target == self._ranks.rank and not self._target(piece).is_contiguous():
+            self._target(piece).copy_(part.view(piece.box.sizes))
+
+    def _target(self, piece: _Piece) -> torch.Tensor:
+        return view(self._memory, self._places[piece.name])[piece.box.index]
 
 
 def digest_together(memory: memoryview, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:
