@@ -12,12 +12,20 @@ from earl_core.config.settings import Options, Settings
 class EnvironmentConfig(Settings):
     """The game or tool environment and how its failures are handled."""
 
-    name: str = Field(
+    name: str | None = Field(
+        default=None,
         description="A registered name (tic_tac_toe, connect_four, prompt, textarena) or an "
-        "import path `package.module:Class`."
+        "import path `package.module:Class`.",
+    )
+    agent: str | None = Field(
+        default=None,
+        description="Instead of a name: the import path `package.module:function` of an agent, "
+        "which is called as run(task, base_url, api_key) and returns the reward.",
     )
     options: Options = Field(
-        default_factory=dict, description="Passed to the environment; checked before work starts."
+        default_factory=dict,
+        description="Passed to the environment, checked before work starts; part of an agent's "
+        "task.",
     )
     hosts: int = Field(
         default=1, ge=1, description="Processes that run environment code, for each engine."
@@ -25,8 +33,11 @@ class EnvironmentConfig(Settings):
     step_timeout_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="A reset or step that takes longer fails its episode and ends its host, whose "
-        "other episodes are replayed.",
+        description="A reset or step that takes longer fails its episode. A coroutine is "
+        "cancelled; otherwise its host ends, whose other episodes are replayed.",
+    )
+    episode_timeout_seconds: float = Field(
+        default=600.0, gt=0, description="An agent that runs longer is ended; its episode fails."
     )
     max_failed_share: float = Field(
         default=0.1,
@@ -34,6 +45,20 @@ class EnvironmentConfig(Settings):
         le=1,
         description="The rollout fails when more than this share of its episodes has failed.",
     )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> EnvironmentConfig:
+        if bool(self.name) == bool(self.agent):
+            raise ValueError(
+                "give either environment.name, an environment, or environment.agent, the import "
+                "path of an agent"
+            )
+        return self
+
+    @property
+    def played(self) -> str:
+        """What `environments.registry` knows it by."""
+        return self.name or f"agent:{self.agent}"
 
 
 class VllmConfig(Settings):

@@ -164,6 +164,7 @@ _PLAY = (
     "model.path",
     "model.chat_template",
     "environment.name",
+    "environment.agent",
     "environment.options",
     "rollout.engine",
     "rollout.max_turns",

@@ -15,7 +15,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     return [
         ("run directory", f"{config.runs_directory}/{config.name}", "runs_directory, name"),
         ("model", config.model.path, "model.path"),
-        ("environment", config.environment.name, "environment.name"),
+        ("environment", config.environment.played, "environment.name"),
         ("engine", f"{rollout.engine}, {rollout.dtype}", "rollout.engine, rollout.dtype"),
         ("iterations", str(config.iterations), "iterations"),
         (

@@ -52,7 +52,8 @@ class Environment(Protocol):
 
     A class may set `concurrent = False` to say that two of its objects must not run at the same
     time in one process (it uses global state, such as the `random` module). The pool then runs the
-    calls of one host one after the other.
+    calls of one host one after the other. With `deterministic = False` it says that its episodes
+    cannot be replayed: those of a lost host are played anew.
     """
 
     def reset(self, prompt: int, seed: int) -> list[Message]:

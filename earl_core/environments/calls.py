@@ -31,8 +31,9 @@ class Call:
     """A request of the pool: its kind ("reset", "step" or "close"), its number `call`, and the
     arguments of the method.
 
-    seconds: how long it has run. thread, coroutine: in which thread its synchronous code runs now,
-    or which coroutine; neither while it waits for a thread.
+    seconds: how long it has run. overdue: why it was cancelled, if it was. thread,
+    coroutine: in which thread its synchronous code runs now, or which coroutine; neither while it
+    waits for a thread.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Call:
     call: int = -1
     arguments: list[Any] = field(default_factory=list)
     seconds: float = 0.0
+    overdue: str = ""
     thread: int | None = None
     coroutine: Any = None
 
@@ -97,7 +99,8 @@ class Calls:
         except WireError as error:
             reason, detail = "invalid_result", str(error)
         except _RAISED:
-            reason, detail = "exception", traceback.format_exc()
+            reason = "timeout" if call.overdue else "exception"
+            detail = f"{call.overdue}\n{traceback.format_exc()}".lstrip()
         await self._close(call)
         return failure(call, reason, detail)
 
@@ -154,8 +157,8 @@ class Calls:
                 logger.warning("close() of an environment raised", exc_info=True)
 
 
-def failure(call: Call, reason: str, detail: str) -> bytes:
-    """An encoded "failed" reply with the end of `detail`."""
+def failure(call: Call, reason: str, detail: str, *, stuck: bool = False) -> bytes:
+    """An encoded "failed" reply with the end of `detail`. stuck: the call still runs."""
     # Whoever prints it must be able to, also where the environment raised what is no UTF-8.
     printable = redact(detail.encode("utf-8", "backslashreplace").decode())
     return encode(
@@ -164,5 +167,6 @@ def failure(call: Call, reason: str, detail: str) -> bytes:
             "call": call.call,
             "reason": reason,
             "detail": printable[-_DETAIL_CHARACTERS:],
+            "stuck": stuck,
         }
     )

@@ -2,9 +2,10 @@
 
 Started as `python -m earl_core.environments.host FD`, FD being its end of a socket pair. It dies
 when that socket closes, which the kernel does for a dead pool, and takes its own children along.
-A call over its deadline is reported, and the pool then replaces the process. While code holds the
-event loop or the interpreter lock nobody here can notice anything, so a timer of `faulthandler`,
-which needs neither, then writes all stacks to the log and ends the process.
+A coroutine over its deadline is cancelled; any other call is reported, and the pool then replaces
+the process. While code holds the event loop or the interpreter lock nobody here can notice
+anything, so a timer of `faulthandler`, which needs neither, then writes all stacks to the log and
+ends the process.
 """
 
 from __future__ import annotations
@@ -110,9 +111,15 @@ class Host:
                 if not call.running:
                     continue
                 call.seconds += interval
-                if call.seconds >= self._timeout + interval:
-                    detail = f"{call.kind} took over {self._timeout:g} s, at:\n{call.stack()}"
-                    self._connection.send(failure(call, "timeout", detail))
+                if call.seconds < self._timeout + interval:
+                    continue
+                late = f"{call.kind} took over {self._timeout:g} s, at:"
+                if call.coroutine is not None and not call.overdue:
+                    call.overdue = late
+                    self._open[call].cancel()
+                    continue
+                detail = f"{late}\n{call.stack()}"
+                self._connection.send(failure(call, "timeout", detail, stuck=True))
 
     async def _stop(self) -> None:
         for episode in self._calls.episodes():
@@ -137,7 +144,8 @@ def _serve(connection: socket.socket) -> None:
             why = f"the environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return
-    channel.send({"kind": "ready"})
+    replayed = getattr(registry.environment_class(name), "deterministic", True)
+    channel.send({"kind": "ready", "deterministic": bool(replayed)})
     connection.setblocking(False)
     host = Host(name, options, start["timeout_seconds"], start["threads"])
     asyncio.new_event_loop().run_until_complete(host.serve(connection))

@@ -3,7 +3,8 @@
 Environments are deterministic, so a fresh process gets the recorded texts of its episodes again. A
 host that a call over its deadline has cost names that call, whose episode fails. Nobody can say
 which call crashed a host or kept it silent: those that were under way are repeated in turn, and the
-one that costs the process again fails. An episode that cannot be replayed is lost.
+one that costs the process again fails. An episode that cannot be replayed is lost, as are all of a
+class that sets `deterministic = False`.
 """
 
 from __future__ import annotations
@@ -216,6 +217,10 @@ class HostKeeper:
     async def _replace(self) -> None:
         """Starts a fresh process, replays the episodes, and goes on."""
         doubted = await self._end_lost()
+        if self._process is not None and not self._process.deterministic:
+            doubted = []
+            for episode in list(self._episodes.values()):
+                self._fail(episode, "lost", "its host was lost, and it cannot be played again")
         failed_starts = failed_replays = 0
         while True:
             try:

@@ -93,6 +93,8 @@ class HostProcess:
         self._log: IO[bytes] | None = None
         self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self.deterministic = True
+        """Whether a fresh process can play its episodes again."""
         self.timed_out = False
         """Whether it was lost because it did not answer in time."""
         self.call_timed_out = False
@@ -191,6 +193,7 @@ class HostProcess:
         self._silence = 0.0
         kind = message["kind"]
         if kind == "ready":
+            self.deterministic = message["deterministic"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":
@@ -198,7 +201,7 @@ class HostProcess:
                 self._opening.set_exception(ConfigError(message["why"]))
         elif kind != "alive":
             self._on_message(message)
-            if message.get("reason") == "timeout":
+            if message.get("stuck"):
                 self.call_timed_out = True
                 self._lose()
 

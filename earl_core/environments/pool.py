@@ -27,8 +27,9 @@ class EnvironmentPool:
     concurrency: how many episodes are played at the same time. A host has a thread for each of its
         share of them, but at most 64, in which synchronous calls wait side by side; what is over
         that waits for a thread. Coroutine functions run in the host's event loop and need none.
-    step_timeout_seconds: limit of one reset, step or close, from its beginning. A call over it
-        costs its host: its episode fails, the others are replayed. One that keeps the event loop or
+    step_timeout_seconds: limit of one reset, step or close, from its beginning. The episode of a
+        call over it fails. A coroutine is cancelled; any other call, or one that takes no notice,
+        costs its host, whose other episodes are replayed. One that keeps the event loop or
         the interpreter lock is found when it does so again, after two to three times as long.
     start_timeout_seconds: limit for a host to import the environment and make one.
     log_path: file to which the hosts' output is appended; without one it is kept only for errors.

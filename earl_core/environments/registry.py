@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
 from earl_core.environments.options import parse_options
 from earl_core.secrets import redact, redact_error, resolve
@@ -25,11 +26,13 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     """Makes one environment.
 
     name: a key of `BUILT_IN`, or `package.module:Class`; a class of your own is called as
-        `Class(**options)`.
+        `Class(**options)`. `agent:package.module:function` is an agent.
     options: references in them (`env:NAME`, `file:PATH`) are resolved here.
     Raises ConfigError when the name or an option is wrong.
     """
     options = _resolved(name, options or {})
+    if name.startswith(PREFIX):
+        return AgentEnvironment(name.removeprefix(PREFIX), options)
     if name in BUILT_IN:
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
@@ -64,6 +67,8 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def environment_class(name: str) -> Any:
     """The class behind `name`, without making an environment. Raises ConfigError."""
+    if name.startswith(PREFIX):
+        return AgentEnvironment
     if name in BUILT_IN:
         return import_object(BUILT_IN[name], "the environment")
     if ":" not in name:

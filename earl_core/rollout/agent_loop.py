@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_se
 logger = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3
-_RETRIES = 2
+RETRIES = 2
+"""Of an episode that was lost by infrastructure."""
 
 
 async def play(
@@ -170,7 +171,7 @@ class _Loop:
     def _fail(self, player: EpisodePlayer, failure: EnvironmentFailed) -> None:
         """End an episode, or have it retried."""
         episode_id = player.spec.episode_id
-        if failure.by_infrastructure and self._lost[episode_id] < _RETRIES:
+        if failure.by_infrastructure and self._lost[episode_id] < RETRIES:
             self._lost[episode_id] += 1
             self.meter.episodes_retried += 1
             logger.warning("episode %d is retried: %s", episode_id, failure.reason)
@@ -201,18 +202,8 @@ class _Loop:
 
     def check_failures(self) -> None:
         """Raise `RolloutFailed` once too many episodes have failed."""
-        failed, share = self.meter.episodes_failed, self.settings.max_failed_share
-        episodes = self.settings.episodes or len(self.players)
-        if failed <= share * episodes:
-            return
-        lost = [player.episode for player in self.players if player.episode.failed]
-        reasons = dict(Counter(episode.finish_reason for episode in lost))
-        named = [
-            f"  episode {episode.episode_id} ({episode.finish_reason}): {episode.info['failure']}"
-            for episode in lost[:_NAMED_FAILURES]
-        ]
-        shown = " The first failures:\n" + "\n".join(named)
-        raise RolloutFailed.too_many(failed, episodes, share, reasons, shown)
+        played = (player.episode for player in self.players)
+        check_failures(played, self.meter, self.settings, len(self.players))
 
     async def clean_up(self) -> None:
         """Free what unfinished episodes hold; does nothing after an undisturbed rollout."""
@@ -224,6 +215,30 @@ class _Loop:
                 await self.engine.cancel(left)
             self.engine.finish(left)
             await asyncio.gather(*(self._close(episode_id) for episode_id in left))
+
+
+def check_failures(
+    played: Iterable[Episode], meter: LoadMeter, settings: PlaySettings, count: int
+) -> None:
+    """Raise `RolloutFailed` once too many episodes have failed. count: of those played here."""
+    failed, share = meter.episodes_failed, settings.max_failed_share
+    episodes = settings.episodes or count
+    if failed <= share * episodes:
+        return
+    lost = [episode for episode in played if episode.failed]
+    reasons = dict(Counter(episode.finish_reason for episode in lost))
+    named = [
+        f"  episode {episode.episode_id} ({episode.finish_reason}): {episode.info['failure']}"
+        for episode in lost[:_NAMED_FAILURES]
+    ]
+    shown = " The first failures:\n" + "\n".join(named)
+    raise RolloutFailed.too_many(failed, episodes, share, reasons, shown)
+
+
+def check_overflow(tokens: int, max_model_len: int, positions: int | None) -> None:
+    """Raise `ContextOverflow` where the model has more positions than the engine."""
+    if positions is not None and positions > max_model_len:
+        raise ContextOverflow(min(tokens, positions), max_model_len, positions)
 
 
 @dataclass(frozen=True)
@@ -367,9 +382,7 @@ class EpisodePlayer:
         return self._new_sample and self._turn > 0
 
     def _check_overflow(self, tokens: int) -> None:
-        positions = self._settings.positions
-        if positions is not None and positions > self._max_model_len:
-            raise ContextOverflow(min(tokens, positions), self._max_model_len, positions)
+        check_overflow(tokens, self._max_model_len, self._settings.positions)
 
     def _budget(self) -> int | None:
         turn, episode = self._settings.max_tokens_per_turn, self._settings.max_tokens_per_episode

@@ -207,6 +207,12 @@ class Conversation:
         self._messages: list[Message] = []
         self._text = ""
 
+    def copy(self) -> Conversation:
+        """Another one that stands where this one does."""
+        other = Conversation(self._chat)
+        other._messages, other._text = list(self._messages), self._text
+        return other
+
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """The first prompt."""
         if not self._chat.prefix_stable:

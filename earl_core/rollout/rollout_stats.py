@@ -269,6 +269,8 @@ def rollout_metrics(tally: RolloutStats) -> dict[str, float]:
     metrics = {
         "episodes": float(tally.episodes),
         "samples_per_episode": tally.samples / total,
+        # Of answers to a conversation that does not go on where another one stood.
+        "new_sample_share": (tally.samples - tally.episodes) / max(turns, 1),
         "return/mean": tally.returns.mean,
         "return/std": tally.returns.std(),
         "turns/mean": turns / total,

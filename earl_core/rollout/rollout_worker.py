@@ -270,7 +270,10 @@ class RolloutWorker(RunWorker):
         pool = await self._pool(options, settings.max_live_episodes or len(specs))
         meter = LoadMeter(len(specs), self._context.report)
         reset_peaks(self._processes())
-        task = asyncio.ensure_future(play(engine, pool, chat, specs, settings, meter=meter))
+        player = play
+        if self._config.environment.agent:
+            from earl_core.rollout.gateway.play import play_agents as player
+        task = asyncio.ensure_future(player(engine, pool, chat, specs, settings, meter=meter))
         try:
             while not task.done():
                 if self._context.cancelled.is_set():
@@ -318,11 +321,13 @@ class RolloutWorker(RunWorker):
         if key not in self._pools:
             log = self._context.log_path
             pool = EnvironmentPool(
-                environment.name,
+                environment.played,
                 merged,
                 hosts=environment.hosts,
                 concurrency=concurrency,
-                step_timeout_seconds=environment.step_timeout_seconds,
+                step_timeout_seconds=environment.episode_timeout_seconds
+                if environment.agent
+                else environment.step_timeout_seconds,
                 log_path=log.with_name(f"{log.stem}-environments-{len(self._pools)}.log"),
             )
             await pool.start()

@@ -57,7 +57,7 @@ from earl_core.system.files import FileLock, make_directory, write_atomic
 
 logger = logging.getLogger(__name__)
 
-_IDENTITY = ("seed", "model", "environment.name", "environment.options")
+_IDENTITY = ("seed", "model", "environment.name", "environment.agent", "environment.options")
 """Settings that make a run another one. The rest may change when it is resumed: how many episodes
 may fail, how many hosts there are and how long they may take, among others."""
 

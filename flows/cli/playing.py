@@ -34,7 +34,7 @@ class Person:
     """
 
     def __init__(self, console: Console, config: RunConfig) -> None:
-        name = config.environment.name
+        name = config.environment.played
         game = create(name, config.environment.options) if name in _GAMES else None
         if not isinstance(game, BoardGame):
             raise ConfigError(

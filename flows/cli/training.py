@@ -104,7 +104,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     """
     parts = [configuration.references, configuration.model, configuration.stages]
     # Code of the user's runs in worker processes only; the controller checks it there.
-    if ":" not in settings.environment.name and settings.environment.name != "textarena":
+    if ":" not in settings.environment.played and settings.environment.played != "textarena":
         parts.append(configuration.environment)
     for part in parts:
         list(part(settings))

@@ -87,7 +87,7 @@ def stages(config: RunConfig) -> Iterator[Finding]:
 
 def environment(config: RunConfig) -> Iterator[Finding]:
     """Make the environments once; runs the user's code."""
-    name, options = config.environment.name, config.environment.options
+    name, options = config.environment.played, config.environment.options
     check(name, options)
     if config.evaluation.options:
         check(name, {**options, **config.evaluation.options})

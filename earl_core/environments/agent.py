@@ -1,0 +1,71 @@
+"""An agent of the user's own, as an environment host runs it.
+
+The agent is a function `run(task, base_url, api_key)`, a coroutine function or a plain one. It asks
+the policy by OpenAI's API at `base_url`, and returns the episode's reward: a number, or a dict with
+`reward` and, as in `StepResult.info`, `outcome` and `metrics`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from earl_core.environments.base import Message, StepResult
+from earl_core.system.errors import ConfigError
+from earl_core.system.frames import WireError
+from earl_core.system.import_path import import_object
+
+PREFIX = "agent:"
+"""Before the import path of an agent, where environments have their names."""
+
+
+class AgentEnvironment:
+    """One episode of an agent, in the form of an environment of one step.
+
+    path: import path of the function. options: given to it in the task, a dict {"index": prompt,
+    "seed": seed, **options}. Raises ConfigError when it is no such function.
+    """
+
+    deterministic = False
+    """What it has played cannot be played again: the policy's answers are not in it."""
+
+    step: Any
+    """Runs the agent to its end. Takes a text, base_url and api_key as JSON."""
+
+    def __init__(self, path: str, options: Mapping[str, Any]) -> None:
+        self._run = import_object(path, "the agent")
+        self._options = dict(options)
+        self._task: dict[str, Any] = {}
+        try:
+            inspect.signature(self._run).bind("task", "base_url", "api_key")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the agent {path!r} is no function of (task, base_url, api_key): {error}"
+            ) from error
+        self.step = self._step if inspect.iscoroutinefunction(self._run) else self._call
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        """Take the task; the message says nothing."""
+        self._task = {**self._options, "index": prompt, "seed": seed}
+        return [{"role": "user", "content": "begin"}]
+
+    async def _step(self, text: str) -> StepResult:
+        return _result(await self._run(self._task, **json.loads(text)))
+
+    def _call(self, text: str) -> StepResult:
+        return _result(self._run(self._task, **json.loads(text)))
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+def _result(value: Any) -> StepResult:
+    info: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        info = {str(key): each for key, each in value.items()}
+        if "reward" not in info:
+            raise WireError(f"The agent returned a dict without a reward: {sorted(info)}.")
+        value = info.pop("reward")
+    return StepResult([], value, True, info)

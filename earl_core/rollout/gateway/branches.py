@@ -1,0 +1,174 @@
+"""The token streams of one session, and which of them a request goes on with.
+
+A request repeats its whole conversation as text. Where its messages extend a branch, the next
+prompt is that branch's tokens and the template's tokens for the new messages: what was sampled is
+never encoded again. Where they extend an earlier turn, or a branch that is being answered, a new
+branch begins with the tokens until that turn, which are then given and not trained a second time.
+Otherwise a new branch begins with the messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from earl_core.environments.base import Message
+from earl_core.rollout.chat import ChatTokenizer, Conversation
+from earl_core.rollout.engines.engine import Completion
+from earl_core.trajectory.samples import Sample, derive_seed
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The state after an answer. messages: how many there are. tokens: of its sample."""
+
+    messages: int
+    sample: Sample
+    tokens: int
+    answer: Sequence[int]
+    conversation: Conversation
+
+
+@dataclass(eq=False)
+class Branch:
+    """One conversation. messages: as they are compared, answers included.
+
+    number: in the order of the first requests. origin: what its draws depend on beside the episode
+    and the call. busy: whether a request of it is being answered.
+    """
+
+    number: int
+    origin: int
+    messages: list[Message] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    turns: list[_Turn] = field(default_factory=list)
+    busy: bool = True
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's place. sample: the one that it extends, None where a new one begins. given: the
+    tokens that follow it. observation: the new messages' text."""
+
+    branch: Branch
+    conversation: Conversation
+    sample: Sample | None
+    given: list[int]
+    messages: list[Message]
+    observation: str
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole prompt."""
+        return [*self.sample.tokens, *self.given] if self.sample else self.given
+
+
+class Branches:
+    """All branches of a session. seed: of its episode."""
+
+    def __init__(self, chat: ChatTokenizer, seed: int) -> None:
+        self._chat, self._seed = chat, seed
+        self.begun = 0
+        """Branches so far, those given up included."""
+        self._equal: Counter[tuple[str, ...]] = Counter()
+        self.all: list[Branch] = []
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of all branches, in their order."""
+        return [sample for branch in self.all for sample in branch.samples]
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Where these messages go on; its branch is busy until `answer` or `give_up`.
+
+        Raises `ConfigError` for messages that the chat template cannot render.
+        """
+        said = [_compared(message) for message in messages]
+        branch, at = self._longest(said)
+        if at is None:
+            conversation = Conversation(self._chat)
+            given = conversation.begin(said)
+            return Prompt(self._new(said), conversation, None, given, said, _text(said))
+        conversation, new = at.conversation.copy(), said[at.messages :]
+        given, begins = conversation.follow(at.answer, new)
+        if branch is not None:
+            branch.busy = True
+            sample = None if begins else at.sample
+            return Prompt(branch, conversation, sample, given, said, _text(new))
+        before = [] if begins else at.sample.tokens[: at.tokens]
+        return Prompt(self._new(said), conversation, None, before + given, said, _text(said))
+
+    def answer(self, prompt: Prompt, completion: Completion) -> str:
+        """Record the answer; returns its text."""
+        branch, text = prompt.branch, self._chat.text_of(completion.tokens)
+        sample = prompt.sample
+        if sample is None:
+            sample = Sample()
+            branch.samples.append(sample)
+        sample.begin_turn(prompt.given, prompt.observation)
+        sample.answer(completion.tokens, completion.logprobs, completion.policy_version, text)
+        branch.messages = [*prompt.messages, _compared({"role": "assistant", "content": text})]
+        branch.turns.append(
+            _Turn(
+                len(branch.messages),
+                sample,
+                len(sample.tokens),
+                completion.tokens,
+                prompt.conversation,
+            )
+        )
+        branch.busy = False
+        return text
+
+    def give_up(self, prompt: Prompt) -> None:
+        """The request gets no answer; it may come again."""
+        prompt.branch.busy = False
+        if not prompt.branch.turns:
+            self.all.remove(prompt.branch)
+            self._equal[_key(prompt.messages)] -= 1
+
+    def draw_seed(self, branch: Branch) -> int:
+        """Seed of a branch's next answer: of episode, branch and call, whatever came before it."""
+        return derive_seed(self._seed, "draw", branch.origin, len(branch.turns))
+
+    def _longest(self, said: list[Message]) -> tuple[Branch | None, _Turn | None]:
+        """The turn after which fewest messages are new, and its branch if that can be extended."""
+        longest: _Turn | None = None
+        extended: Branch | None = None
+        for branch in self.all:
+            pairs = zip(branch.messages, said, strict=False)
+            equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            known = [turn for turn in branch.turns if turn.messages <= min(equal, len(said) - 1)]
+            if not known:
+                continue
+            free = known[-1] is branch.turns[-1] and not branch.busy
+            # Of equally long ones, one that can be extended.
+            best = (0, False) if longest is None else (longest.messages, extended is not None)
+            if (known[-1].messages, free) > best:
+                longest, extended = known[-1], branch if free else None
+        return extended, longest
+
+    def _new(self, said: list[Message]) -> Branch:
+        key = _key(said)
+        branch = Branch(self.begun, derive_seed(self._equal[key], *key))
+        self.begun += 1
+        self._equal[key] += 1
+        self.all.append(branch)
+        return branch
+
+
+def _compared(message: Message) -> Message:
+    """Clients may change the white space around an answer that they give back."""
+    content = message["content"]
+    given_back = message["role"] == "assistant"
+    return {"role": message["role"], "content": content.strip() if given_back else content}
+
+
+def _key(messages: Sequence[Message]) -> tuple[str, ...]:
+    return tuple(text for each in messages for text in (each["role"], each["content"]))
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)

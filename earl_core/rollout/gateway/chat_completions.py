@@ -1,0 +1,168 @@
+"""OpenAI's chat completions as JSON: what of a request counts, and the replies.
+
+Sampling is the run's: an agent is trained on what its policy samples at `rollout.temperature`, so a
+request's own temperature, top_p, seed and penalties count for nothing. What would change the answer
+in a way that cannot be ignored is refused.
+https://platform.openai.com/docs/api-reference/chat
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from earl_core.environments.base import Message
+from earl_core.rollout.gateway.session import Answer, RequestRefused
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_REFUSED = {
+    "tools": "the gateway passes no tools to the chat template yet: describe them in a message",
+    "functions": "the gateway passes no tools to the chat template yet: describe them in a message",
+    "stop": "answers end at the model's end of turn and at rollout.stop: name strings there",
+    "response_format": "answers are not constrained: ask for the format in a message",
+    "logit_bias": "answers are sampled from the policy as it is",
+}
+_HARMLESS: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},)}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What counts of a request. token_ids, logprobs: whether the reply has them."""
+
+    messages: list[Message]
+    max_tokens: int | None
+    model: str
+    stream: bool
+    usage: bool
+    logprobs: bool
+    token_ids: bool
+
+
+def parse(body: Any) -> ChatRequest:
+    """Raises `RequestRefused` with the field that is wrong."""
+    if not isinstance(body, dict):
+        raise _invalid("the body must be a JSON object")
+    for key, why in _REFUSED.items():
+        if body.get(key) and body[key] not in _HARMLESS.get(key, ()):
+            raise _invalid(f"{key} is not supported: {why}")
+    if body.get("n") not in (None, 1):
+        raise _invalid("n must be 1: a group's episodes are played side by side")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _invalid("messages must be a list of at least one message")
+    options = body.get("stream_options")
+    return ChatRequest(
+        messages=[_message(number, message) for number, message in enumerate(messages)],
+        max_tokens=_budget(body),
+        model=str(body.get("model", "")),
+        stream=bool(body.get("stream")),
+        usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+        logprobs=bool(body.get("logprobs")),
+        token_ids=bool(body.get("return_token_ids")),
+    )
+
+
+def reply(request: ChatRequest, answer: Answer, name: str) -> dict[str, Any]:
+    """The body of a reply that is not streamed."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"role": "assistant", "content": answer.text},
+        "finish_reason": answer.finish_reason,
+        "logprobs": _logprobs(answer) if request.logprobs else None,
+    }
+    body = {**_head(request, name, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+    if request.token_ids:
+        choice["token_ids"] = answer.completion.tokens
+        body["prompt_token_ids"] = answer.prompt
+    return body
+
+
+def events(request: ChatRequest, answer: Answer, name: str) -> Iterator[str]:
+    """The same as server-sent events. The answer comes in one piece: it is recorded first."""
+    head = _head(request, name, "chat.completion.chunk")
+    logprobs = _logprobs(answer) if request.logprobs else None
+    delta = {"role": "assistant", "content": answer.text}
+    for change, reason in ((delta, None), ({}, answer.finish_reason)):
+        choice: dict[str, Any] = {"index": 0, "delta": change, "finish_reason": reason}
+        if reason is None and logprobs is not None:
+            choice["logprobs"] = logprobs
+        yield _event({**head, "choices": [choice]})
+    if request.usage:
+        yield _event({**head, "choices": [], "usage": _usage(answer)})
+    yield "data: [DONE]\n\n"
+
+
+def error_body(refused: RequestRefused) -> dict[str, Any]:
+    """The body of a refusal, as OpenAI's clients read it."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
+
+
+def _message(number: int, message: Any) -> Message:
+    where = f"messages[{number}]"
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        raise _invalid(f"{where} must be an object with one of the roles {', '.join(_ROLES)}")
+    if message.get("tool_calls"):
+        raise _invalid(f"{where}.tool_calls: the gateway passes no tools to the template yet")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise _invalid(f"{where}.content has a part that is no text")
+        content = "".join(str(text) for text in texts)
+    if not isinstance(content, str):
+        raise _invalid(f"{where}.content must be a text")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise _invalid(f"{where}.content cannot be encoded as UTF-8") from None
+    role = "system" if message["role"] == "developer" else str(message["role"])
+    return {"role": role, "content": content}
+
+
+def _budget(body: Mapping[str, Any]) -> int | None:
+    given = body.get("max_completion_tokens") or body.get("max_tokens")
+    if given is None:
+        return None
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise _invalid(f"max_tokens must be a whole number above 0, not {given!r:.50}")
+    return given
+
+
+def _head(request: ChatRequest, name: str, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{name}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+    }
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    prompt, sampled = len(answer.prompt), len(answer.completion.tokens)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    """A token's text is its id, as vLLM's `return_tokens_as_token_ids` says it."""
+    pairs = zip(answer.completion.tokens, answer.completion.logprobs, strict=True)
+    content: list[dict[str, Any]] = [
+        {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+        for token, value in pairs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _event(body: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _invalid(message: str) -> RequestRefused:
+    return RequestRefused(400, "invalid_request", message)

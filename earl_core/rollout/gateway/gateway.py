@@ -1,0 +1,234 @@
+"""The HTTP server of a rollout worker, on loopback: agents ask it for the policy's answers.
+
+`POST /SESSION/v1/chat/completions`, `GET /SESSION/v1/models`. The key of a session is its episode's
+secret; a request without it is refused before its body is read. What the engine raises ends the
+rollout, not only the request that met it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from earl_core.rollout.agent_loop import PlaySettings
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
+from earl_core.rollout.gateway import chat_completions
+from earl_core.rollout.gateway.session import RequestRefused, Session
+from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.trajectory.samples import EpisodeSpec
+
+MODEL = "policy"
+"""The one model that there is; a request may name any."""
+
+_MOST_BYTES = 64 << 20
+_BACKLOG = 4096
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.003, 0.25, 0.1
+"""A lockstep engine begins when no request came for this share of the last batch's seconds, between
+these: a batch takes hardly longer than one answer, and agents ask one after the other."""
+
+
+class Gateway:
+    """Sessions in front of one engine. An asynchronous context manager; all of it belongs to one
+    event loop.
+
+    failed: gets what ends the rollout: errors of the engine, and `ContextOverflow`.
+    """
+
+    def __init__(
+        self, engine: Engine, chat: ChatTokenizer, settings: PlaySettings, meter: LoadMeter
+    ) -> None:
+        self._engine, self._chat, self._settings, self._meter = engine, chat, settings, meter
+        self._sessions: dict[str, Session] = {}
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._answering: asyncio.Task[None] | None = None
+        self._pause = _SHORTEST_PAUSE
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> Gateway:
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        routes = [
+            Route("/{session}/v1/chat/completions", self._chat_completions, methods=["POST"]),
+            Route("/{session}/v1/models", self._models),
+        ]
+        config = uvicorn.Config(
+            Starlette(routes=routes),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._server.should_exit = True
+        await asyncio.wait({self._serving})
+        self._socket.close()
+        if self._answering is not None:
+            self._answering.cancel()
+            await asyncio.wait({self._answering})
+
+    def open(self, spec: EpisodeSpec) -> Session:
+        """A new session of an episode."""
+        longest = self._engine.max_model_len
+        session = Session(spec, self._chat, self._settings, self._meter, longest)
+        self._sessions[session.name] = session
+        return session
+
+    async def close(self, session: Session) -> None:
+        """Free what the engine holds of a session that is over."""
+        del self._sessions[session.name]
+        await self._engine.cancel(session.sequence_ids)
+        self._engine.finish(session.sequence_ids)
+
+    def base_url(self, session: Session) -> str:
+        """What an agent's client takes as its `base_url`."""
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}/{session.name}/v1"
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._session(request)
+        except RequestRefused as refused:
+            return _refusal(refused)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "earl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat_completions(self, request: Request) -> Response:
+        try:
+            session = self._session(request)
+            asked = chat_completions.parse(await _body(request))
+            answer = await self._unless_gone(request, session, asked)
+        except RequestRefused as refused:
+            return _refusal(refused)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:
+            # The agent's own deadline, or the rollout's end, comes next.
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            return _refusal(RequestRefused(500, "rollout_failed", "the rollout has failed"))
+        name = f"{session.name}-{secrets.token_hex(4)}"
+        if asked.stream:
+            parts = chat_completions.events(asked, answer, name)
+            return StreamingResponse(parts, media_type="text/event-stream")
+        return JSONResponse(chat_completions.reply(asked, answer, name))
+
+    def _session(self, request: Request) -> Session:
+        """The session that the request may use."""
+        session = self._sessions.get(request.path_params["session"])
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if session is None or not secrets.compare_digest(given, session.key.encode()):
+            raise RequestRefused(401, "invalid_api_key", "no session of a running episode has it")
+        return session
+
+    async def _unless_gone(
+        self, request: Request, session: Session, asked: chat_completions.ChatRequest
+    ) -> Any:
+        """The answer; when the client goes away before it, the request has not been."""
+        answer = asyncio.ensure_future(
+            session.complete(asked.messages, asked.max_tokens, self._generate)
+        )
+        gone = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ClientDisconnect
+            return answer.result()
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            await asyncio.wait({answer, gone})
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        self._meter.requests_running(1)
+        started = time.perf_counter()
+        try:
+            if self._engine.lockstep:
+                return await self._together(request)
+            (completion,) = await self._engine.generate([request])
+            return completion
+        finally:
+            self._meter.requests_running(-1)
+            self._meter.generation_wait += time.perf_counter() - started
+
+    async def _together(self, request: GenerationRequest) -> Completion:
+        """An answer of an engine that wants whole batches: of all requests that wait."""
+        reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, reply))
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.create_task(self._answer_waiting())
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            await self._engine.cancel([request.sequence_id])
+            raise
+
+    async def _answer_waiting(self) -> None:
+        while self._waiting:
+            seen = 0
+            while seen != len(self._waiting):
+                seen = len(self._waiting)
+                await asyncio.sleep(self._pause)
+            batch = [each for each in self._waiting if not each[1].done()]
+            self._waiting.clear()
+            if not batch:
+                continue
+            began = time.perf_counter()
+            try:
+                completions = await self._engine.generate([request for request, _ in batch])
+            except Exception as error:
+                for _, reply in batch:
+                    if not reply.done():
+                        reply.set_exception(error)
+                continue
+            pause = _PAUSE_SHARE * (time.perf_counter() - began)
+            self._pause = min(max(pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+            for (_, reply), completion in zip(batch, completions, strict=True):
+                if not reply.done():
+                    reply.set_result(completion)
+
+
+class _Server(uvicorn.Server):
+    """A server in a process whose signals are not its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take none."""
+        yield
+
+
+async def _body(request: Request) -> Any:
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > _MOST_BYTES:
+            raise RequestRefused(413, "too_large", f"a request has at most {_MOST_BYTES:,} bytes")
+    try:
+        return json.loads(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, "invalid_json", f"the body is no JSON: {error}") from error
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(refused: RequestRefused) -> Response:
+    return JSONResponse(chat_completions.error_body(refused), status_code=refused.status)

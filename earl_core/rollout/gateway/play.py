@@ -1,0 +1,107 @@
+"""Plays episodes by agents of the user's own, which ask the gateway for the policy's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+
+from earl_core.environments.base import EnvironmentFailed
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.rollout.agent_loop import RETRIES, PlaySettings, check_failures
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.engines.engine import Engine
+from earl_core.rollout.gateway.gateway import Gateway
+from earl_core.rollout.gateway.session import Session
+from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.trajectory.samples import Episode, EpisodeSpec
+
+logger = logging.getLogger(__name__)
+
+
+async def play_agents(
+    engine: Engine,
+    pool: EnvironmentPool,
+    chat: ChatTokenizer,
+    specs: Sequence[EpisodeSpec],
+    settings: PlaySettings,
+    *,
+    meter: LoadMeter | None = None,
+) -> list[Episode]:
+    """As `agent_loop.play`, with agents of the pool (`environments.agent`) instead of environments:
+    what they ask of the gateway makes the episode, what they return is its reward."""
+    meter = meter or LoadMeter(len(specs))
+    slots = asyncio.Semaphore(settings.max_live_episodes or len(specs) or 1)
+    episodes: dict[int, Episode] = {}
+
+    async def one(gateway: Gateway, spec: EpisodeSpec) -> None:
+        async with slots:
+            episodes[spec.episode_id] = await _episode(gateway, pool, spec, meter)
+        check_failures(list(episodes.values()), meter, settings, len(specs))
+        meter.progressed()
+
+    try:
+        async with Gateway(engine, chat, settings, meter) as gateway:
+            tasks = [asyncio.create_task(one(gateway, spec)) for spec in specs]
+            try:
+                await _all_unless(gateway.failed, tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        meter.end()
+    return [episodes[spec.episode_id] for spec in specs]
+
+
+async def _episode(
+    gateway: Gateway, pool: EnvironmentPool, spec: EpisodeSpec, meter: LoadMeter
+) -> Episode:
+    lost = 0
+    while True:
+        session = gateway.open(spec)
+        try:
+            return await _attempt(gateway, pool, session, meter)
+        except EnvironmentFailed as failure:
+            if not failure.by_infrastructure or lost == RETRIES:
+                timeout = failure.reason == "timeout"
+                reason = "environment_timeout" if timeout else "environment_error"
+                return session.fail(reason, str(failure))
+            lost += 1
+            session.abandon()
+            meter.episodes_retried += 1
+            logger.warning("episode %d is retried: %s", spec.episode_id, failure.reason)
+        finally:
+            await gateway.close(session)
+            with contextlib.suppress(EnvironmentFailed):
+                await pool.close(spec.episode_id)
+
+
+async def _attempt(
+    gateway: Gateway, pool: EnvironmentPool, session: Session, meter: LoadMeter
+) -> Episode:
+    spec, started = session.spec, time.perf_counter()
+    before = session.waited
+    await pool.reset(spec.episode_id, spec.prompt_id, spec.environment_seed)
+    address = {"base_url": gateway.base_url(session), "api_key": session.key}
+    try:
+        result = await pool.step(spec.episode_id, json.dumps(address))
+    finally:
+        meter.environment_steps += 1
+        seconds = time.perf_counter() - started - (session.waited - before)
+        meter.environment_wait += max(seconds, 0.0)
+    return session.end(result.reward, result.info)
+
+
+async def _all_unless(failed: asyncio.Future[None], tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all tasks; raises the first error of one, or what the gateway failed with."""
+    waiting: set[asyncio.Future[None]] = {failed, *tasks}
+    while len(waiting) > 1:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        # What the engine raises is the cause of what agents then do.
+        for each in sorted(done, key=lambda each: each is not failed):
+            each.result()
+    failed.cancel()

@@ -1,0 +1,30 @@
+"""Whole runs of an agent that knows the policy by its base URL alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from tests.flows.runs import KILLED, LEARNING, Runs
+
+
+@pytest.mark.slow
+def test_an_agent_trains_and_resumes(runs: Runs) -> None:
+    options = yaml.safe_load(runs.config.read_text())["environment"]["options"]
+    agent = (
+        *LEARNING,
+        "iterations=2",
+        "environment.name=",
+        "environment.agent=tests.rollout.agents:tic_tac_toe",
+        f"environment.options={json.dumps({'game': options})}",
+    )
+    runs.train(*agent, fault="rollout.seal@1=kill", expect=KILLED)
+    runs.train(*agent)
+    assert runs.executed("sealed").count((0, "rollout")) == 1
+    runs.assert_learnt()
+    for line in runs.metrics():
+        assert line["rollout/new_sample_share"] == 0.0
+        assert line["rollout/episodes_failed"] == 0.0
+        assert line["rollout/turns/mean"] > 1

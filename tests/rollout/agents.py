@@ -1,0 +1,93 @@
+"""Agents of a user, by import path: they know the policy by OpenAI's API alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from earl_core.environments.registry import create
+
+SHARED = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0)
+
+
+def client(base_url: str, api_key: str) -> AsyncOpenAI:
+    return SHARED.with_options(base_url=base_url, api_key=api_key)
+
+
+async def ask(api: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
+    reply = await api.chat.completions.create(model="policy", messages=messages, **options)
+    return reply.choices[0].message.content or ""
+
+
+async def tic_tac_toe(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """The built-in game, played through the API."""
+    api = client(base_url, api_key)
+    game = create("tic_tac_toe", task["game"])
+    messages: list[Any] = list(game.reset(task["index"], task["seed"]))
+    reward = 0.0
+    while True:
+        text = await ask(api, messages)
+        result = game.step(text)
+        reward += result.reward
+        messages += [{"role": "assistant", "content": text}, *result.messages]
+        if result.done:
+            return {"reward": reward, **result.info}
+
+
+def in_a_thread(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Not a coroutine function."""
+    with OpenAI(base_url=base_url, api_key=api_key) as api:
+        messages: list[Any] = [{"role": "user", "content": f"task {task['index']}"}]
+        reply = api.chat.completions.create(model="policy", messages=messages)
+    return float(len(reply.choices[0].message.content or ""))
+
+
+async def two_at_once(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Two conversations of three turns, side by side; then the first turn of one again."""
+
+    async def talk(name: str) -> None:
+        messages: list[Any] = [{"role": "user", "content": f"I am {name}"}]
+        for turn in range(3):
+            text = await ask(api, messages)
+            messages += [{"role": "assistant", "content": f" {text}\n"}]
+            messages += [{"role": "user", "content": f"turn {turn}"}]
+
+    api = client(base_url, api_key)
+    await asyncio.gather(talk("one"), talk("two"))
+    await ask(api, [{"role": "user", "content": "I am one"}])
+    return 1.0
+
+
+async def unreliable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """What it does wrong follows from the task."""
+    api = client(base_url, api_key)
+    fault = task["faults"].get(str(task["index"]), "")
+    if fault == "silent":
+        return 1.0
+    await ask(api, [{"role": "user", "content": "hello"}])
+    if fault == "raises":
+        raise ValueError("this agent is broken")
+    if fault == "hangs":
+        await asyncio.sleep(3600)
+    if fault == "blocks":
+        time.sleep(3600)
+    if fault == "nothing":
+        return None
+    if fault == "no reward":
+        return {"outcome": "win"}
+    if fault == "dies":
+        os._exit(3)
+    if fault == "greedy":
+        for _ in range(100):
+            await ask(api, [{"role": "user", "content": "more"}])
+    if fault == "content":
+        try:
+            for _ in range(100):
+                await ask(api, [{"role": "user", "content": "more"}])
+        except BadRequestError:
+            return 0.5
+    return {"reward": 1.0, "outcome": "win", "metrics": {"index": task["index"]}}
