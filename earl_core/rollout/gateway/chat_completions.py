@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from earl_core.environments.base import Message
-from earl_core.rollout.gateway.session import Answer, RequestRefused
+from earl_core.rollout.gateway.session import Answer, refused
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REFUSED = {
@@ -42,7 +44,7 @@ class ChatRequest:
 
 
 def parse(body: Any) -> ChatRequest:
-    """Raises `RequestRefused` with the field that is wrong."""
+    """Raises `HTTPException` with the field that is wrong."""
     if not isinstance(body, dict):
         raise _invalid("the body must be a JSON object")
     for key, why in _REFUSED.items():
@@ -95,10 +97,10 @@ def events(request: ChatRequest, answer: Answer, name: str) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def error_body(refused: RequestRefused) -> dict[str, Any]:
+def error_body(status: int, code: str, message: str) -> dict[str, Any]:
     """The body of a refusal, as OpenAI's clients read it."""
-    kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    return {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _message(number: int, message: Any) -> Message:
@@ -164,5 +166,5 @@ def _event(body: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _invalid(message: str) -> RequestRefused:
-    return RequestRefused(400, "invalid_request", message)
+def _invalid(message: str) -> HTTPException:
+    return refused(400, "invalid_request", message)

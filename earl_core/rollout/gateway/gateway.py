@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -26,7 +27,7 @@ from earl_core.rollout.agent_loop import PlaySettings
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.gateway import chat_completions
-from earl_core.rollout.gateway.session import RequestRefused, Session
+from earl_core.rollout.gateway.session import ERROR_CODE, Session, refused
 from earl_core.rollout.rollout_stats import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
 
@@ -64,7 +65,7 @@ class Gateway:
             Route("/{session}/v1/models", self._models),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes),
+            Starlette(routes=routes, exception_handlers={HTTPException: _refusal}),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -100,10 +101,7 @@ class Gateway:
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}/{session.name}/v1"
 
     async def _models(self, request: Request) -> Response:
-        try:
-            self._session(request)
-        except RequestRefused as refused:
-            return _refusal(refused)
+        self._session(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "earl"}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -112,15 +110,15 @@ class Gateway:
             session = self._session(request)
             asked = chat_completions.parse(await _body(request))
             answer = await self._unless_gone(request, session, asked)
-        except RequestRefused as refused:
-            return _refusal(refused)
+        except HTTPException:
+            raise
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
             # The agent's own deadline, or the rollout's end, comes next.
             if not self.failed.done():
                 self.failed.set_exception(error)
-            return _refusal(RequestRefused(500, "rollout_failed", "the rollout has failed"))
+            raise refused(500, "rollout_failed", "the rollout has failed") from error
         name = f"{session.name}-{secrets.token_hex(4)}"
         if asked.stream:
             parts = chat_completions.events(asked, answer, name)
@@ -132,7 +130,7 @@ class Gateway:
         session = self._sessions.get(request.path_params["session"])
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if session is None or not secrets.compare_digest(given, session.key.encode()):
-            raise RequestRefused(401, "invalid_api_key", "no session of a running episode has it")
+            raise refused(401, "invalid_api_key", "no session of a running episode has it")
         return session
 
     async def _unless_gone(
@@ -217,11 +215,11 @@ async def _body(request: Request) -> Any:
         parts.append(part)
         size += len(part)
         if size > _MOST_BYTES:
-            raise RequestRefused(413, "too_large", f"a request has at most {_MOST_BYTES:,} bytes")
+            raise refused(413, "too_large", f"a request has at most {_MOST_BYTES:,} bytes")
     try:
         return json.loads(b"".join(parts))
     except (ValueError, RecursionError) as error:
-        raise RequestRefused(400, "invalid_json", f"the body is no JSON: {error}") from error
+        raise refused(400, "invalid_json", f"the body is no JSON: {error}") from error
 
 
 async def _gone(request: Request) -> None:
@@ -230,5 +228,8 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _refusal(refused: RequestRefused) -> Response:
-    return JSONResponse(chat_completions.error_body(refused), status_code=refused.status)
+async def _refusal(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = (error.headers or {}).get(ERROR_CODE, "not_found")
+    body = chat_completions.error_body(error.status_code, code, error.detail)
+    return JSONResponse(body, error.status_code, error.headers)

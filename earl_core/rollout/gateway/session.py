@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from earl_core.environments.base import Message
 from earl_core.rollout.agent_loop import PlaySettings, check_overflow
 from earl_core.rollout.chat import ChatTokenizer
@@ -28,12 +30,13 @@ _MOST_BRANCHES = 2**12
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 
 
-class RequestRefused(Exception):
-    """A request that is not answered. status: of HTTP. code: for programs, as OpenAI has them."""
+ERROR_CODE = "x-error-code"
+"""The header that repeats an error's code."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+
+def refused(status: int, code: str, message: str) -> HTTPException:
+    """What is raised for a request that is not answered. code: for programs, as OpenAI has them."""
+    return HTTPException(status, message, {ERROR_CODE: code})
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Session:
     async def complete(
         self, messages: Sequence[Message], max_tokens: int | None, generate: Generate
     ) -> Answer:
-        """The policy's answer. Raises `RequestRefused`, `ContextOverflow`, and what `generate`
+        """The policy's answer. Raises what `refused` makes, `ContextOverflow`, and what `generate`
         raises; when it is cancelled the same messages may come again."""
         prompt = self._prompt(messages)
         try:
@@ -87,7 +90,7 @@ class Session:
             with self._waiting():
                 completion = await generate(request)
             if completion.finish_reason == "cancelled":
-                raise RequestRefused(503, "cancelled", "the engine gave the request up")
+                raise refused(503, "cancelled", "the engine gave the request up")
         except BaseException:
             self._calls -= 1
             self._branches.give_up(prompt)
@@ -169,11 +172,11 @@ class Session:
         if limit is not None and self._sampled >= limit:
             raise self._spent("max_tokens", f"{limit} tokens (rollout.max_tokens_per_episode)")
         if self._branches.begun >= _MOST_BRANCHES:
-            raise RequestRefused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
+            raise refused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
         try:
             prompt = self._branches.prompt(messages)
         except ConfigError as error:
-            raise RequestRefused(400, "invalid_messages", str(error)) from error
+            raise refused(400, "invalid_messages", str(error)) from error
         self._calls += 1
         return prompt
 
@@ -182,7 +185,7 @@ class Session:
         if len(tokens) >= self._max_model_len:
             self._check_overflow(len(tokens) + 1)
             self._cut = "model_context"
-            raise RequestRefused(
+            raise refused(
                 400,
                 "context_length_exceeded",
                 f"the conversation has {len(tokens)} tokens and the context {self._max_model_len}",
@@ -200,10 +203,10 @@ class Session:
             stop_token_ids=self._chat.stop_token_ids,
         )
 
-    def _spent(self, cut: str, budget: str) -> RequestRefused:
+    def _spent(self, cut: str, budget: str) -> HTTPException:
         self._cut = cut
         # Not 429, after which clients ask again.
-        return RequestRefused(400, "budget_spent", f"the episode has had its {budget}")
+        return refused(400, "budget_spent", f"the episode has had its {budget}")
 
     def _check_overflow(self, tokens: int) -> None:
         check_overflow(tokens, self._max_model_len, self._settings.positions)
@@ -216,5 +219,5 @@ class Session:
         self._meter.tokens_live(tokens)
 
 
-def _over() -> RequestRefused:
-    return RequestRefused(410, "episode_over", "the episode of this session is over")
+def _over() -> HTTPException:
+    return refused(410, "episode_over", "the episode of this session is over")
