@@ -56,7 +56,7 @@ campaign: $(TEST_STAMP)
 demo: install
 	$(BIN)/earl demo
 
-BENCHMARKS := overhead rollout iteration update reshard publish dispatch_local dispatch_hosts dispatch_scale hosts selector_paper selector_live
+BENCHMARKS := overhead rollout iteration update reshard publish gateway dispatch_local dispatch_hosts dispatch_scale hosts selector_paper selector_live
 
 benchmarks: install
 	$(BIN)/uv pip install -q --python $(BIN)/python --group bench
