@@ -19,10 +19,11 @@ from benchmarks.harness import Report, interval, median, parser, publish
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig, load_config
 from earl_core.environments.pool import EnvironmentPool
-from earl_core.rollout.agent_loop import PlaySettings, play
+from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.system.import_path import import_object
 from earl_core.trajectory.samples import EpisodeSpec

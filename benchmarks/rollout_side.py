@@ -26,8 +26,9 @@ from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.pretrained.model_directory import model_directory, read_model_shape
-from earl_core.rollout.agent_loop import PlaySettings, play
+from earl_core.rollout.agent_loop import play
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.trajectory.samples import EpisodeSpec, derive_seed

@@ -8,6 +8,21 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from earl_core.config.settings import Options, Settings
 
+ToolFormatName = Literal[
+    "auto",
+    "hermes",
+    "qwen_xml",
+    "llama3",
+    "mistral",
+    "mistral_named",
+    "deepseek",
+    "glm",
+    "gemma4",
+    "phi4",
+    "json",
+]
+"""Of `rollout.tool_calls.FORMATS`."""
+
 
 class EnvironmentConfig(Settings):
     """The game or tool environment and how its failures are handled."""
@@ -26,6 +41,17 @@ class EnvironmentConfig(Settings):
         default_factory=dict,
         description="Passed to the environment, checked before work starts; part of an agent's "
         "task.",
+    )
+    tools: tuple[str, ...] = Field(
+        default=(),
+        description="What the model may call: calculator, python, or the import path "
+        "`package.module:function` of a function with type hints and a docstring.",
+    )
+    tool_timeout_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="A tool that is a coroutine is ended then, and the model told; a plain "
+        "function may take as long as a step.",
     )
     hosts: int = Field(
         default=1, ge=1, description="Processes that run environment code, for each engine."
@@ -52,6 +78,17 @@ class EnvironmentConfig(Settings):
             raise ValueError(
                 "give either environment.name, an environment, or environment.agent, the import "
                 "path of an agent"
+            )
+        if self.agent and self.tools:
+            raise ValueError(
+                "environment.tools are for environments: an agent has its own, which it names in "
+                "its requests; drop environment.tools"
+            )
+        if self.tools and self.tool_timeout_seconds >= self.step_timeout_seconds:
+            raise ValueError(
+                f"environment.tool_timeout_seconds ({self.tool_timeout_seconds:g}) must be below "
+                f"environment.step_timeout_seconds ({self.step_timeout_seconds:g}), after which "
+                "the episode fails: raise the latter"
             )
         return self
 
@@ -107,6 +144,11 @@ class RolloutConfig(Settings):
     )
     stop: tuple[str, ...] = Field(
         default=(), description="Single-token strings that end an answer, besides end-of-turn."
+    )
+    tool_format: ToolFormatName = Field(
+        default="auto",
+        description="How the model writes calls of tools; auto: what its tokenizer or its chat "
+        "template says, and where neither knows tools, hermes, described in the system message.",
     )
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int = Field(

@@ -9,16 +9,38 @@ after its host process was lost. One that is not is played anew then.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 from earl_core.system.errors import EarlError
 
 
+class FunctionCall(TypedDict):
+    """The name of a tool and its arguments by name, anything JSON can hold."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCall(TypedDict):
+    """One call of a tool. type: "function"."""
+
+    id: str
+    type: str
+    function: FunctionCall
+
+
 class Message(TypedDict):
-    """One chat message, as chat templates take it. Both texts must encode to UTF-8."""
+    """One chat message, as chat templates take it. All texts must encode to UTF-8.
+
+    tool_calls: of an assistant's message. tool_call_id, name: of the message of role "tool" that
+    answers a call, the call's.
+    """
 
     role: str
     content: str
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,10 @@ class Environment(Protocol):
     time in one process (it uses global state, such as the `random` module). The pool then runs the
     calls of one host one after the other. With `deterministic = False` it says that its episodes
     cannot be replayed: those of a lost host are played anew.
+
+    A class may set `tools = ("look_up", ...)`: names of methods that the model may call, beside the
+    tools of the run file; see `environments.tools.functions`. With a method
+    `tools_used(messages)` it is told of each answer with calls and their results.
     """
 
     def reset(self, prompt: int, seed: int) -> list[Message]:

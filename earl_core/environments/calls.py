@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from earl_core.environments.base import Environment
+from earl_core.environments.base import Environment, Message, StepResult
 from earl_core.environments.results import first_messages, step_result
+from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import redact
 from earl_core.system.frames import WireError, encode
 
@@ -28,8 +30,8 @@ _RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 @dataclass(eq=False)
 class Call:
-    """A request of the pool: its kind ("reset", "step" or "close"), its number `call`, and the
-    arguments of the method.
+    """A request of the pool: its kind ("reset", "step", "tools" or "close"), its number `call`, and
+    the arguments of the method; of "tools" the assistant's message.
 
     seconds: how long it has run. overdue: why it was cancelled, if it was. thread,
     coroutine: in which thread its synchronous code runs now, or which coroutine; neither while it
@@ -50,9 +52,14 @@ class Call:
         """Whether its code runs, as opposed to waiting for a thread."""
         return self.thread is not None or self.coroutine is not None
 
+    @property
+    def cancellable(self) -> bool:
+        """Whether a coroutine runs; a tool's plain function in a thread cannot be stopped."""
+        return self.coroutine is not None and self.thread is None
+
     def stack(self) -> str:
         """Where its code stands, the innermost frame last."""
-        if self.coroutine is None:
+        if not self.cancellable:
             frame = sys._current_frames().get(self.thread or 0)
             return "".join(traceback.format_stack(frame)[-_FRAMES_SHOWN:]) if frame else ""
         lines, coroutine = [], self.coroutine
@@ -66,10 +73,14 @@ class Calls:
     """The environments of one host, by episode.
 
     create: makes a fresh environment, in a thread. threads: run what is not a coroutine function.
+    tools: what the model may call beside the environment's own methods.
     """
 
-    def __init__(self, create: Callable[[], Environment], threads: Executor) -> None:
+    def __init__(
+        self, create: Callable[[], Environment], threads: Executor, tools: Toolbox
+    ) -> None:
         self._create = create
+        self._tools = tools
         self._threads = threads
         self._environments: dict[int, Environment] = {}
         self._outcomes: deque[tuple[Callable[[Any], None], Any]] = deque()
@@ -92,6 +103,8 @@ class Calls:
                 environment = await self._in_thread(call, self._create)
                 self._environments[call.episode] = environment
                 value = first_messages(await self._invoke(call, environment.reset, *call.arguments))
+            elif call.kind == "tools":
+                value = step_result(await self._use_tools(call, *call.arguments))
             else:
                 environment = self._environments[call.episode]
                 value = step_result(await self._invoke(call, environment.step, *call.arguments))
@@ -103,6 +116,15 @@ class Calls:
             detail = f"{call.overdue}\n{traceback.format_exc()}".lstrip()
         await self._close(call)
         return failure(call, reason, detail)
+
+    async def _use_tools(self, call: Call, message: Message) -> StepResult:
+        environment: Any = self._environments[call.episode]
+        tools = self._tools.with_methods(environment)
+        in_thread = partial(self._in_thread, call)
+        result: StepResult = await self._invoke(call, tools.use, message["tool_calls"], in_thread)
+        if told := getattr(environment, "tools_used", None):
+            await self._invoke(call, told, [message, *result.messages])
+        return result
 
     async def _invoke(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):

@@ -16,7 +16,7 @@ class Check(RunWorker):
         """Raise `ConfigError` unless the environments can be made."""
         fault_points.point("experience.check", 0)
         environment = self._config.environment
-        check(environment.played, environment.options)
+        check(environment.played, environment.options, environment.tools)
         if self._config.evaluation.options:
             check(environment.played, {**environment.options, **self._config.evaluation.options})
         return {}

@@ -26,6 +26,7 @@ from typing import Any
 from earl_core.environments import registry
 from earl_core.environments.calls import Call, Calls, failure
 from earl_core.environments.connection import Connection
+from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import guard_output, redact
 from earl_core.system.errors import ConfigError
 from earl_core.system.frames import Channel, encode
@@ -47,11 +48,16 @@ class Host:
     """
 
     def __init__(
-        self, name: str, options: dict[str, Any], timeout_seconds: float, threads: int
+        self,
+        name: str,
+        options: dict[str, Any],
+        timeout_seconds: float,
+        threads: int,
+        tools: Toolbox,
     ) -> None:
         self._timeout = timeout_seconds
         self._threads = ThreadPoolExecutor(threads, "environment")
-        self._calls = Calls(partial(registry.create, name, options), self._threads)
+        self._calls = Calls(partial(registry.create, name, options), self._threads, tools)
         concurrent = getattr(registry.environment_class(name), "concurrent", True)
         self._turn: AbstractAsyncContextManager[Any] = nullcontext()
         if not concurrent:
@@ -80,7 +86,7 @@ class Host:
     def _begin(self, call: Call) -> None:
         before = self._latest.get(call.episode)
         # Only a close comes before the answer: the pool no longer wants it.
-        if before is not None and before.coroutine is not None:
+        if before is not None and before.cancellable:
             self._open[before].cancel()
         self._latest[call.episode] = call
         self._open[call] = asyncio.create_task(self._run(call, before))
@@ -114,7 +120,7 @@ class Host:
                 if call.seconds < self._timeout + interval:
                     continue
                 late = f"{call.kind} took over {self._timeout:g} s, at:"
-                if call.coroutine is not None and not call.overdue:
+                if call.cancellable and not call.overdue:
                     call.overdue = late
                     self._open[call].cancel()
                     continue
@@ -138,16 +144,19 @@ def _serve(connection: socket.socket) -> None:
     name, options = start["name"], start["options"]
     try:
         registry.check(name, options)
+        kind = registry.environment_class(name)
+        tools = Toolbox.load(start["tools"], start["tool_timeout_seconds"])
+        schemas = tools.with_methods(kind).schemas
     except BaseException as error:
         why = str(error)
         if not isinstance(error, ConfigError):
             why = f"the environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return
-    replayed = getattr(registry.environment_class(name), "deterministic", True)
-    channel.send({"kind": "ready", "deterministic": bool(replayed)})
+    replayed = bool(getattr(kind, "deterministic", True))
+    channel.send({"kind": "ready", "deterministic": replayed, "tools": schemas})
     connection.setblocking(False)
-    host = Host(name, options, start["timeout_seconds"], start["threads"])
+    host = Host(name, options, start["timeout_seconds"], start["threads"], tools)
     asyncio.new_event_loop().run_until_complete(host.serve(connection))
 
 

@@ -29,7 +29,7 @@ Reply = dict[str, Any]
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call under way: "reset" or "step", its arguments, and who waits for the reply's value."""
+    """A call under way: its kind as in `calls.Call`, its arguments, and who waits for its value."""
 
     episode: OpenEpisode
     kind: str
@@ -80,6 +80,11 @@ class HostKeeper:
     def pid(self) -> int | None:
         """The process id of the host, None while there is none."""
         return self._process.pid if self._process is not None and self._ready else None
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools of its process."""
+        return [] if self._process is None else self._process.tools
 
     def __len__(self) -> int:
         return len(self._episodes)

@@ -58,6 +58,8 @@ class HostSettings:
     timeout_seconds: float
     start_timeout_seconds: float
     threads: int
+    tools: tuple[str, ...]
+    tool_timeout_seconds: float
     log_path: Path | None
 
 
@@ -95,6 +97,8 @@ class HostProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.deterministic = True
         """Whether a fresh process can play its episodes again."""
+        self.tools: list[dict[str, Any]] = []
+        """Schemas of the tools that the model may call."""
         self.timed_out = False
         """Whether it was lost because it did not answer in time."""
         self.call_timed_out = False
@@ -117,8 +121,8 @@ class HostProcess:
         try:
             ours = host._spawn(settings.log_path)
             await host._loop.create_unix_connection(lambda: host._connection, sock=ours)
-            fields = ("name", "options", "timeout_seconds", "threads")
-            host.send({"kind": "start", **{field: getattr(settings, field) for field in fields}})
+            given = vars(settings) | {"log_path": None}
+            host.send({"kind": "start", **given})
             await asyncio.wait_for(asyncio.shield(host._opening), limit)
         except TimeoutError:
             tail = await host.abandon()
@@ -193,7 +197,7 @@ class HostProcess:
         self._silence = 0.0
         kind = message["kind"]
         if kind == "ready":
-            self.deterministic = message["deterministic"]
+            self.deterministic, self.tools = message["deterministic"], message["tools"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":

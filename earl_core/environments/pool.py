@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class EnvironmentPool:
         costs its host, whose other episodes are replayed. One that keeps the event loop or
         the interpreter lock is found when it does so again, after two to three times as long.
     start_timeout_seconds: limit for a host to import the environment and make one.
+    tools: what the model may call, as `environments.tools.functions.load_tool` takes them; the
+        environment's own come besides. tool_timeout_seconds: limit of one that is a coroutine.
     log_path: file to which the hosts' output is appended; without one it is kept only for errors.
 
     All methods belong to the event loop that ran `start`. Several episodes run side by side, one
@@ -47,12 +49,21 @@ class EnvironmentPool:
         concurrency: int = _MAX_THREADS,
         step_timeout_seconds: float = 30.0,
         start_timeout_seconds: float = 120.0,
+        tools: Sequence[str] = (),
+        tool_timeout_seconds: float = 10.0,
         log_path: Path | None = None,
     ) -> None:
         threads = min(math.ceil(concurrency / hosts), _MAX_THREADS)
         given = dict(options or {})
         settings = HostSettings(
-            name, given, step_timeout_seconds, start_timeout_seconds, threads, log_path
+            name=name,
+            options=given,
+            timeout_seconds=step_timeout_seconds,
+            start_timeout_seconds=start_timeout_seconds,
+            threads=threads,
+            tools=tuple(tools),
+            tool_timeout_seconds=tool_timeout_seconds,
+            log_path=log_path,
         )
         self._keepers = [HostKeeper(settings) for _ in range(hosts)]
         self._place: dict[int, HostKeeper] = {}
@@ -93,11 +104,19 @@ class EnvironmentPool:
 
         Raises ValueError for an episode that is not open, is over, or has another call under way.
         """
-        self._check_started()
-        keeper = self._place.get(episode_id)
-        if keeper is None:
-            raise ValueError(f"episode {episode_id} is not open: begin it with a reset")
-        return StepResult(**await self._call(episode_id, keeper, "step", [text]))
+        return await self._go_on(episode_id, "step", text)
+
+    async def use_tools(self, episode_id: int, message: Message) -> StepResult:
+        """Runs the calls of an assistant's message; raises as `step` does.
+
+        The result has a message for each call, and in `info["tool_errors"]` how many failed.
+        """
+        return await self._go_on(episode_id, "tools", message)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the model may call, as OpenAI's API has them."""
+        return self._keepers[0].tools
 
     async def close(self, episode_id: int) -> None:
         """Frees an episode; unknown ones are ignored. Does not wait for the environment's close."""
@@ -114,6 +133,13 @@ class EnvironmentPool:
     def host_restarts(self) -> int:
         """How many hosts had to be replaced since the start."""
         return sum(keeper.restarts for keeper in self._keepers)
+
+    async def _go_on(self, episode_id: int, kind: str, said: Any) -> StepResult:
+        self._check_started()
+        keeper = self._place.get(episode_id)
+        if keeper is None:
+            raise ValueError(f"episode {episode_id} is not open: begin it with a reset")
+        return StepResult(**await self._call(episode_id, keeper, kind, [said]))
 
     async def _call(
         self, episode_id: int, keeper: HostKeeper, kind: str, arguments: list[Any]

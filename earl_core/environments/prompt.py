@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
@@ -30,7 +31,8 @@ class PromptOptions(Options):
     system_prompt: str | None = Field(default=None, description="A system message before a text.")
     reward_function: str = Field(
         default="earl_core.environments.rewards:exact_match",
-        description="Import path of function(completion, row) -> float or (float, dict).",
+        description="Import path of function(completion, row) -> float or (float, dict); with a "
+        "third argument it gets the messages of the tools that were used.",
     )
 
 
@@ -51,8 +53,10 @@ class PromptEnvironment:
                 f"the option reward_function {options.reward_function!r} is not a function",
                 remedy="name one",
             )
+        self._told = len(inspect.signature(self._reward).parameters) > 2
         self._rows = read_rows(options.path)
         self._row: dict[str, Any] | None = None
+        self._used: list[Message] = []
         self._check_columns()
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
@@ -61,14 +65,18 @@ class PromptEnvironment:
         messages = self._messages(row, index)
         if self.options.answer_column is not None:
             row["answer"] = row[self.options.answer_column]
-        self._row = row
+        self._row, self._used = row, []
         return messages
+
+    def tools_used(self, messages: Sequence[Message]) -> None:
+        """Takes an answer with calls of tools, and their results."""
+        self._used += messages
 
     def step(self, text: str) -> StepResult:
         if self._row is None:
             raise RuntimeError("the question was answered or not asked yet: call reset first")
         row, self._row = self._row, None
-        returned = self._reward(text, row)
+        returned = self._reward(text, row, *([self._used] if self._told else []))
         reward, details = returned if isinstance(returned, tuple) else (returned, {})
         value = float(reward) if isinstance(reward, Real) else math.nan
         if not math.isfinite(value):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
 from earl_core.environments.options import parse_options
+from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_object
@@ -80,12 +81,13 @@ def environment_class(name: str) -> Any:
     return import_object(name, "the environment")
 
 
-def check(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Makes and closes one environment, so that a mistake shows before work starts.
+def check(name: str, options: Mapping[str, Any] | None = None, tools: Sequence[str] = ()) -> None:
+    """Makes and closes one environment, and its tools, so that a mistake shows before work starts.
 
     Imports the user's code and opens its data. Raises ConfigError.
     """
     environment: Any = create(name, options)
+    Toolbox.load(tools, timeout_seconds=1.0).with_methods(environment)
     closing = environment.close()
     if inspect.iscoroutine(closing):
         asyncio.run(closing)

@@ -2,13 +2,17 @@
 
 A reward function is called as `function(completion, row)` and returns a float, or a float and a
 dict: its numbers become metrics, its `outcome` (str) is counted. `row` is the data set's row as a
-dict; `row["answer"]` is the value of the configured answer column.
+dict; `row["answer"]` is the value of the configured answer column. With a third argument,
+`messages`, it gets the answers with calls of tools and the tools' results.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
+
+from earl_core.environments.base import Message
 
 _NUMBER = re.compile(r"-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 
@@ -25,6 +29,16 @@ def contained_number(completion: str, row: dict[str, Any]) -> float:
     """
     given, wanted = _last_number(completion), _last_number(str(_answer(row)))
     return float(given is not None and given == wanted)
+
+
+def number_by_tools(
+    completion: str, row: dict[str, Any], messages: Sequence[Message]
+) -> tuple[float, dict[str, Any]]:
+    """As `contained_number`, but 0.1 for a wrong number after a call that a tool has answered."""
+    right = contained_number(completion, row)
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    called = any(not result.startswith("Error: ") for result in results)
+    return right or 0.1 * called, {"correct": right, "called": float(called)}
 
 
 def _answer(row: dict[str, Any]) -> Any:

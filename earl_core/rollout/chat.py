@@ -8,10 +8,14 @@ by rendering a dummy conversation and cutting after the dummy answer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence, Sized
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from earl_core.environments.base import Message
+from earl_core.rollout.tool_calls import NO_TOOLS, Answer, ToolParser, Tools, call_id, parser_of
+from earl_core.rollout.tool_prompt import in_words
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +36,21 @@ _CACHED_ANSWER_LENGTH = 8
 _CACHE_SIZE = 4 * 2**20
 _ENTRY_SIZE = 32
 
-_Key = tuple[tuple[str, str], ...]
+_TOOL = Tools(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "earltoolmark",
+                "description": "A tool.",
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+            },
+        }
+    ]
+)
+_RESULT: Message = {"role": "tool", "content": "1", "tool_call_id": call_id(0), "name": "tool"}
+
+_Key = tuple[str, ...]
 K = TypeVar("K")
 V = TypeVar("V", bound=Sized)
 
@@ -43,6 +61,7 @@ class ChatTokenizer:
     tokenizer: a transformers tokenizer.
     answer_prefix: text that every answer begins with; it is given to the model, not sampled.
     stop: strings of one token each that end an answer, besides end-of-turn and end-of-text.
+    tool_format: of `tool_calls.FORMATS`, or auto.
     Raises `ConfigError` for templates that fail or lose answers and for stop strings that
     are not one token.
     """
@@ -52,9 +71,11 @@ class ChatTokenizer:
         tokenizer: PreTrainedTokenizerBase,
         answer_prefix: str = "",
         stop: Sequence[str] = (),
+        tool_format: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
         self._template = tokenizer.chat_template or PLAIN_TEMPLATE
+        self._tool_format = tool_format
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(
@@ -65,29 +86,51 @@ class ChatTokenizer:
         self._first: _SizedCache[_Key, list[int]] = _SizedCache()
         self._following: _SizedCache[_Key, list[int]] = _SizedCache()
         self._texts: _SizedCache[tuple[int, ...], str] = _SizedCache()
-        closing = self._after_answer([], add_generation_prompt=False)
+        closing = self._after_answer([], NO_TOOLS, add_generation_prompt=False)
         self._end_of_turn = self.encode(closing) if closing else []
-        self.prefix_stable = self._probe_stability()
+        self._stable = {NO_TOOLS.key: self._probe_stability(NO_TOOLS)}
         self.stop_token_ids = self._stop_tokens(stop)
 
-    def first_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prefix_stable(self, tools: Tools = NO_TOOLS) -> bool:
+        """Whether the template keeps earlier answers in place as a conversation goes on."""
+        if tools.key not in self._stable:
+            self._stable[tools.key] = self._probe_stability(tools)
+        return self._stable[tools.key]
+
+    def first_prompt(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> list[int]:
         """Tokens of the first messages, the header of the answer and its prefix."""
         return list(
             self._first.of(
-                _key(messages), lambda: self.encode(self.render(messages)) + self.prefix_tokens
+                _key(messages, tools),
+                lambda: self.encode(self.render(messages, tools)) + self.prefix_tokens,
             )
         )
 
-    def next_prompt(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def next_prompt(
+        self, sampled: Sequence[int], messages: Sequence[Message], tools: Tools = NO_TOOLS
+    ) -> list[int]:
         """The tokens that follow an answer: only what the template adds after it.
 
         sampled: the answer's sampled tokens (prefix not included). End-of-turn tokens at its end
         are not repeated; those that were not sampled (the answer hit its budget) are added.
         """
         tokens = self._following.of(
-            _key(messages), lambda: self.encode(self._after_answer(messages)) + self.prefix_tokens
+            _key(messages, tools),
+            lambda: self.encode(self._after_answer(messages, tools)) + self.prefix_tokens,
         )
         return tokens[self._overlap(sampled, tokens) :]
+
+    def read(self, sampled: Sequence[int], tools: Tools = NO_TOOLS) -> Answer:
+        """An answer and the calls of tools in it; without tools none are looked for."""
+        text = self.text_of(sampled)
+        if not tools:
+            return Answer(text, text)
+        raw, parser = self.raw_text_of(sampled), self.parser
+        try:
+            beside, calls = parser.parse(raw, tools)
+        except ValueError as error:
+            return Answer(text, raw, error=str(error))
+        return Answer(beside if calls else text, raw, calls)
 
     def text_of(self, sampled: Sequence[int]) -> str:
         """An answer as text for environments: the prefix in front, special tokens dropped."""
@@ -102,11 +145,43 @@ class ChatTokenizer:
             tokens.pop()
         return self.answer_prefix + self._decode(tokens, skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    @cached_property
+    def parser(self) -> ToolParser:
+        """Of the calls in answers. Raises `ConfigError` where the model's form is not known."""
+        template = str(self._template)
+        return parser_of(self._tokenizer, template, self._tool_format, self._knows_tools)
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        """Whether the template tells the model of tools."""
+        return "earltoolmark" in self._apply([_QUESTION], _TOOL)
+
+    @cached_property
+    def _knows_system(self) -> bool:
+        try:
+            return _MARK in self.render([{"role": "system", "content": _MARK}, _QUESTION])
+        except ConfigError:
+            return False
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = NO_TOOLS,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The template's text of a conversation, by default ending where an answer begins."""
+        used = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+        if used and not self._knows_tools:
+            messages, tools = in_words(messages, tools, self._knows_system), NO_TOOLS
+        return self._apply(messages, tools, add_generation_prompt)
+
+    def _apply(
+        self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
+    ) -> str:
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                [{"role": m["role"], "content": m["content"]} for m in messages],
+                [dict(message) for message in messages],
+                tools=list(tools.schemas) or None,
                 chat_template=self._template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -140,9 +215,11 @@ class ChatTokenizer:
             return self._decode(prefix + tokens, skip_special_tokens=True)
         return self.answer_prefix + self._decode(tokens, skip_special_tokens=True)
 
-    def _after_answer(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def _after_answer(
+        self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
+    ) -> str:
         """What the template puts after an answer that these messages follow."""
-        text = self.render([*_answered(_MARK), *messages], add_generation_prompt)
+        text = self.render([*_answered(_MARK), *messages], tools, add_generation_prompt)
         before, found, after = text.partition(_MARK)
         if not found or _MARK in after:
             raise ConfigError(
@@ -159,13 +236,16 @@ class ChatTokenizer:
                 return size
         return 0
 
-    def _probe_stability(self) -> bool:
+    def _probe_stability(self, tools: Tools) -> bool:
         """Whether an answer stays in place, unchanged, when the conversation goes on."""
+        followed = [[_QUESTION], [*_answered("answer"), _QUESTION]]
+        if tools:
+            followed += [[_RESULT], [_RESULT, *_answered("answer")[1:], _QUESTION]]
         for content in (_MARK, f"<think>\n{_MARK}\n</think>\n\nanswer"):
-            text = self.render(_answered(content), add_generation_prompt=False)
+            text = self.render(_answered(content), tools, add_generation_prompt=False)
             start, kept, _ = text.partition(content)
-            for following in ([_QUESTION], [*_answered("answer"), _QUESTION]):
-                longer = self.render([*_answered(content), *following])
+            for following in followed:
+                longer = self.render([*_answered(content), *following], tools)
                 if not kept or not longer.startswith(start + content):
                     return False
         return True
@@ -199,40 +279,70 @@ class Conversation:
     With a template that keeps earlier answers in place (`ChatTokenizer.prefix_stable`) a next
     prompt always extends the tokens before it. With one that rewrites them (drops reasoning, say)
     the conversation is rendered again each turn, and where that does not extend what stands
-    there, a new sample begins with the whole conversation.
+    there, a new sample begins with the whole conversation. Answers without reasoning are rendered
+    as marks: templates write calls of tools anew, with other spaces than the model's.
     """
 
-    def __init__(self, chat: ChatTokenizer) -> None:
+    def __init__(self, chat: ChatTokenizer, tools: Tools = NO_TOOLS) -> None:
         self._chat = chat
+        self._tools = tools
         self._messages: list[Message] = []
         self._text = ""
+        self._marked: dict[str, str] = {}
+        self._calls = 0
+        if tools:
+            # Raises what is wrong with them before anything is sampled.
+            _ = chat.parser
 
     def copy(self) -> Conversation:
         """Another one that stands where this one does."""
-        other = Conversation(self._chat)
+        other = Conversation(self._chat, self._tools)
         other._messages, other._text = list(self._messages), self._text
+        other._calls, other._marked = self._calls, dict(self._marked)
         return other
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """The first prompt."""
-        if not self._chat.prefix_stable:
+        if not self._chat.prefix_stable(self._tools):
             self._messages = list(messages)
-            self._text = self._chat.render(messages)
-        return self._chat.first_prompt(messages)
+            self._text = self._chat.render(messages, self._tools)
+        return self._chat.first_prompt(messages, self._tools)
+
+    def read(self, sampled: Sequence[int]) -> Answer:
+        """An answer and the calls of the conversation's tools in it."""
+        return self._chat.read(sampled, self._tools)
+
+    def message(self, answer: Answer) -> Message:
+        """An answer as a message; its calls are numbered through the conversation."""
+        first, self._calls = self._calls, self._calls + len(answer.calls)
+        return answer.message(first)
+
+    def complaint(self, answer: Answer) -> Message:
+        """What the model is told whose calls could not be read."""
+        text = f"Error: the call could not be read: {answer.error}"
+        number, self._calls = self._calls, self._calls + 1
+        name = self._tools.schemas[0]["function"]["name"]
+        return Message(role="tool", content=text, tool_call_id=call_id(number), name=name)
 
     def follow(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
         """Tokens after an answer, and whether they begin a new sample (then they are a whole
         prompt) or extend the tokens before them."""
         chat = self._chat
-        if chat.prefix_stable:
-            return chat.next_prompt(sampled, messages), False
-        answer = chat.raw_text_of(sampled)
-        standing = self._text + answer
-        self._messages += [{"role": "assistant", "content": answer}, *messages]
-        self._text = chat.render(self._messages)
-        if not self._text.startswith(standing):
-            return chat.encode(self._text) + chat.prefix_tokens, True
-        tokens = chat.encode(self._text[len(standing) :]) + chat.prefix_tokens
+        if chat.prefix_stable(self._tools):
+            return chat.next_prompt(sampled, messages, self._tools), False
+        answer = content = chat.raw_text_of(sampled)
+        if "think>" not in answer:
+            content = f"{_MARK}{len(self._messages)}."
+            self._marked[content] = answer
+        self._messages += [{"role": "assistant", "content": content}, *messages]
+        standing, self._text = self._text, chat.render(self._messages, self._tools)
+        before, found, after = self._text[len(standing) :].partition(content)
+        if not self._text.startswith(standing) or not found or before.strip():
+            whole = self._text
+            for mark, said in self._marked.items():
+                whole = whole.replace(mark, said)
+            return chat.encode(whole) + chat.prefix_tokens, True
+        tokens = chat.encode(after) + chat.prefix_tokens
         if sampled and tokens and sampled[-1] == tokens[0] and tokens[0] in chat.stop_token_ids:
             tokens = tokens[1:]
         return tokens, False
@@ -242,8 +352,13 @@ def _answered(content: str) -> list[Message]:
     return [_QUESTION, {"role": "assistant", "content": content}]
 
 
-def _key(messages: Sequence[Message]) -> _Key:
-    return tuple((message["role"], message["content"]) for message in messages)
+def _key(messages: Sequence[Message], tools: Tools) -> _Key:
+    key = [tools.key]
+    for message in messages:
+        key += [message["role"], message["content"]]
+        if len(message) > 2:
+            key.append(json.dumps(message))
+    return tuple(key)
 
 
 class _SizedCache(Generic[K, V]):

@@ -18,7 +18,8 @@ def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
     or cannot be used.
     """
     rollout = config.rollout
-    return ChatTokenizer(load_tokenizer(config.model), rollout.answer_prefix, rollout.stop)
+    tokenizer = load_tokenizer(config.model)
+    return ChatTokenizer(tokenizer, rollout.answer_prefix, rollout.stop, rollout.tool_format)
 
 
 def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:

@@ -32,7 +32,8 @@ class RolloutLoad:
     """What episodes kept busy and cost. Seconds, tokens, bytes.
 
     Waits are summed over episodes: a lockstep turn of n episodes that takes s seconds counts
-    n * s, so that shares mean the same under both schedules.
+    n * s, so that shares mean the same under both schedules. Of tools' calls the errors are those
+    that could not be read, were refused, or raised.
     """
 
     seconds: float = 0.0
@@ -41,6 +42,9 @@ class RolloutLoad:
     generation_wait: float = 0.0
     environment_wait: float = 0.0
     environment_steps: int = 0
+    tool_wait: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
     episodes_retried: int = 0
     request_seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -56,8 +60,16 @@ class RolloutLoad:
     @property
     def environment_share(self) -> float:
         """Share of the episodes' waiting that was for environments rather than for the engine."""
-        waits = self.environment_wait + self.generation_wait
-        return self.environment_wait / waits if waits > 0 else 0.0
+        return self._share(self.environment_wait)
+
+    @property
+    def tool_share(self) -> float:
+        """The same of waiting for tools."""
+        return self._share(self.tool_wait)
+
+    def _share(self, wait: float) -> float:
+        waits = self.environment_wait + self.tool_wait + self.generation_wait
+        return wait / waits if waits > 0 else 0.0
 
     def then(self, other: RolloutLoad) -> RolloutLoad:
         """What one engine did in two calls, one after the other."""
@@ -288,8 +300,14 @@ def rollout_metrics(tally: RolloutStats) -> dict[str, float]:
 
 
 def _load_metrics(tally: RolloutStats) -> dict[str, float]:
-    load = tally.load
-    return {
+    load, tools = tally.load, {}
+    if load.tool_calls or load.tool_errors:
+        tools = {
+            "tool_calls": float(load.tool_calls),
+            "tool_errors": float(load.tool_errors),
+            "tool_seconds": load.tool_share * load.seconds,
+        }
+    return tools | {
         "episodes_failed": float(tally.failed),
         "episodes_retried": float(load.episodes_retried),
         "generated_tokens": float(load.generated_tokens),
@@ -308,6 +326,7 @@ def selector_statistics(tally: RolloutStats) -> dict[str, float]:
     Running requests and live tokens are those of one engine: the mean over all, and the most.
     """
     load, contexts = tally.load, _context_metrics(tally)
+    waits = load.environment_wait + load.tool_wait
     turns = sum(value * count for value, count in tally.turns.items())
     return {
         "context_mean": contexts["context/mean"],
@@ -317,7 +336,7 @@ def selector_statistics(tally: RolloutStats) -> dict[str, float]:
         "running_requests_max": float(load.running_max),
         "live_tokens_max": float(load.live_tokens_max),
         "turns_mean": turns / max(tally.episodes, 1),
-        "tool_wait_seconds": load.environment_wait / max(load.environment_steps, 1),
+        "tool_wait_seconds": waits / max(load.environment_steps, 1),
         "tokens_per_second": load.tokens_per_second,
         "peak_memory_bytes": float(load.peak_memory_bytes),
     }

@@ -20,10 +20,11 @@ from earl_core.environments.base import Message
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.agent_loop import PlaySettings, play
+from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, EngineLost, WeightSyncError
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
 from earl_core.rollout.rollout_stats import LoadMeter, RolloutStats
@@ -328,6 +329,8 @@ class RolloutWorker(RunWorker):
                 step_timeout_seconds=environment.episode_timeout_seconds
                 if environment.agent
                 else environment.step_timeout_seconds,
+                tools=environment.tools,
+                tool_timeout_seconds=environment.tool_timeout_seconds,
                 log_path=log.with_name(f"{log.stem}-environments-{len(self._pools)}.log"),
             )
             await pool.start()

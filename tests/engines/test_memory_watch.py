@@ -110,8 +110,9 @@ def test_vllm_without_room_for_one_sequence_is_out_of_memory(
 def test_a_vllm_engine_built_too_short_is_outgrown(tmp_path: Path) -> None:
     """The engine says where its context ended; the agent loop knows that the model goes on."""
     pytest.importorskip("vllm")
-    from earl_core.rollout.agent_loop import PlaySettings, play
+    from earl_core.rollout.agent_loop import play
     from earl_core.rollout.engines.vllm_engine import VllmEngine
+    from earl_core.rollout.episode_player import PlaySettings
     from earl_core.trajectory.samples import EpisodeSpec
     from tests.rollout.scripted import ScriptedEnvironments
     from tests.rollout.test_agent_loop import CHAT

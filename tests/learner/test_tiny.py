@@ -32,7 +32,7 @@ def test_one_token_a_character_and_back() -> None:
 def test_the_template_ends_turns_and_keeps_answers_in_place() -> None:
     tokenizer = character_tokenizer(COMPACT_ALPHABET)
     chat = ChatTokenizer(tokenizer)
-    assert chat.prefix_stable
+    assert chat.prefix_stable()
     assert chat.stop_token_ids == (tokenizer.eos_token_id,)
     first = chat.first_prompt([{"role": "user", "content": "123|456|789"}])
     answer = [*chat.encode("5"), tokenizer.eos_token_id]

@@ -46,19 +46,22 @@ SPECIAL = (
 )
 
 
-def char_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character and newline, and the special tokens."""
+def char_tokenizer(
+    template: str | None = None, special: tuple[str, ...] = SPECIAL
+) -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character and newline, and the special tokens, of which
+    the first two end and begin a text."""
     characters = ["\n", *(chr(code) for code in range(32, 127))]
-    vocabulary = {text: number for number, text in enumerate((*SPECIAL, "<unk>", *characters))}
+    vocabulary = {text: number for number, text in enumerate((*special, "<unk>", *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|endoftext|>",
-        bos_token="<|bos|>",
+        eos_token=special[0],
+        bos_token=special[1],
         unk_token="<unk>",
-        extra_special_tokens=list(SPECIAL[2:]),
+        extra_special_tokens=list(special[2:]),
     )
     fast.chat_template = template
     return fast

@@ -81,6 +81,7 @@ class ScriptedEnvironments:
         self.seeds: dict[int, tuple[int, int]] = {}
         self.closed: list[int] = []
         self.open = self.most_open = 0
+        self.tools: list[dict[str, object]] = []
 
     async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]:
         await asyncio.sleep(self._seconds)
@@ -110,3 +111,19 @@ class ScriptedEnvironments:
     async def close(self, episode_id: int) -> None:
         self.open -= 1
         self.closed.append(episode_id)
+
+
+class SayingEngine(ScriptedEngine):
+    """Answers with the tokens of `said(sequence_id, turn)`."""
+
+    def __init__(
+        self, said: Callable[[int, int], list[int]], *, lockstep: bool = True, **options: int
+    ) -> None:
+        super().__init__(lambda sequence, turn: 1, 0, lockstep=lockstep, **options)
+        self._said = said
+
+    def _answer(self, request: GenerationRequest) -> Completion:
+        turn = self._turns.get(request.sequence_id, 0)
+        self._turns[request.sequence_id] = turn + 1
+        tokens = self._said(request.sequence_id, turn)
+        return Completion(tokens, [-0.5] * len(tokens), "stop", self.policy_version)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.environments.base import EnvironmentFailed, StepResult
-from earl_core.rollout.agent_loop import PlaySettings, play
+from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.rollout_stats import (
     LoadMeter,

@@ -22,7 +22,7 @@ def answer(branches: Branches, prompt: Prompt, chance: random.Random) -> str:
     if chance.random() < 0.8 or not tokens:
         tokens = [*tokens, END]
     values = [-chance.random() for _ in tokens]
-    return branches.answer(prompt, Completion(tokens, values, "stop", 1))
+    return branches.answer(prompt, Completion(tokens, values, "stop", 1))["content"]
 
 
 @pytest.mark.parametrize("template", [CHATML, DROPS_REASONING])

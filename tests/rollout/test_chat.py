@@ -38,7 +38,7 @@ def token(text: str) -> int:
 @pytest.mark.parametrize("name", STABLE)
 def test_turns_equal_rendering_the_whole_conversation(name: str, end_sampled: bool) -> None:
     chat = chat_of(name)
-    assert chat.prefix_stable
+    assert chat.prefix_stable()
     messages = [user("free: 1 2 3")]
     tokens = chat.first_prompt(messages)
     for answer, observation in (("2", "free: 1 3"), ("[3", "free: 1"), ("one", "again")):
@@ -113,7 +113,7 @@ def test_templates_that_cannot_work_say_what_to_change() -> None:
 
 def test_a_template_that_drops_reasoning_begins_new_samples_only_where_it_must() -> None:
     chat = ChatTokenizer(make.char_tokenizer(make.DROPS_REASONING))
-    assert not chat.prefix_stable
+    assert not chat.prefix_stable()
     conversation = Conversation(chat)
     tokens = conversation.begin([user("a")])
     plain = [*chat.encode("b"), token("<|im_end|>")]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.worker_group import WorkerGroup
-from earl_core.rollout.agent_loop import PlaySettings, play
+from earl_core.rollout.agent_loop import play
 from earl_core.rollout.engines.slot_cache import SlotCache
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, RolloutFailed
 from earl_core.rollout.rollout_worker import RolloutWorker
 from earl_core.system.memory import OutOfMemory

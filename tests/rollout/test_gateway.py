@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.environments.registry import check
-from earl_core.rollout.agent_loop import PlaySettings, play
+from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, RolloutFailed
 from earl_core.rollout.gateway.gateway import Gateway
 from earl_core.rollout.gateway.play import play_agents
@@ -32,6 +33,7 @@ from tests.rollout.chat_models import CHATML, char_tokenizer, tiny_model
 from tests.rollout.scripted import ScriptedEngine
 from tests.rollout.test_agent_loop import check_columns
 from tests.rollout.test_play_with_torch import GAME, LocalEnvironments
+from tests.rollout.test_tool_calls import schema
 
 TEMPERATURE = 0.7
 STOP = char_tokenizer(CHATML).convert_tokens_to_ids("<|im_end|>")
@@ -265,12 +267,19 @@ def asked(
 
 
 HELLO = {"model": "x", "messages": [{"role": "user", "content": "hello"}]}
+BROKEN_CALL = {"name": "f", "arguments": "["}
 REFUSED: dict[str, tuple[Any, str]] = {
     "no JSON": (b"{", "no JSON"),
     "no object": ([], "JSON object"),
     "no messages": ({"messages": []}, "at least one message"),
     "n": ({**HELLO, "n": 2}, "n must be 1"),
-    "tools": ({**HELLO, "tools": [{"type": "function"}]}, "tools is not supported"),
+    "a tool": ({**HELLO, "tools": [{"type": "function"}]}, "a tool is described by"),
+    "a schema": ({**HELLO, "tools": [schema("f", {"type": 7})]}, "are no JSON schema"),
+    "a choice": ({**HELLO, "tool_choice": "required"}, "tool_choice must be auto or none"),
+    "a call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": BROKEN_CALL}]}]},
+        "arguments of 'f' are no JSON object",
+    ),
     "stop": ({**HELLO, "stop": ["\n"]}, "rollout.stop"),
     "a role": ({"messages": [{"role": "judge", "content": ""}]}, "one of the roles"),
     "an image": (

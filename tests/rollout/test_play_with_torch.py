@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from earl_core.environments.base import Environment, Message, StepResult
 from earl_core.environments.registry import create
-from earl_core.rollout.agent_loop import PlaySettings, play
+from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.trajectory.samples import Episode, EpisodeSpec, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
@@ -27,6 +28,8 @@ TEMPERATURE = 0.7
 
 class LocalEnvironments:
     """Environments in this process."""
+
+    tools = ()
 
     def __init__(self) -> None:
         self._games: dict[int, Environment] = {}

@@ -10,6 +10,7 @@ Otherwise a new branch begins with the messages.
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from earl_core.environments.base import Message
 from earl_core.rollout.chat import ChatTokenizer, Conversation
 from earl_core.rollout.engines.engine import Completion
+from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.trajectory.samples import Sample, derive_seed
 
 
@@ -33,7 +35,8 @@ class _Turn:
 
 @dataclass(eq=False)
 class Branch:
-    """One conversation. messages: as they are compared, answers included.
+    """One conversation. tools: the key of those that the model may call in it. messages: as they
+    are compared, answers included.
 
     number: in the order of the first requests. origin: what its draws depend on beside the episode
     and the call. busy: whether a request of it is being answered.
@@ -41,6 +44,7 @@ class Branch:
 
     number: int
     origin: int
+    tools: str
     messages: list[Message] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     turns: list[_Turn] = field(default_factory=list)
@@ -50,7 +54,7 @@ class Branch:
 @dataclass(frozen=True)
 class Prompt:
     """A request's place. sample: the one that it extends, None where a new one begins. given: the
-    tokens that follow it. observation: the new messages' text."""
+    tokens that follow it. messages: as they are compared. observation: the new messages' text."""
 
     branch: Branch
     conversation: Conversation
@@ -80,64 +84,69 @@ class Branches:
         """Of all branches, in their order."""
         return [sample for branch in self.all for sample in branch.samples]
 
-    def prompt(self, messages: Sequence[Message]) -> Prompt:
+    def prompt(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Prompt:
         """Where these messages go on; its branch is busy until `answer` or `give_up`.
 
         Raises `ConfigError` for messages that the chat template cannot render.
         """
         said = [_compared(message) for message in messages]
-        branch, at = self._longest(said)
+        branch, at = self._longest(said, tools.key)
         if at is None:
-            conversation = Conversation(self._chat)
-            given = conversation.begin(said)
-            return Prompt(self._new(said), conversation, None, given, said, _text(said))
-        conversation, new = at.conversation.copy(), said[at.messages :]
+            conversation = Conversation(self._chat, tools)
+            given = conversation.begin(messages)
+            new_branch = self._new(said, tools.key)
+            return Prompt(new_branch, conversation, None, given, said, _text(messages))
+        conversation, new = at.conversation.copy(), messages[at.messages :]
         given, begins = conversation.follow(at.answer, new)
         if branch is not None:
             branch.busy = True
             sample = None if begins else at.sample
             return Prompt(branch, conversation, sample, given, said, _text(new))
-        before = [] if begins else at.sample.tokens[: at.tokens]
-        return Prompt(self._new(said), conversation, None, before + given, said, _text(said))
+        given = given if begins else at.sample.tokens[: at.tokens] + given
+        new_branch = self._new(said, tools.key)
+        return Prompt(new_branch, conversation, None, given, said, _text(messages))
 
-    def answer(self, prompt: Prompt, completion: Completion) -> str:
-        """Record the answer; returns its text."""
-        branch, text = prompt.branch, self._chat.text_of(completion.tokens)
+    def answer(self, prompt: Prompt, completion: Completion) -> Message:
+        """Record the answer; returns it."""
+        branch, conversation = prompt.branch, prompt.conversation
+        answer = conversation.read(completion.tokens)
+        message = conversation.message(answer)
+        text = answer.raw if answer.calls else answer.text
         sample = prompt.sample
         if sample is None:
             sample = Sample()
             branch.samples.append(sample)
         sample.begin_turn(prompt.given, prompt.observation)
         sample.answer(completion.tokens, completion.logprobs, completion.policy_version, text)
-        branch.messages = [*prompt.messages, _compared({"role": "assistant", "content": text})]
+        branch.messages = [*prompt.messages, _compared(message)]
         branch.turns.append(
             _Turn(
                 len(branch.messages),
                 sample,
                 len(sample.tokens),
                 completion.tokens,
-                prompt.conversation,
+                conversation,
             )
         )
         branch.busy = False
-        return text
+        return message
 
     def give_up(self, prompt: Prompt) -> None:
         """The request gets no answer; it may come again."""
         prompt.branch.busy = False
         if not prompt.branch.turns:
             self.all.remove(prompt.branch)
-            self._equal[_key(prompt.messages)] -= 1
+            self._equal[_key(prompt.messages, prompt.branch.tools)] -= 1
 
     def draw_seed(self, branch: Branch) -> int:
         """Seed of a branch's next answer: of episode, branch and call, whatever came before it."""
         return derive_seed(self._seed, "draw", branch.origin, len(branch.turns))
 
-    def _longest(self, said: list[Message]) -> tuple[Branch | None, _Turn | None]:
+    def _longest(self, said: list[Message], tools: str) -> tuple[Branch | None, _Turn | None]:
         """The turn after which fewest messages are new, and its branch if that can be extended."""
         longest: _Turn | None = None
         extended: Branch | None = None
-        for branch in self.all:
+        for branch in (branch for branch in self.all if branch.tools == tools):
             pairs = zip(branch.messages, said, strict=False)
             equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             known = [turn for turn in branch.turns if turn.messages <= min(equal, len(said) - 1)]
@@ -150,9 +159,9 @@ class Branches:
                 longest, extended = known[-1], branch if free else None
         return extended, longest
 
-    def _new(self, said: list[Message]) -> Branch:
-        key = _key(said)
-        branch = Branch(self.begun, derive_seed(self._equal[key], *key))
+    def _new(self, said: list[Message], tools: str) -> Branch:
+        key = _key(said, tools)
+        branch = Branch(self.begun, derive_seed(self._equal[key], *key), tools)
         self.begun += 1
         self._equal[key] += 1
         self.all.append(branch)
@@ -160,14 +169,26 @@ class Branches:
 
 
 def _compared(message: Message) -> Message:
-    """Clients may change the white space around an answer that they give back."""
-    content = message["content"]
-    given_back = message["role"] == "assistant"
-    return {"role": message["role"], "content": content.strip() if given_back else content}
+    """Clients may change the white space around an answer that they give back, and name its calls
+    anew."""
+    role, content = message["role"], message["content"]
+    compared: Message = {
+        "role": role,
+        "content": content.strip() if role == "assistant" else content,
+    }
+    if "tool_calls" in message:
+        compared["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
+    return compared
 
 
-def _key(messages: Sequence[Message]) -> tuple[str, ...]:
-    return tuple(text for each in messages for text in (each["role"], each["content"]))
+def _key(messages: Sequence[Message], tools: str) -> tuple[str, ...]:
+    """What the draws of a branch depend on."""
+    texts = [tools] if tools else []
+    for each in messages:
+        texts += [each["role"], each["content"]]
+        if "tool_calls" in each:
+            texts.append(json.dumps(each["tool_calls"], sort_keys=True))
+    return tuple(texts)
 
 
 def _text(messages: Sequence[Message]) -> str:

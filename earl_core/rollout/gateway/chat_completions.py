@@ -16,13 +16,15 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from earl_core.environments.base import Message
+from earl_core.environments.base import FunctionCall, Message, ToolCall
+from earl_core.environments.tools.toolbox import check_schema
 from earl_core.rollout.gateway.session import Answer, refused
+from earl_core.rollout.tool_calls import NO_TOOLS, Tools
+from earl_core.system.errors import ConfigError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REFUSED = {
-    "tools": "the gateway passes no tools to the chat template yet: describe them in a message",
-    "functions": "the gateway passes no tools to the chat template yet: describe them in a message",
+    "functions": "it is the older form of tools: name tools",
     "stop": "answers end at the model's end of turn and at rollout.stop: name strings there",
     "response_format": "answers are not constrained: ask for the format in a message",
     "logit_bias": "answers are sampled from the policy as it is",
@@ -35,6 +37,7 @@ class ChatRequest:
     """What counts of a request. token_ids, logprobs: whether the reply has them."""
 
     messages: list[Message]
+    tools: Tools
     max_tokens: int | None
     model: str
     stream: bool
@@ -58,6 +61,7 @@ def parse(body: Any) -> ChatRequest:
     options = body.get("stream_options")
     return ChatRequest(
         messages=[_message(number, message) for number, message in enumerate(messages)],
+        tools=_tools(body),
         max_tokens=_budget(body),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
@@ -71,7 +75,7 @@ def reply(request: ChatRequest, answer: Answer, name: str) -> dict[str, Any]:
     """The body of a reply that is not streamed."""
     choice: dict[str, Any] = {
         "index": 0,
-        "message": {"role": "assistant", "content": answer.text},
+        "message": _said(answer),
         "finish_reason": answer.finish_reason,
         "logprobs": _logprobs(answer) if request.logprobs else None,
     }
@@ -86,7 +90,9 @@ def events(request: ChatRequest, answer: Answer, name: str) -> Iterator[str]:
     """The same as server-sent events. The answer comes in one piece: it is recorded first."""
     head = _head(request, name, "chat.completion.chunk")
     logprobs = _logprobs(answer) if request.logprobs else None
-    delta = {"role": "assistant", "content": answer.text}
+    delta = _said(answer)
+    for index, call in enumerate(delta.get("tool_calls", ())):
+        call["index"] = index
     for change, reason in ((delta, None), ({}, answer.finish_reason)):
         choice: dict[str, Any] = {"index": 0, "delta": change, "finish_reason": reason}
         if reason is None and logprobs is not None:
@@ -107,9 +113,10 @@ def _message(number: int, message: Any) -> Message:
     where = f"messages[{number}]"
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise _invalid(f"{where} must be an object with one of the roles {', '.join(_ROLES)}")
-    if message.get("tool_calls"):
-        raise _invalid(f"{where}.tool_calls: the gateway passes no tools to the template yet")
+    calls = [_call(where, each) for each in message.get("tool_calls") or ()]
     content = message.get("content")
+    if content is None and calls:
+        content = ""
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if not all(isinstance(text, str) for text in texts):
@@ -122,7 +129,57 @@ def _message(number: int, message: Any) -> Message:
     except UnicodeEncodeError:
         raise _invalid(f"{where}.content cannot be encoded as UTF-8") from None
     role = "system" if message["role"] == "developer" else str(message["role"])
-    return {"role": role, "content": content}
+    read: Message = {"role": role, "content": content.strip() if role == "assistant" else content}
+    if calls:
+        read["tool_calls"] = calls
+    for key in ("tool_call_id", "name"):
+        if isinstance(message.get(key), str):
+            read[key] = message[key]
+    return read
+
+
+def _call(where: str, call: Any) -> ToolCall:
+    """Arguments come as a text of JSON; templates want them as they are."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise _invalid(f"{where}.tool_calls has a call without function.name")
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise _invalid(f"{where}.tool_calls: the arguments of {name!r:.50} are no JSON object")
+    read: FunctionCall = {"name": name, "arguments": arguments}
+    return {"id": str(call.get("id", "")), "type": "function", "function": read}
+
+
+def _tools(body: Mapping[str, Any]) -> Tools:
+    choice = body.get("tool_choice", "auto")
+    given = body.get("tools") or []
+    if choice not in ("auto", "none", None):
+        raise _invalid("tool_choice must be auto or none: answers are not constrained")
+    if not isinstance(given, list):
+        raise _invalid("tools must be a list")
+    try:
+        for schema in given:
+            check_schema(schema)
+    except ConfigError as error:
+        raise _invalid(str(error)) from error
+    return NO_TOOLS if choice == "none" else Tools(given)
+
+
+def _said(answer: Answer) -> dict[str, Any]:
+    """The answer as OpenAI's API has it: arguments of calls are a text of JSON."""
+    message: dict[str, Any] = {**answer.message}
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
+            for call in message["tool_calls"]
+            for arguments in [call["function"]["arguments"]]
+        ]
+    return message
 
 
 def _budget(body: Mapping[str, Any]) -> int | None:

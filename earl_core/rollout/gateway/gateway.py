@@ -23,9 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from earl_core.rollout.agent_loop import PlaySettings
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway import chat_completions
 from earl_core.rollout.gateway.session import ERROR_CODE, Session, refused
 from earl_core.rollout.rollout_stats import LoadMeter
@@ -138,7 +138,7 @@ class Gateway:
     ) -> Any:
         """The answer; when the client goes away before it, the request has not been."""
         answer = asyncio.ensure_future(
-            session.complete(asked.messages, asked.max_tokens, self._generate)
+            session.complete(asked.messages, asked.max_tokens, self._generate, asked.tools)
         )
         gone = asyncio.ensure_future(_gone(request))
         try:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.pool import EnvironmentPool
-from earl_core.rollout.agent_loop import RETRIES, PlaySettings, check_failures
+from earl_core.rollout.agent_loop import RETRIES, check_failures
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.gateway import Gateway
 from earl_core.rollout.gateway.session import Session
 from earl_core.rollout.rollout_stats import LoadMeter

@@ -16,11 +16,12 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from earl_core.environments.base import Message
-from earl_core.rollout.agent_loop import PlaySettings, check_overflow
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
+from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.branches import Branches, Prompt
 from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample
 
@@ -41,9 +42,9 @@ def refused(status: int, code: str, message: str) -> HTTPException:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request is answered. finish_reason: stop or length."""
+    """What a request is answered. finish_reason: stop, length or tool_calls."""
 
-    text: str
+    message: Message
     finish_reason: str
     prompt: list[int]
     completion: Completion
@@ -80,11 +81,15 @@ class Session:
         return [self._sequence_id(each.number) for each in self._branches.all]
 
     async def complete(
-        self, messages: Sequence[Message], max_tokens: int | None, generate: Generate
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None,
+        generate: Generate,
+        tools: Tools = NO_TOOLS,
     ) -> Answer:
         """The policy's answer. Raises what `refused` makes, `ContextOverflow`, and what `generate`
         raises; when it is cancelled the same messages may come again."""
-        prompt = self._prompt(messages)
+        prompt = self._prompt(messages, tools)
         try:
             request = self._request(prompt, max_tokens)
             with self._waiting():
@@ -99,14 +104,17 @@ class Session:
             raise _over()
         if completion.finish_reason == "model_context":
             self._check_overflow(self._max_model_len + 1)
-        text = self._branches.answer(prompt, completion)
+        message = self._branches.answer(prompt, completion)
         self._last = prompt.branch.samples[-1]
         self._sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)
         self._meter.prompt_tokens += len(prompt.given)
         self._count_live(len(prompt.given) + len(completion.tokens))
         reason = "stop" if completion.finish_reason == "stop" else "length"
-        return Answer(text, reason, request.tokens, completion)  # type: ignore[arg-type]
+        if "tool_calls" in message:
+            self._meter.tool_calls += len(message["tool_calls"])
+            reason = "tool_calls"
+        return Answer(message, reason, request.tokens, completion)  # type: ignore[arg-type]
 
     def end(self, reward: float, info: Mapping[str, Any]) -> Episode:
         """The episode with the agent's own verdict on it. Later requests are refused."""
@@ -162,7 +170,7 @@ class Session:
             if not self._asking:
                 self.waited += time.perf_counter() - self._asked_at
 
-    def _prompt(self, messages: Sequence[Message]) -> Prompt:
+    def _prompt(self, messages: Sequence[Message], tools: Tools) -> Prompt:
         if self._over:
             raise _over()
         settings = self._settings
@@ -174,7 +182,7 @@ class Session:
         if self._branches.begun >= _MOST_BRANCHES:
             raise refused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
         try:
-            prompt = self._branches.prompt(messages)
+            prompt = self._branches.prompt(messages, tools)
         except ConfigError as error:
             raise refused(400, "invalid_messages", str(error)) from error
         self._calls += 1

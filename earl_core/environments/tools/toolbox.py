@@ -1,0 +1,162 @@
+"""The tools of an environment host: calls are checked, run, and answered by messages.
+
+Whatever goes wrong with a call is told to the model, which may try again: an unknown tool,
+arguments that the schema does not allow, an exception, a coroutine that takes too long. A plain
+function cannot be stopped: one that does not return within the deadline of a step costs its
+episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from earl_core.environments.base import FunctionCall, Message, StepResult, ToolCall
+from earl_core.environments.tools.functions import Tool, load_tool, tool_of
+from earl_core.system.errors import ConfigError
+
+OUTPUT_CHARACTERS = 2**15
+"""Of a tool's output, what the model gets at most: more says which part is missing."""
+_ERROR_CHARACTERS = 1000
+
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Toolbox:
+    """Tools by name. timeout_seconds: of a coroutine. Raises ConfigError for two of one name, and
+    for schemas that are none."""
+
+    def __init__(self, tools: Iterable[Tool], timeout_seconds: float) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._timeout = timeout_seconds
+        for tool in tools:
+            if tool.name in self._tools:
+                raise ConfigError(
+                    f"two tools have the name {tool.name!r}", remedy="rename or drop one of them"
+                )
+            check_schema(tool.schema)
+            self._tools[tool.name] = tool
+
+    @classmethod
+    def load(cls, paths: Sequence[str], timeout_seconds: float) -> Toolbox:
+        """The tools of these names and import paths."""
+        return cls(map(load_tool, paths), timeout_seconds)
+
+    def with_methods(self, environment: Any) -> Toolbox:
+        """These tools and the methods that the environment, an object or its class, names."""
+        names = getattr(environment, "tools", ())
+        if not names:
+            return self
+        kind = environment if isinstance(environment, type) else type(environment)
+        own = [_method(environment, name, f"{kind.__name__}.{name}") for name in names]
+        return Toolbox([*self._tools.values(), *own], self._timeout)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the model is told."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def use(self, calls: Sequence[ToolCall], in_thread: InThread) -> StepResult:
+        """A message for each call, in their order; `info["tool_errors"]` says how many failed.
+
+        in_thread: runs a plain function. These run one after the other, coroutines side by side.
+        """
+        turn = asyncio.Lock()
+
+        async def answer(call: ToolCall) -> tuple[Message, bool]:
+            name, failed = call["function"]["name"], False
+            try:
+                said = await self._run(call["function"], in_thread, turn)
+            except _Refused as error:
+                said, failed = f"Error: {error}"[:_ERROR_CHARACTERS], True
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                said = f"Error: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+                failed = True
+            text, number = _text(said), call["id"]
+            return Message(role="tool", content=text, tool_call_id=number, name=name), failed
+
+        answers = await asyncio.gather(*map(answer, calls))
+        errors = sum(failed for _, failed in answers)
+        return StepResult([message for message, _ in answers], 0.0, False, {"tool_errors": errors})
+
+    async def _run(self, call: FunctionCall, in_thread: InThread, turn: asyncio.Lock) -> Any:
+        tool = self._tools.get(call["name"])
+        if tool is None:
+            raise _Refused(f"there is no tool {call['name']!r}: use {', '.join(self._tools)}")
+        arguments = call["arguments"]
+        _check_arguments(tool, arguments)
+        if not inspect.iscoroutinefunction(tool.function):
+            async with turn:
+                return await in_thread(partial(tool.function, **arguments))
+        try:
+            return await asyncio.wait_for(tool.function(**arguments), self._timeout)
+        except TimeoutError:
+            raise _Refused(f"{tool.name} took over {self._timeout:g} s") from None
+
+
+class _Refused(Exception):
+    """What the model is told of a call."""
+
+
+def check_schema(schema: Any) -> None:
+    """Raise `ConfigError` unless it is the schema of a tool, as OpenAI's API has it."""
+    from jsonschema import Draft202012Validator, SchemaError
+
+    function = schema.get("function") if isinstance(schema, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"a tool is described by {schema!r:.200}",
+            remedy='write {"type": "function", "function": {"name", "description", "parameters"}}',
+        )
+    try:
+        Draft202012Validator.check_schema(function.get("parameters") or {})
+    except SchemaError as error:
+        raise ConfigError(
+            f"the parameters of the tool {name!r} are no JSON schema: {error.message:.300}"
+        ) from None
+
+
+def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    parameters = tool.schema["function"].get("parameters") or {}
+    named = parameters.get("properties", {})
+    # `nullable` is OpenAPI's word, which templates know and JSON schema does not.
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None or not named.get(name, {}).get("nullable")
+    }
+    found = best_match(Draft202012Validator(parameters).iter_errors(given))
+    if found is not None:
+        where = "".join(f" of {part}" for part in reversed(found.absolute_path))
+        raise _Refused(f"{tool.name} cannot take these arguments: {found.message}{where}")
+    unknown = set(arguments) - set(named)
+    if named and unknown and not parameters.get("additionalProperties"):
+        raise _Refused(f"{tool.name} has no argument {', '.join(sorted(unknown))}")
+
+
+def _method(environment: Any, name: str, path: str) -> Tool:
+    method = getattr(environment, name, None)
+    if method is None:
+        raise ConfigError(f"the environment names a tool {path!r} that it does not have")
+    if isinstance(environment, type):
+        # Bound to nothing, for its schema alone.
+        method = method.__get__(object())
+    return tool_of(method, path)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    value = value.encode("utf-8", "replace").decode()
+    if len(value) <= OUTPUT_CHARACTERS:
+        return str(value)
+    missing = len(value) - OUTPUT_CHARACTERS
+    return f"{value[:OUTPUT_CHARACTERS]}\n[{missing} more characters are left out]"
