@@ -24,6 +24,35 @@ ToolFormatName = Literal[
 """Of `rollout.tool_calls.FORMATS`."""
 
 
+class McpConfig(Settings):
+    """A server of tools: one that each environment host starts, or one that runs somewhere."""
+
+    command: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="Started by each host, spoken to over its pipes."
+    )
+    url: str | None = Field(
+        default=None, pattern="^https?://", description="Of a server's streamable HTTP endpoint."
+    )
+    variables: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables of the command; env:NAME and file:PATH are replaced.",
+    )
+    headers: dict[str, str] = Field(
+        default_factory=dict, description="Of requests to the url; references are replaced."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> McpConfig:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("give either command or url of each server of environment.mcp")
+        if (self.variables and self.url) or (self.headers and self.command):
+            raise ValueError(
+                "variables are for a command and headers for a url: move or drop them in "
+                "environment.mcp"
+            )
+        return self
+
+
 class EnvironmentConfig(Settings):
     """The game or tool environment and how its failures are handled."""
 
@@ -47,11 +76,14 @@ class EnvironmentConfig(Settings):
         description="What the model may call: calculator, python, or the import path "
         "`package.module:function` of a function with type hints and a docstring.",
     )
+    mcp: tuple[McpConfig, ...] = Field(
+        default=(), description="Servers of the Model Context Protocol whose tools may be called."
+    )
     tool_timeout_seconds: float = Field(
         default=10.0,
         gt=0,
-        description="A tool that is a coroutine is ended then, and the model told; a plain "
-        "function may take as long as a step.",
+        description="A tool that is a coroutine, or of a server, is ended then, and the model "
+        "told; a plain function may take as long as a step.",
     )
     hosts: int = Field(
         default=1, ge=1, description="Processes that run environment code, for each engine."
@@ -79,12 +111,13 @@ class EnvironmentConfig(Settings):
                 "give either environment.name, an environment, or environment.agent, the import "
                 "path of an agent"
             )
-        if self.agent and self.tools:
+        tools = self.tools or self.mcp
+        if self.agent and tools:
             raise ValueError(
-                "environment.tools are for environments: an agent has its own, which it names in "
-                "its requests; drop environment.tools"
+                "environment.tools and environment.mcp are for environments: an agent has its own "
+                "tools, which it names in its requests; drop them"
             )
-        if self.tools and self.tool_timeout_seconds >= self.step_timeout_seconds:
+        if tools and self.tool_timeout_seconds >= self.step_timeout_seconds:
             raise ValueError(
                 f"environment.tool_timeout_seconds ({self.tool_timeout_seconds:g}) must be below "
                 f"environment.step_timeout_seconds ({self.step_timeout_seconds:g}), after which "

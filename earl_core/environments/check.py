@@ -16,7 +16,8 @@ class Check(RunWorker):
         """Raise `ConfigError` unless the environments can be made."""
         fault_points.point("experience.check", 0)
         environment = self._config.environment
-        check(environment.played, environment.options, environment.tools)
+        servers = [server.model_dump() for server in environment.mcp]
+        check(environment.played, environment.options, environment.tools, servers)
         if self._config.evaluation.options:
             check(environment.played, {**environment.options, **self._config.evaluation.options})
         return {}

@@ -142,10 +142,12 @@ def _serve(connection: socket.socket) -> None:
     if start is None:
         return
     name, options = start["name"], start["options"]
+    loop = asyncio.new_event_loop()
     try:
         registry.check(name, options)
         kind = registry.environment_class(name)
-        tools = Toolbox.load(start["tools"], start["tool_timeout_seconds"])
+        given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
+        tools = loop.run_until_complete(registry.toolbox(*given, seconds, kind))
         schemas = tools.with_methods(kind).schemas
     except BaseException as error:
         why = str(error)
@@ -153,11 +155,12 @@ def _serve(connection: socket.socket) -> None:
             why = f"the environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return
-    replayed = bool(getattr(kind, "deterministic", True))
+    # What other servers did is not undone.
+    replayed = bool(getattr(kind, "deterministic", True)) and not start["mcp"]
     channel.send({"kind": "ready", "deterministic": replayed, "tools": schemas})
     connection.setblocking(False)
     host = Host(name, options, start["timeout_seconds"], start["threads"], tools)
-    asyncio.new_event_loop().run_until_complete(host.serve(connection))
+    loop.run_until_complete(host.serve(connection))
 
 
 def main(arguments: list[str]) -> None:

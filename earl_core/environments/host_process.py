@@ -59,6 +59,7 @@ class HostSettings:
     start_timeout_seconds: float
     threads: int
     tools: tuple[str, ...]
+    mcp: tuple[dict[str, Any], ...]
     tool_timeout_seconds: float
     log_path: Path | None
 

@@ -33,7 +33,8 @@ class EnvironmentPool:
         the interpreter lock is found when it does so again, after two to three times as long.
     start_timeout_seconds: limit for a host to import the environment and make one.
     tools: what the model may call, as `environments.tools.functions.load_tool` takes them; the
-        environment's own come besides. tool_timeout_seconds: limit of one that is a coroutine.
+        environment's own come besides. mcp: servers of further ones, dumped `McpConfig`s.
+    tool_timeout_seconds: limit of one that is a coroutine.
     log_path: file to which the hosts' output is appended; without one it is kept only for errors.
 
     All methods belong to the event loop that ran `start`. Several episodes run side by side, one
@@ -50,6 +51,7 @@ class EnvironmentPool:
         step_timeout_seconds: float = 30.0,
         start_timeout_seconds: float = 120.0,
         tools: Sequence[str] = (),
+        mcp: Sequence[dict[str, Any]] = (),
         tool_timeout_seconds: float = 10.0,
         log_path: Path | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class EnvironmentPool:
             start_timeout_seconds=start_timeout_seconds,
             threads=threads,
             tools=tuple(tools),
+            mcp=tuple(mcp),
             tool_timeout_seconds=tool_timeout_seconds,
             log_path=log_path,
         )

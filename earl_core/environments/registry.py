@@ -10,6 +10,8 @@ from typing import Any
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
 from earl_core.environments.options import parse_options
+from earl_core.environments.tools.functions import load_tool
+from earl_core.environments.tools.mcp import open_servers
 from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import ConfigError
@@ -81,13 +83,36 @@ def environment_class(name: str) -> Any:
     return import_object(name, "the environment")
 
 
-def check(name: str, options: Mapping[str, Any] | None = None, tools: Sequence[str] = ()) -> None:
+def check(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    tools: Sequence[str] = (),
+    mcp: Sequence[Mapping[str, Any]] = (),
+) -> None:
     """Makes and closes one environment, and its tools, so that a mistake shows before work starts.
 
-    Imports the user's code and opens its data. Raises ConfigError.
+    Imports the user's code, opens its data, and asks the MCP servers. Raises ConfigError.
     """
-    environment: Any = create(name, options)
-    Toolbox.load(tools, timeout_seconds=1.0).with_methods(environment)
+    asyncio.run(_check(create(name, options), tools, mcp))
+
+
+async def _check(environment: Any, tools: Sequence[str], mcp: Sequence[Mapping[str, Any]]) -> None:
+    await toolbox(tools, mcp, timeout_seconds=1.0, environment=environment)
     closing = environment.close()
     if inspect.iscoroutine(closing):
-        asyncio.run(closing)
+        await closing
+
+
+async def toolbox(
+    tools: Sequence[str],
+    mcp: Sequence[Mapping[str, Any]],
+    timeout_seconds: float,
+    environment: Any,
+) -> Toolbox:
+    """What the model may call beside the methods of the environment, which are checked, too.
+
+    Servers stay connected as long as the event loop lives. Raises ConfigError.
+    """
+    found = Toolbox([*map(load_tool, tools), *await open_servers(mcp)], timeout_seconds)
+    found.with_methods(environment)
+    return found

@@ -330,6 +330,7 @@ class RolloutWorker(RunWorker):
                 if environment.agent
                 else environment.step_timeout_seconds,
                 tools=environment.tools,
+                mcp=[server.model_dump() for server in environment.mcp],
                 tool_timeout_seconds=environment.tool_timeout_seconds,
                 log_path=log.with_name(f"{log.stem}-environments-{len(self._pools)}.log"),
             )

@@ -17,7 +17,7 @@ from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.environments.registry import check
 from earl_core.environments.tools.calculator import calculator
-from earl_core.environments.tools.toolbox import OUTPUT_CHARACTERS, Toolbox
+from earl_core.environments.tools.toolbox import OUTPUT_CHARACTERS
 from earl_core.system.errors import ConfigError
 
 USER = "tests.environments.user_tools"
@@ -199,7 +199,7 @@ def test_bad_tools_are_refused_before_work_starts(tool: str, message: str) -> No
 
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two tools have the name 'calculator'"):
-        Toolbox.load(["calculator", "calculator"], 1.0)
+        check(SHOP, {}, ["calculator", "calculator"])
     with pytest.raises(ConfigError, match="two tools have the name 'buy'"):
         check(SHOP, {}, [f"{USER}:buy"])
 

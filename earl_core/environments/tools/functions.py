@@ -6,7 +6,7 @@ The docstring describes the function and, in a section `Args:`, each argument, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ BUILT_IN = {
 class Tool:
     """schema: as chat templates and OpenAI's API have it, {"type": "function", "function": {"name",
     "description", "parameters"}}. function: called with the arguments by name; may be a coroutine
-    function."""
+    function, whose time is limited. ready: awaited before that time begins."""
 
     schema: dict[str, Any]
     function: Callable[..., Any]
+    ready: Callable[[], Awaitable[None]] | None = None
 
     @property
     def name(self) -> str:

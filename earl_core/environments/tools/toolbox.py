@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from earl_core.environments.base import FunctionCall, Message, StepResult, ToolCall
-from earl_core.environments.tools.functions import Tool, load_tool, tool_of
+from earl_core.environments.tools.functions import Tool, tool_of
 from earl_core.system.errors import ConfigError
 
 OUTPUT_CHARACTERS = 2**15
@@ -40,11 +40,6 @@ class Toolbox:
                 )
             check_schema(tool.schema)
             self._tools[tool.name] = tool
-
-    @classmethod
-    def load(cls, paths: Sequence[str], timeout_seconds: float) -> Toolbox:
-        """The tools of these names and import paths."""
-        return cls(map(load_tool, paths), timeout_seconds)
 
     def with_methods(self, environment: Any) -> Toolbox:
         """These tools and the methods that the environment, an object or its class, names."""
@@ -71,8 +66,10 @@ class Toolbox:
             name, failed = call["function"]["name"], False
             try:
                 said = await self._run(call["function"], in_thread, turn)
-            except _Refused as error:
+            except ToolRefused as error:
                 said, failed = f"Error: {error}"[:_ERROR_CHARACTERS], True
+            except ToolLost:
+                raise
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 said = f"Error: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
                 failed = True
@@ -86,20 +83,26 @@ class Toolbox:
     async def _run(self, call: FunctionCall, in_thread: InThread, turn: asyncio.Lock) -> Any:
         tool = self._tools.get(call["name"])
         if tool is None:
-            raise _Refused(f"there is no tool {call['name']!r}: use {', '.join(self._tools)}")
+            raise ToolRefused(f"there is no tool {call['name']!r}: use {', '.join(self._tools)}")
         arguments = call["arguments"]
         _check_arguments(tool, arguments)
+        if tool.ready is not None:
+            await tool.ready()
         if not inspect.iscoroutinefunction(tool.function):
             async with turn:
                 return await in_thread(partial(tool.function, **arguments))
         try:
             return await asyncio.wait_for(tool.function(**arguments), self._timeout)
         except TimeoutError:
-            raise _Refused(f"{tool.name} took over {self._timeout:g} s") from None
+            raise ToolRefused(f"{tool.name} took over {self._timeout:g} s") from None
 
 
-class _Refused(Exception):
-    """What the model is told of a call."""
+class ToolRefused(Exception):
+    """A call that a tool does not answer; the model is told why."""
+
+
+class ToolLost(Exception):
+    """A tool that is gone through no fault of the call's: its episode is played anew."""
 
 
 def check_schema(schema: Any) -> None:
@@ -136,10 +139,10 @@ def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     found = best_match(Draft202012Validator(parameters).iter_errors(given))
     if found is not None:
         where = "".join(f" of {part}" for part in reversed(found.absolute_path))
-        raise _Refused(f"{tool.name} cannot take these arguments: {found.message}{where}")
+        raise ToolRefused(f"{tool.name} cannot take these arguments: {found.message}{where}")
     unknown = set(arguments) - set(named)
     if named and unknown and not parameters.get("additionalProperties"):
-        raise _Refused(f"{tool.name} has no argument {', '.join(sorted(unknown))}")
+        raise ToolRefused(f"{tool.name} has no argument {', '.join(sorted(unknown))}")
 
 
 def _method(environment: Any, name: str, path: str) -> Tool:

@@ -88,7 +88,8 @@ def stages(config: RunConfig) -> Iterator[Finding]:
 def environment(config: RunConfig) -> Iterator[Finding]:
     """Make the environments once; runs the user's code."""
     name, options = config.environment.played, config.environment.options
-    check(name, options, config.environment.tools)
+    servers = [server.model_dump() for server in config.environment.mcp]
+    check(name, options, config.environment.tools, servers)
     if config.evaluation.options:
         check(name, {**options, **config.evaluation.options})
     yield Finding("good", f"environment {name}")

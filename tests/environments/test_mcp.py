@@ -1,0 +1,136 @@
+"""Tools of servers that speak the Model Context Protocol: real ones, over pipes and over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from earl_core.config.rollout import McpConfig
+from earl_core.environments.base import EnvironmentFailed
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.registry import check
+from earl_core.system.errors import ConfigError
+from tests.environments.test_tools import SHOP, call, calling, in_pool, texts
+
+SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
+
+
+def server(**settings: Any) -> list[dict[str, Any]]:
+    return [McpConfig(**settings).model_dump()]
+
+
+OVER_PIPES = server(command=(sys.executable, SCRIPT), variables={"GIVEN": "env:EARL_TEST_GIVEN"})
+
+
+@pytest.fixture(autouse=True)
+def given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EARL_TEST_GIVEN", "a secret")
+
+
+@pytest.fixture(scope="module")
+def over_http() -> Iterator[list[dict[str, Any]]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SCRIPT, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None
+            time.sleep(0.1)
+        yield server(url=f"http://127.0.0.1:{port}/mcp", headers={"Authorization": "Bearer x"})
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_over_pipes_one_that_dies_and_a_host_that_dies() -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        names = [schema["function"]["name"] for schema in pool.tools]
+        assert names == ["double", "fail", "wait", "variable", "die", "buy"]
+        for episode in range(3):
+            await pool.reset(episode, episode, 0)
+        result = await pool.use_tools(
+            0,
+            calling(
+                call("double", number=4),
+                call("double", number="x"),
+                call("fail"),
+                call("wait"),
+                call("variable"),
+                call("buy", item="tea"),
+            ),
+        )
+        assert texts(result) == [
+            "8",
+            "Error: double cannot take these arguments: 'x' is not of type 'integer' of number",
+            "Error: Error executing tool fail",
+            "Error: wait took over 3 s",
+            "a secret",
+            "bought tea",
+        ]
+        with pytest.raises(EnvironmentFailed, match="was lost") as raised:
+            await pool.use_tools(0, calling(call("die")))
+        # The episode is played anew; the others find a fresh server.
+        assert raised.value.by_infrastructure
+        assert texts(await pool.use_tools(1, calling(call("double", number=5)))) == ["10"]
+        (host,) = pool.host_pids
+        servers = psutil.Process(host).children(recursive=True)
+        assert servers
+        os.kill(host, signal.SIGKILL)
+        with pytest.raises(EnvironmentFailed, match="cannot be played again"):
+            await pool.step(2, "x")
+        assert not psutil.wait_procs(servers, timeout=10)[1]
+        await pool.reset(3, 0, 0)
+        assert texts(await pool.use_tools(3, calling(call("double", number=6)))) == ["12"]
+
+    in_pool(scenario, tools=(), mcp=OVER_PIPES, tool_timeout_seconds=3.0)
+
+
+def test_a_server_over_http(over_http: list[dict[str, Any]]) -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        await pool.reset(0, 0, 0)
+        result = await pool.use_tools(0, calling(call("double", number=4), call("fail")))
+        assert texts(result) == ["8", "Error: Error executing tool fail"]
+
+    in_pool(scenario, tools=(), mcp=over_http, tool_timeout_seconds=20.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"command": ("no-such-program",)}, "does not answer"),
+        ({"command": (sys.executable, "-c", "pass")}, "does not answer"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "does not answer"),
+        ({"command": ("x",), "variables": {"A": "env:EARL_TEST_MISSING"}}, "EARL_TEST_MISSING"),
+    ],
+)
+def test_servers_that_cannot_be_reached_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(SHOP, {}, (), server(**settings))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "give either command or url"),
+        ({"command": ("x",), "url": "http://x"}, "give either command or url"),
+        ({"url": "ftp://x"}, "url"),
+        ({"url": "http://x", "variables": {"A": "b"}}, "variables are for a command"),
+    ],
+)
+def test_the_configuration_is_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        McpConfig(**settings)
