@@ -71,6 +71,11 @@ class EnvironmentConfig(Settings):
         description="Passed to the environment, checked before work starts; part of an agent's "
         "task.",
     )
+    python: str | None = Field(
+        default=None,
+        description="Another interpreter (3.11 or later) for the environment hosts, such as "
+        "path/to/venv/bin/python: its packages are its own, EARL's are not there.",
+    )
     tools: tuple[str, ...] = Field(
         default=(),
         description="What the model may call: calculator, python, or the import path "

@@ -21,6 +21,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from earl_core.environments import registry
@@ -157,10 +158,22 @@ def _serve(connection: socket.socket) -> None:
         return
     # What other servers did is not undone.
     replayed = bool(getattr(kind, "deterministic", True)) and not start["mcp"]
-    channel.send({"kind": "ready", "deterministic": replayed, "tools": schemas})
+    channel.send(
+        {
+            "kind": "ready",
+            "deterministic": replayed,
+            "tools": schemas,
+            "versions": _versions(),
+        }
+    )
     connection.setblocking(False)
     host = Host(name, options, start["timeout_seconds"], start["threads"], tools)
     loop.run_until_complete(host.serve(connection))
+
+
+def _versions() -> dict[str, str]:
+    packages = {str(each.metadata["Name"]): each.version for each in metadata.distributions()}
+    return {"python": sys.version.split()[0], **dict(sorted(packages.items()))}
 
 
 def main(arguments: list[str]) -> None:

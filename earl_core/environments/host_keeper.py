@@ -82,9 +82,9 @@ class HostKeeper:
         return self._process.pid if self._process is not None and self._ready else None
 
     @property
-    def tools(self) -> list[dict[str, Any]]:
-        """Schemas of the tools of its process."""
-        return [] if self._process is None else self._process.tools
+    def process(self) -> HostProcess | None:
+        """The process, None before the first has started."""
+        return self._process
 
     def __len__(self) -> int:
         return len(self._episodes)

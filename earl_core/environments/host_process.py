@@ -51,7 +51,8 @@ class HostLost(EarlError):
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What the hosts of a pool have in common; see `EnvironmentPool`. threads: of each host."""
+    """What the hosts of a pool have in common; see `EnvironmentPool`. threads: of each host.
+    program: the command that runs a host, None for this process's Python and packages."""
 
     name: str
     options: dict[str, Any]
@@ -62,6 +63,7 @@ class HostSettings:
     mcp: tuple[dict[str, Any], ...]
     tool_timeout_seconds: float
     log_path: Path | None
+    program: tuple[str, ...] | None = None
 
 
 class HostProcess:
@@ -100,6 +102,8 @@ class HostProcess:
         """Whether a fresh process can play its episodes again."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
+        self.versions: dict[str, str] = {}
+        """Of its Python and the packages there."""
         self.timed_out = False
         """Whether it was lost because it did not answer in time."""
         self.call_timed_out = False
@@ -122,7 +126,7 @@ class HostProcess:
         try:
             ours = host._spawn(settings.log_path)
             await host._loop.create_unix_connection(lambda: host._connection, sock=ours)
-            given = vars(settings) | {"log_path": None}
+            given = vars(settings) | {"log_path": None, "program": None}
             host.send({"kind": "start", **given})
             await asyncio.wait_for(asyncio.shield(host._opening), limit)
         except TimeoutError:
@@ -199,6 +203,7 @@ class HostProcess:
         kind = message["kind"]
         if kind == "ready":
             self.deterministic, self.tools = message["deterministic"], message["tools"]
+            self.versions = message["versions"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":
@@ -223,15 +228,18 @@ class HostProcess:
         self._log_start = self._log.seek(0, os.SEEK_END)
         ours, theirs = socket.socketpair()
         # -P: the working directory comes last, where `path` has it.
-        command = [sys.executable, "-P", "-m", "earl_core.environments.host"]
-        command.append(str(theirs.fileno()))
+        own = (sys.executable, "-P", "-m", "earl_core.environments.host")
+        command = [*(self._settings.program or own), str(theirs.fileno())]
         # The death signal belongs to the thread that starts the process: only the main one lives as
         # long as this process does.
         if threading.current_thread() is threading.main_thread():
             command.append("--die-with-parent")
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        # An engine beside it may want this; a user's own scripts may not.
-        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
+        # An engine beside it may want the first; a user's own scripts, and another Python, do not.
+        dropped = ("PYTHONSAFEPATH", "PYTHONPATH", "PYTHONHOME")
+        inherited = {name: value for name, value in os.environ.items() if name not in dropped}
+        if self._settings.program is None:
+            path = (entry or os.getcwd() for entry in sys.path)
+            inherited["PYTHONPATH"] = os.pathsep.join(path)
         try:
             self._process = subprocess.Popen(
                 command,
@@ -240,7 +248,7 @@ class HostProcess:
                 stderr=self._log,
                 pass_fds=[theirs.fileno()],
                 # Equal hashes let an environment that iterates over sets be rebuilt.
-                env={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+                env={**inherited, "PYTHONHASHSEED": "0"},
                 start_new_session=True,
             )
         except BaseException:

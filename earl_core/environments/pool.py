@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from earl_core.config.rollout import EnvironmentConfig
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
+from earl_core.environments.host_archive import write_host_archive
 from earl_core.environments.host_keeper import HostKeeper
 from earl_core.environments.host_process import HostLost, HostSettings
 from earl_core.system.errors import ConfigError
@@ -35,6 +39,7 @@ class EnvironmentPool:
     tools: what the model may call, as `environments.tools.functions.load_tool` takes them; the
         environment's own come besides. mcp: servers of further ones, dumped `McpConfig`s.
     tool_timeout_seconds: limit of one that is a coroutine.
+    python: another interpreter for the hosts, which then have nothing of ours but their program.
     log_path: file to which the hosts' output is appended; without one it is kept only for errors.
 
     All methods belong to the event loop that ran `start`. Several episodes run side by side, one
@@ -53,10 +58,14 @@ class EnvironmentPool:
         tools: Sequence[str] = (),
         mcp: Sequence[dict[str, Any]] = (),
         tool_timeout_seconds: float = 10.0,
+        python: str | None = None,
         log_path: Path | None = None,
     ) -> None:
         threads = min(math.ceil(concurrency / hosts), _MAX_THREADS)
         given = dict(options or {})
+        program = None
+        if python is not None:
+            program = (python, str(self._archive(python, log_path)))
         settings = HostSettings(
             name=name,
             options=given,
@@ -67,10 +76,38 @@ class EnvironmentPool:
             mcp=tuple(mcp),
             tool_timeout_seconds=tool_timeout_seconds,
             log_path=log_path,
+            program=program,
         )
         self._keepers = [HostKeeper(settings) for _ in range(hosts)]
         self._place: dict[int, HostKeeper] = {}
         self._started = False
+
+    @classmethod
+    def of(
+        cls,
+        environment: EnvironmentConfig,
+        options: Mapping[str, Any],
+        *,
+        hosts: int,
+        concurrency: int,
+        log_path: Path | None,
+    ) -> EnvironmentPool:
+        """Of a run's environment. options: instead of its own."""
+        agent = environment.agent is not None
+        return cls(
+            environment.played,
+            options,
+            hosts=hosts,
+            concurrency=concurrency,
+            step_timeout_seconds=environment.episode_timeout_seconds
+            if agent
+            else environment.step_timeout_seconds,
+            tools=environment.tools,
+            mcp=[server.model_dump() for server in environment.mcp],
+            tool_timeout_seconds=environment.tool_timeout_seconds,
+            python=environment.python,
+            log_path=log_path,
+        )
 
     async def start(self) -> None:
         """Starts the hosts. Raises ConfigError when the environment cannot be made."""
@@ -119,13 +156,32 @@ class EnvironmentPool:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call, as OpenAI's API has them."""
-        return self._keepers[0].tools
+        process = self._keepers[0].process
+        return [] if process is None else process.tools
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the hosts' Python ("python") and the packages there."""
+        process = self._keepers[0].process
+        return {} if process is None else process.versions
 
     async def close(self, episode_id: int) -> None:
         """Frees an episode; unknown ones are ignored. Does not wait for the environment's close."""
         keeper = self._place.pop(episode_id, None)
         if keeper is not None:
             keeper.close(episode_id)
+
+    def _archive(self, python: str, log_path: Path | None) -> Path:
+        if not os.access(python, os.X_OK) or Path(python).is_dir():
+            raise ConfigError(
+                f"environment.python is {python!r}, which is no program",
+                remedy="name an interpreter, like path/to/venv/bin/python",
+            )
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            return write_host_archive(log_path.parent)
+        self._folder = tempfile.TemporaryDirectory(prefix="earl-environments-")
+        return write_host_archive(Path(self._folder.name))
 
     @property
     def host_pids(self) -> list[int]:

@@ -32,6 +32,7 @@ from earl_core.run.stores import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import Cancelled
+from earl_core.system.files import write_atomic
 from earl_core.system.memory import (
     OutOfMemory,
     give_back_free_memory,
@@ -321,20 +322,17 @@ class RolloutWorker(RunWorker):
         key = json.dumps(merged, sort_keys=True)
         if key not in self._pools:
             log = self._context.log_path
-            pool = EnvironmentPool(
-                environment.played,
+            pool = EnvironmentPool.of(
+                environment,
                 merged,
                 hosts=environment.hosts,
                 concurrency=concurrency,
-                step_timeout_seconds=environment.episode_timeout_seconds
-                if environment.agent
-                else environment.step_timeout_seconds,
-                tools=environment.tools,
-                mcp=[server.model_dump() for server in environment.mcp],
-                tool_timeout_seconds=environment.tool_timeout_seconds,
                 log_path=log.with_name(f"{log.stem}-environments-{len(self._pools)}.log"),
             )
             await pool.start()
+            if environment.python is not None:
+                found = json.dumps({"interpreter": environment.python, **pool.versions}, indent=1)
+                write_atomic(self._run_directory / "environment.json", found.encode())
             self._pools[key] = pool
         return self._pools[key]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import yaml
@@ -28,3 +29,14 @@ def test_an_agent_trains_and_resumes(runs: Runs) -> None:
         assert line["rollout/new_sample_share"] == 0.0
         assert line["rollout/episodes_failed"] == 0.0
         assert line["rollout/turns/mean"] > 1
+
+
+@pytest.mark.slow
+def test_environments_under_another_interpreter_train_the_same(runs: Runs) -> None:
+    """Here it is the same Python, started with nothing of ours but the hosts' program."""
+    runs.train(*LEARNING, "iterations=2", f"environment.python={sys.executable}")
+    runs.assert_learnt()
+    record = json.loads((runs.run() / "environment.json").read_text())
+    assert record["interpreter"] == sys.executable
+    assert record["python"] == sys.version.split()[0]
+    assert record["pydantic"]

@@ -53,9 +53,14 @@ def load_tool(path: str) -> Tool:
 def tool_of(function: Callable[..., Any], path: str) -> Tool:
     """The tool that a function is. path: for messages. Raises ConfigError without type hints or
     descriptions, which the model needs."""
-    # Takes a second to import, which environments without tools need not wait for.
-    from transformers.utils.chat_template_utils import get_json_schema
-
+    try:
+        # Takes a second to import, which environments without tools need not wait for.
+        from transformers.utils.chat_template_utils import get_json_schema
+    except ImportError as error:
+        raise ConfigError(
+            f"tools need the packages transformers and jsonschema: {error}",
+            remedy="install them beside the environment, in the Python of environment.python",
+        ) from error
     if not callable(function):
         raise ConfigError(f"the tool {path!r} is not a function", remedy="name one")
     try:

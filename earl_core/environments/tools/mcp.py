@@ -148,7 +148,7 @@ async def open_servers(settings: Sequence[Mapping[str, Any]]) -> list[Tool]:
         import mcp  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"environment.mcp needs the package mcp: {error}", remedy="pip install 'earl[mcp]'"
+            f"environment.mcp needs the package mcp: {error}", remedy="pip install 'earl-rl[mcp]'"
         ) from error
     tools = await asyncio.gather(*(Server(each).open() for each in settings))
     return [tool for found in tools for tool in found]

@@ -6,6 +6,7 @@ refuses the same as `earl doctor` shows.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from earl_core.config import RunConfig, check_references
 from earl_core.control.hardware import expected_hardware
 from earl_core.deployment.feasibility import check_devices, check_stages
-from earl_core.environments.registry import check
+from earl_core.environments.check import check_environments
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.lock import is_locked
 from earl_core.system.errors import ConfigError
@@ -86,10 +87,6 @@ def stages(config: RunConfig) -> Iterator[Finding]:
 
 
 def environment(config: RunConfig) -> Iterator[Finding]:
-    """Make the environments once; runs the user's code."""
-    name, options = config.environment.played, config.environment.options
-    servers = [server.model_dump() for server in config.environment.mcp]
-    check(name, options, config.environment.tools, servers)
-    if config.evaluation.options:
-        check(name, {**options, **config.evaluation.options})
-    yield Finding("good", f"environment {name}")
+    """Make the environments once, in a process of their own; runs the user's code."""
+    asyncio.run(check_environments(config))
+    yield Finding("good", f"environment {config.environment.played}")
