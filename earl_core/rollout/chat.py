@@ -76,6 +76,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = tokenizer.chat_template or PLAIN_TEMPLATE
         self._tool_format = tool_format
+        self.vocabulary = len(tokenizer)
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(

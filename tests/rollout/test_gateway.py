@@ -413,3 +413,35 @@ def test_what_the_engine_raises_ends_the_rollout() -> None:
         engine = Broken(lambda sequence, turn: 2, STOP, lockstep=lockstep)
         with pytest.raises(RuntimeError, match="the engine is broken"):
             asyncio.run(played(engine, "unreliable", 4, limits(), {"faults": {}}))
+
+
+def test_token_ids_go_on_where_the_answer_ended_and_are_recorded_as_they_are() -> None:
+    async def scenario(asking: Asking) -> None:
+        url = asking.url.removesuffix("/v1") + "/inference/v1/generate"
+
+        async def ask(ids: Any, **sampling: Any) -> httpx.Response:
+            return await asking.http.post(url, json={"token_ids": ids, "sampling_params": sampling})
+
+        first = [5, 6, 7]
+        reply = (await ask(first, logprobs=0, max_tokens=100)).json()["choices"][0]
+        assert reply["finish_reason"] == "stop"
+        assert len(reply["logprobs"]["content"]) == len(reply["token_ids"]) == 3
+        second = [*first, *reply["token_ids"], 9, 9]
+        reply = (await ask(second, max_tokens=1)).json()["choices"][0]
+        assert (len(reply["token_ids"]), reply["finish_reason"]) == (1, "length")
+        assert reply["logprobs"] is None
+        # The same conversation again, one that differs, and one by messages: samples of their own.
+        for ids in (first, [8, 6, 7, 1]):
+            assert (await ask(ids)).status_code == 200
+        assert (await asking.post(HELLO)).status_code == 200
+        for ids, message in (([], "at least one"), ([-1], "from 0 to"), ("x", "must be a list")):
+            assert message in (await ask(ids)).json()["error"]["message"]
+        assert "stop is not supported" in (await ask(first, stop=["x"])).json()["error"]["message"]
+        episode = asking.session.end(1.0, {})
+        assert [len(sample.turn_starts) for sample in episode.samples] == [2, 1, 1, 1]
+        assert episode.samples[0].tokens[: len(second)] == second
+        assert episode.samples[0].loss_mask[: len(second) + 1] == [0] * 3 + [1] * 3 + [0] * 2 + [1]
+        wrong = await asking.http.post(url, json={}, headers={"Authorization": "Bearer x"})
+        assert wrong.status_code == 401
+
+    asked(scenario)

@@ -5,12 +5,17 @@ prompt is that branch's tokens and the template's tokens for the new messages: w
 never encoded again. Where they extend an earlier turn, or a branch that is being answered, a new
 branch begins with the tokens until that turn, which are then given and not trained a second time.
 Otherwise a new branch begins with the messages.
+
+Clients that render conversations themselves repeat them as tokens: where these go on after a
+branch's last answer, they extend it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +26,9 @@ from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.trajectory.samples import Sample, derive_seed
 
+_RENDERED = "rendered by the client"
+"""In the place of the tools of a branch."""
+
 
 @dataclass(frozen=True)
 class _Turn:
@@ -30,7 +38,7 @@ class _Turn:
     sample: Sample
     tokens: int
     answer: Sequence[int]
-    conversation: Conversation
+    conversation: Conversation | None
 
 
 @dataclass(eq=False)
@@ -39,12 +47,13 @@ class Branch:
     are compared, answers included.
 
     number: in the order of the first requests. origin: what its draws depend on beside the episode
-    and the call. busy: whether a request of it is being answered.
+    and the call. key: of its first request. busy: whether a request of it is being answered.
     """
 
     number: int
     origin: int
     tools: str
+    key: tuple[str, ...]
     messages: list[Message] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     turns: list[_Turn] = field(default_factory=list)
@@ -53,11 +62,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request's place. sample: the one that it extends, None where a new one begins. given: the
-    tokens that follow it. messages: as they are compared. observation: the new messages' text."""
+    """A request's place. conversation: None where the client renders. sample: the one that it
+    extends, None where a new one begins. given: the tokens that follow it. messages: as they are
+    compared. observation: the new messages' text."""
 
     branch: Branch
-    conversation: Conversation
+    conversation: Conversation | None
     sample: Sample | None
     given: list[int]
     messages: list[Message]
@@ -96,6 +106,7 @@ class Branches:
             given = conversation.begin(messages)
             new_branch = self._new(said, tools.key)
             return Prompt(new_branch, conversation, None, given, said, _text(messages))
+        assert at.conversation is not None
         conversation, new = at.conversation.copy(), messages[at.messages :]
         given, begins = conversation.follow(at.answer, new)
         if branch is not None:
@@ -106,12 +117,34 @@ class Branches:
         new_branch = self._new(said, tools.key)
         return Prompt(new_branch, conversation, None, given, said, _text(messages))
 
+    def prompt_tokens(self, tokens: list[int]) -> Prompt:
+        """The same of a conversation as tokens."""
+        standing: Branch | None = None
+        for branch in self.all:
+            if branch.tools == _RENDERED and not branch.busy:
+                said = branch.samples[-1].tokens
+                best = len(standing.samples[-1].tokens) if standing else 0
+                if best < len(said) < len(tokens) and tokens[: len(said)] == said:
+                    standing = branch
+        if standing is not None:
+            standing.busy = True
+            sample = standing.samples[-1]
+            given = tokens[len(sample.tokens) :]
+            return Prompt(standing, None, sample, given, [], self._chat.raw_text_of(given))
+        digest = hashlib.sha256(array("q", tokens).tobytes()).hexdigest()
+        new_branch = self._new([{"role": "", "content": digest}], _RENDERED)
+        return Prompt(new_branch, None, None, tokens, [], self._chat.raw_text_of(tokens))
+
     def answer(self, prompt: Prompt, completion: Completion) -> Message:
         """Record the answer; returns it."""
         branch, conversation = prompt.branch, prompt.conversation
-        answer = conversation.read(completion.tokens)
-        message = conversation.message(answer)
-        text = answer.raw if answer.calls else answer.text
+        if conversation is None:
+            text = self._chat.raw_text_of(completion.tokens)
+            message = Message(role="assistant", content=text)
+        else:
+            answer = conversation.read(completion.tokens)
+            message = conversation.message(answer)
+            text = answer.raw if answer.calls else answer.text
         sample = prompt.sample
         if sample is None:
             sample = Sample()
@@ -136,7 +169,7 @@ class Branches:
         prompt.branch.busy = False
         if not prompt.branch.turns:
             self.all.remove(prompt.branch)
-            self._equal[_key(prompt.messages, prompt.branch.tools)] -= 1
+            self._equal[prompt.branch.key] -= 1
 
     def draw_seed(self, branch: Branch) -> int:
         """Seed of a branch's next answer: of episode, branch and call, whatever came before it."""
@@ -161,7 +194,7 @@ class Branches:
 
     def _new(self, said: list[Message], tools: str) -> Branch:
         key = _key(said, tools)
-        branch = Branch(self.begun, derive_seed(self._equal[key], *key), tools)
+        branch = Branch(self.begun, derive_seed(self._equal[key], *key), tools, key)
         self.begun += 1
         self._equal[key] += 1
         self.all.append(branch)

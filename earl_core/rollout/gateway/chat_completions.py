@@ -14,11 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.exceptions import HTTPException
-
 from earl_core.environments.base import FunctionCall, Message, ToolCall
 from earl_core.environments.tools.toolbox import check_schema
-from earl_core.rollout.gateway.session import Answer, refused
+from earl_core.rollout.gateway.session import Answer, invalid
 from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.system.errors import ConfigError
 
@@ -49,20 +47,20 @@ class ChatRequest:
 def parse(body: Any) -> ChatRequest:
     """Raises `HTTPException` with the field that is wrong."""
     if not isinstance(body, dict):
-        raise _invalid("the body must be a JSON object")
+        raise invalid("the body must be a JSON object")
     for key, why in _REFUSED.items():
         if body.get(key) and body[key] not in _HARMLESS.get(key, ()):
-            raise _invalid(f"{key} is not supported: {why}")
+            raise invalid(f"{key} is not supported: {why}")
     if body.get("n") not in (None, 1):
-        raise _invalid("n must be 1: a group's episodes are played side by side")
+        raise invalid("n must be 1: a group's episodes are played side by side")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _invalid("messages must be a list of at least one message")
+        raise invalid("messages must be a list of at least one message")
     options = body.get("stream_options")
     return ChatRequest(
         messages=[_message(number, message) for number, message in enumerate(messages)],
         tools=_tools(body),
-        max_tokens=_budget(body),
+        max_tokens=budget(body),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
@@ -77,7 +75,7 @@ def reply(request: ChatRequest, answer: Answer, name: str) -> dict[str, Any]:
         "index": 0,
         "message": _said(answer),
         "finish_reason": answer.finish_reason,
-        "logprobs": _logprobs(answer) if request.logprobs else None,
+        "logprobs": logprobs(answer) if request.logprobs else None,
     }
     body = {**_head(request, name, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
     if request.token_ids:
@@ -89,14 +87,14 @@ def reply(request: ChatRequest, answer: Answer, name: str) -> dict[str, Any]:
 def events(request: ChatRequest, answer: Answer, name: str) -> Iterator[str]:
     """The same as server-sent events. The answer comes in one piece: it is recorded first."""
     head = _head(request, name, "chat.completion.chunk")
-    logprobs = _logprobs(answer) if request.logprobs else None
+    values = logprobs(answer) if request.logprobs else None
     delta = _said(answer)
     for index, call in enumerate(delta.get("tool_calls", ())):
         call["index"] = index
     for change, reason in ((delta, None), ({}, answer.finish_reason)):
         choice: dict[str, Any] = {"index": 0, "delta": change, "finish_reason": reason}
-        if reason is None and logprobs is not None:
-            choice["logprobs"] = logprobs
+        if reason is None and values is not None:
+            choice["logprobs"] = values
         yield _event({**head, "choices": [choice]})
     if request.usage:
         yield _event({**head, "choices": [], "usage": _usage(answer)})
@@ -112,7 +110,7 @@ def error_body(status: int, code: str, message: str) -> dict[str, Any]:
 def _message(number: int, message: Any) -> Message:
     where = f"messages[{number}]"
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-        raise _invalid(f"{where} must be an object with one of the roles {', '.join(_ROLES)}")
+        raise invalid(f"{where} must be an object with one of the roles {', '.join(_ROLES)}")
     calls = [_call(where, each) for each in message.get("tool_calls") or ()]
     content = message.get("content")
     if content is None and calls:
@@ -120,14 +118,14 @@ def _message(number: int, message: Any) -> Message:
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if not all(isinstance(text, str) for text in texts):
-            raise _invalid(f"{where}.content has a part that is no text")
+            raise invalid(f"{where}.content has a part that is no text")
         content = "".join(str(text) for text in texts)
     if not isinstance(content, str):
-        raise _invalid(f"{where}.content must be a text")
+        raise invalid(f"{where}.content must be a text")
     try:
         content.encode()
     except UnicodeEncodeError:
-        raise _invalid(f"{where}.content cannot be encoded as UTF-8") from None
+        raise invalid(f"{where}.content cannot be encoded as UTF-8") from None
     role = "system" if message["role"] == "developer" else str(message["role"])
     read: Message = {"role": role, "content": content.strip() if role == "assistant" else content}
     if calls:
@@ -143,13 +141,13 @@ def _call(where: str, call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise _invalid(f"{where}.tool_calls has a call without function.name")
+        raise invalid(f"{where}.tool_calls has a call without function.name")
     try:
         arguments = json.loads(function.get("arguments") or "{}")
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise _invalid(f"{where}.tool_calls: the arguments of {name!r:.50} are no JSON object")
+        raise invalid(f"{where}.tool_calls: the arguments of {name!r:.50} are no JSON object")
     read: FunctionCall = {"name": name, "arguments": arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": read}
 
@@ -158,14 +156,14 @@ def _tools(body: Mapping[str, Any]) -> Tools:
     choice = body.get("tool_choice", "auto")
     given = body.get("tools") or []
     if choice not in ("auto", "none", None):
-        raise _invalid("tool_choice must be auto or none: answers are not constrained")
+        raise invalid("tool_choice must be auto or none: answers are not constrained")
     if not isinstance(given, list):
-        raise _invalid("tools must be a list")
+        raise invalid("tools must be a list")
     try:
         for schema in given:
             check_schema(schema)
     except ConfigError as error:
-        raise _invalid(str(error)) from error
+        raise invalid(str(error)) from error
     return NO_TOOLS if choice == "none" else Tools(given)
 
 
@@ -182,12 +180,13 @@ def _said(answer: Answer) -> dict[str, Any]:
     return message
 
 
-def _budget(body: Mapping[str, Any]) -> int | None:
+def budget(body: Mapping[str, Any]) -> int | None:
+    """The limit of the answer's tokens. Raises `HTTPException`."""
     given = body.get("max_completion_tokens") or body.get("max_tokens")
     if given is None:
         return None
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise _invalid(f"max_tokens must be a whole number above 0, not {given!r:.50}")
+        raise invalid(f"max_tokens must be a whole number above 0, not {given!r:.50}")
     return given
 
 
@@ -209,7 +208,7 @@ def _usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
+def logprobs(answer: Answer) -> dict[str, Any]:
     """A token's text is its id, as vLLM's `return_tokens_as_token_ids` says it."""
     pairs = zip(answer.completion.tokens, answer.completion.logprobs, strict=True)
     content: list[dict[str, Any]] = [
@@ -221,7 +220,3 @@ def _logprobs(answer: Answer) -> dict[str, Any]:
 
 def _event(body: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
-
-
-def _invalid(message: str) -> HTTPException:
-    return refused(400, "invalid_request", message)

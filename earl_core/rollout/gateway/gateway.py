@@ -1,6 +1,7 @@
 """The HTTP server of a rollout worker, on loopback: agents ask it for the policy's answers.
 
-`POST /SESSION/v1/chat/completions`, `GET /SESSION/v1/models`. The key of a session is its episode's
+`POST /SESSION/v1/chat/completions`, `POST /SESSION/inference/v1/generate` (token ids) and
+`GET /SESSION/v1/models`. The key of a session is its episode's
 secret; a request without it is refused before its body is read. What the engine raises ends the
 rollout, not only the request that met it.
 """
@@ -13,8 +14,8 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,8 +27,8 @@ from starlette.routing import Route
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
-from earl_core.rollout.gateway import chat_completions
-from earl_core.rollout.gateway.session import ERROR_CODE, Session, refused
+from earl_core.rollout.gateway import chat_completions, generate
+from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Locate, Session, refused
 from earl_core.rollout.rollout_stats import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
 
@@ -39,6 +40,14 @@ _BACKLOG = 4096
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.003, 0.25, 0.1
 """A lockstep engine begins when no request came for this share of the last batch's seconds, between
 these: a batch takes hardly longer than one answer, and agents ask one after the other."""
+
+
+class _Request(Protocol):
+    @property
+    def max_tokens(self) -> int | None: ...
+
+
+Asked = TypeVar("Asked", bound=_Request)
 
 
 class Gateway:
@@ -62,6 +71,7 @@ class Gateway:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         routes = [
             Route("/{session}/v1/chat/completions", self._chat_completions, methods=["POST"]),
+            Route("/{session}/inference/v1/generate", self._generate_tokens, methods=["POST"]),
             Route("/{session}/v1/models", self._models),
         ]
         config = uvicorn.Config(
@@ -106,24 +116,41 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat_completions(self, request: Request) -> Response:
+        def read(body: Any) -> tuple[chat_completions.ChatRequest, Locate]:
+            asked = chat_completions.parse(body)
+            return asked, lambda branches: branches.prompt(asked.messages, asked.tools)
+
+        asked, answer, name = await self._answered(request, read)
+        if asked.stream:
+            parts = chat_completions.events(asked, answer, name)
+            return StreamingResponse(parts, media_type="text/event-stream")
+        return JSONResponse(chat_completions.reply(asked, answer, name))
+
+    async def _generate_tokens(self, request: Request) -> Response:
+        def read(body: Any) -> tuple[generate.GenerateRequest, Locate]:
+            asked = generate.parse(body, self._chat.vocabulary)
+            return asked, lambda branches: branches.prompt_tokens(asked.token_ids)
+
+        return JSONResponse(generate.reply(*await self._answered(request, read)))
+
+    async def _answered(
+        self, request: Request, read: Callable[[Any], tuple[Asked, Locate]]
+    ) -> tuple[Asked, Answer, str]:
+        """The request, its answer, and a name for that."""
         try:
             session = self._session(request)
-            asked = chat_completions.parse(await _body(request))
-            answer = await self._unless_gone(request, session, asked)
+            asked, locate = read(await _body(request))
+            answer = await self._unless_gone(request, session, locate, asked.max_tokens)
         except HTTPException:
             raise
         except ClientDisconnect:
-            return Response(status_code=499)
+            raise refused(499, "client_gone", "the client went away") from None
         except Exception as error:
             # The agent's own deadline, or the rollout's end, comes next.
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise refused(500, "rollout_failed", "the rollout has failed") from error
-        name = f"{session.name}-{secrets.token_hex(4)}"
-        if asked.stream:
-            parts = chat_completions.events(asked, answer, name)
-            return StreamingResponse(parts, media_type="text/event-stream")
-        return JSONResponse(chat_completions.reply(asked, answer, name))
+        return asked, answer, f"{session.name}-{secrets.token_hex(4)}"
 
     def _session(self, request: Request) -> Session:
         """The session that the request may use."""
@@ -134,12 +161,10 @@ class Gateway:
         return session
 
     async def _unless_gone(
-        self, request: Request, session: Session, asked: chat_completions.ChatRequest
-    ) -> Any:
+        self, request: Request, session: Session, locate: Locate, max_tokens: int | None
+    ) -> Answer:
         """The answer; when the client goes away before it, the request has not been."""
-        answer = asyncio.ensure_future(
-            session.complete(asked.messages, asked.max_tokens, self._generate, asked.tools)
-        )
+        answer = asyncio.ensure_future(session.complete(locate, max_tokens, self._generate))
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.branches import Branches, Prompt
 from earl_core.rollout.rollout_stats import LoadMeter
-from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample
 
@@ -29,6 +28,7 @@ _MOST_BRANCHES = 2**12
 """Of a session: the samples of an episode have 16 bits, and a branch may have several."""
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+Locate = Callable[[Branches], Prompt]
 
 
 ERROR_CODE = "x-error-code"
@@ -38,6 +38,11 @@ ERROR_CODE = "x-error-code"
 def refused(status: int, code: str, message: str) -> HTTPException:
     """What is raised for a request that is not answered. code: for programs, as OpenAI has them."""
     return HTTPException(status, message, {ERROR_CODE: code})
+
+
+def invalid(message: str) -> HTTPException:
+    """What is raised for a request with a field that is wrong."""
+    return refused(400, "invalid_request", message)
 
 
 @dataclass(frozen=True)
@@ -80,16 +85,12 @@ class Session:
         """Of all branches, in the engine."""
         return [self._sequence_id(each.number) for each in self._branches.all]
 
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        max_tokens: int | None,
-        generate: Generate,
-        tools: Tools = NO_TOOLS,
-    ) -> Answer:
-        """The policy's answer. Raises what `refused` makes, `ContextOverflow`, and what `generate`
-        raises; when it is cancelled the same messages may come again."""
-        prompt = self._prompt(messages, tools)
+    async def complete(self, locate: Locate, max_tokens: int | None, generate: Generate) -> Answer:
+        """The policy's answer. locate: finds the request's place among the branches.
+
+        Raises what `refused` makes, `ContextOverflow`, and what `generate` raises; when it is
+        cancelled the same request may come again."""
+        prompt = self._prompt(locate)
         try:
             request = self._request(prompt, max_tokens)
             with self._waiting():
@@ -170,7 +171,7 @@ class Session:
             if not self._asking:
                 self.waited += time.perf_counter() - self._asked_at
 
-    def _prompt(self, messages: Sequence[Message], tools: Tools) -> Prompt:
+    def _prompt(self, locate: Locate) -> Prompt:
         if self._over:
             raise _over()
         settings = self._settings
@@ -182,7 +183,7 @@ class Session:
         if self._branches.begun >= _MOST_BRANCHES:
             raise refused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
         try:
-            prompt = self._branches.prompt(messages, tools)
+            prompt = locate(self._branches)
         except ConfigError as error:
             raise refused(400, "invalid_messages", str(error)) from error
         self._calls += 1

@@ -1,0 +1,60 @@
+"""Token ids in, token ids out, as vLLM's `/inference/v1/generate` has it: for clients that render
+conversations themselves, such as verifiers' training client.
+
+Sampling is the run's, as in `chat_completions`.
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from earl_core.rollout.gateway import chat_completions
+from earl_core.rollout.gateway.session import Answer, invalid
+
+_REFUSED = ("stop", "structured_outputs", "logit_bias", "bad_words")
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What counts of a request. logprobs: whether the reply has them."""
+
+    token_ids: list[int]
+    max_tokens: int | None
+    logprobs: bool
+
+
+def parse(body: Any, vocabulary: int) -> GenerateRequest:
+    """Raises `HTTPException` with the field that is wrong. vocabulary: how many tokens it has."""
+    if not isinstance(body, dict):
+        raise invalid("the body must be a JSON object")
+    ids = body.get("token_ids")
+    if not isinstance(ids, list) or not ids:
+        raise invalid("token_ids must be a list of at least one token's id")
+    if not all(type(each) is int and 0 <= each < vocabulary for each in ids):
+        raise invalid(f"token_ids must be whole numbers from 0 to {vocabulary - 1}")
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, Mapping):
+        raise invalid("sampling_params must be a JSON object")
+    if body.get("stream"):
+        raise invalid("stream is not supported here: the answer comes in one piece")
+    for key in _REFUSED:
+        if sampling.get(key):
+            raise invalid(f"sampling_params.{key} is not supported: answers are the policy's own")
+    if sampling.get("n") not in (None, 1):
+        raise invalid("sampling_params.n must be 1: a group's episodes are played side by side")
+    budget = chat_completions.budget(sampling)
+    return GenerateRequest(ids, budget, sampling.get("logprobs") is not None)
+
+
+def reply(request: GenerateRequest, answer: Answer, name: str) -> dict[str, Any]:
+    """The body of the reply."""
+    choice = {
+        "index": 0,
+        "token_ids": answer.completion.tokens,
+        "finish_reason": answer.finish_reason,
+        "logprobs": chat_completions.logprobs(answer) if request.logprobs else None,
+    }
+    return {"request_id": name, "choices": [choice]}
