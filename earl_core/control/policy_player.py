@@ -158,6 +158,10 @@ class PolicyPlayer:
         result = self._call("answer", messages=messages, seed=seed, temperature=temperature)
         return str(result["text"])
 
+    def serve(self, port: int, key: str, temperature: float | None) -> None:
+        """Answer OpenAI's clients at a port of 127.0.0.1 until the worker is ended."""
+        self._call("serve", port=port, key=key, temperature=temperature)
+
     def interrupt(self) -> None:
         """End the worker now, from any thread; a call under way raises."""
         self._groups.interrupt()

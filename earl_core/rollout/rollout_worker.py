@@ -11,8 +11,10 @@ import asyncio
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,24 @@ class RolloutWorker(RunWorker):
         if completion.finish_reason == "model_context" and longest < positions:
             raise ContextOverflow(max(longest, len(request.tokens)) + 1, longest, positions)
         return {"text": chat.text_of(completion.tokens), "tokens": len(completion.tokens)}
+
+    async def serve(self, port: int, key: str, temperature: float | None = None) -> dict[str, Any]:
+        """Answer OpenAI's clients that know the key, until the call is cancelled.
+
+        Budgets are those of the requests and the model's context.
+        """
+        from earl_core.rollout.gateway.gateway import Gateway
+
+        engine, chat = self._ready()
+        settings = replace(
+            self._settings(temperature),
+            max_turns=sys.maxsize,
+            max_tokens_per_turn=None,
+            max_tokens_per_episode=None,
+        )
+        async with Gateway(engine, chat, settings, LoadMeter(0), port) as gateway:
+            await gateway.stand(key, self._context.cancelled.is_set)
+        return {}
 
     async def measure(
         self, context: int, requests: int, generated: int, seconds: float

@@ -163,6 +163,26 @@ def play(
 
 
 @app.command()
+def serve(
+    run: Run,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8001,
+    checkpoint: Checkpoint = "last",
+    temperature: Temperature = None,
+    overrides: Overrides = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Answer OpenAI's clients with a checkpoint, until Ctrl-C."""
+    with reported(debug):
+        from earl_core.run.record import stored_config
+        from flows.cli.policy_serve import serve as run_serve
+        from flows.cli.serving import find_run
+
+        path = find_run(run, runs_directory)
+        run_serve(path, stored_config(path, overrides or []), checkpoint, port, temperature)
+
+
+@app.command()
 def doctor(
     config: Annotated[str | None, typer.Argument(help="A run file to check as well.")] = None,
     debug: Debug = False,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from openai import AuthenticationError, OpenAI
 
 from earl_core.run.stores import list_stores
 from tests.cli.conftest import CONFIG, Earl
@@ -77,6 +80,36 @@ def test_a_person_plays_against_it(earl: Earl, finished_run: Done) -> None:
     assert "You are O and move second." in shown.stdout
     # Either the agent lost by an illegal first move, or it was the person's turn and 0 is no move.
     assert "1 game played" in shown.stdout or "'0' is not one of" in shown.stdout
+
+
+def test_serve_answers_openais_clients_that_know_the_key(earl: Earl, finished_run: Done) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        refused = earl.run("serve", "done", "--port", port)
+        assert refused.returncode == 2
+        assert "choose another with --port" in refused.stderr
+    process = earl.start("serve", "done", "--port", port)
+    text, children = _read_until(process, "Ctrl-C ends it")
+    assert f"base_url: http://127.0.0.1:{port}/v1" in text
+    key = earl.directory / "runs" / "done" / "serve.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    address = {"base_url": f"http://127.0.0.1:{port}/v1", "max_retries": 8}
+    with OpenAI(**address, api_key=key.read_text()) as api:  # type: ignore[arg-type]
+        said: list[Any] = [{"role": "user", "content": "123|456|789"}]
+        for _ in range(3):
+            reply = api.chat.completions.create(model="", messages=said, max_tokens=4)
+            said += [reply.choices[0].message.model_dump(include={"role", "content"})]
+            said += [{"role": "user", "content": "123|456|789"}]
+    with (
+        OpenAI(**address, api_key="x") as stranger,  # type: ignore[arg-type]
+        pytest.raises(AuthenticationError),
+    ):
+        stranger.models.list()
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert "Traceback" not in rest
+    assert process.returncode == 0
+    _assert_gone(children)
 
 
 def test_ctrl_c_says_how_to_continue_and_resume_continues(earl: Earl) -> None:

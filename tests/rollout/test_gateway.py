@@ -23,6 +23,7 @@ from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, RolloutFailed
+from earl_core.rollout.gateway import gateway
 from earl_core.rollout.gateway.gateway import Gateway
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.gateway.session import Session
@@ -445,3 +446,26 @@ def test_token_ids_go_on_where_the_answer_ended_and_are_recorded_as_they_are() -
         assert wrong.status_code == 401
 
     asked(scenario)
+
+
+def test_a_standing_session_is_renewed_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "_STANDING_BRANCHES", 2)
+    monkeypatch.setattr(gateway, "_STANDING_SECONDS", 0.01)
+    engine = answering()
+
+    async def scenario(asking: Asking) -> None:
+        over = asyncio.Event()
+        standing = asyncio.create_task(asking.gateway.stand("the key", over.is_set))
+        url = asking.url.replace(f"/{asking.session.name}", "") + "/chat/completions"
+        for number in range(8):
+            said = {"messages": [{"role": "user", "content": str(number)}]}
+            headers = {"Authorization": "Bearer the key"}
+            assert (await asking.http.post(url, json=said, headers=headers)).status_code == 200
+            await asyncio.sleep(0.05)
+        assert (await asking.http.post(url, json=said)).status_code == 401
+        assert len(engine.finished) >= 6
+        assert len(asking.gateway._sessions) == 3
+        over.set()
+        await standing
+
+    asked(scenario, engine)

@@ -42,6 +42,10 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.003, 0.25, 0.1
 these: a batch takes hardly longer than one answer, and agents ask one after the other."""
 
 
+_STANDING_BRANCHES = 256
+_STANDING_SECONDS = 0.25
+
+
 class _Request(Protocol):
     @property
     def max_tokens(self) -> int | None: ...
@@ -54,26 +58,36 @@ class Gateway:
     """Sessions in front of one engine. An asynchronous context manager; all of it belongs to one
     event loop.
 
-    failed: gets what ends the rollout: errors of the engine, and `ContextOverflow`.
+    port: on 127.0.0.1; 0: a free one. failed: gets what ends the rollout: errors of the engine,
+    and `ContextOverflow`.
     """
 
     def __init__(
-        self, engine: Engine, chat: ChatTokenizer, settings: PlaySettings, meter: LoadMeter
+        self,
+        engine: Engine,
+        chat: ChatTokenizer,
+        settings: PlaySettings,
+        meter: LoadMeter,
+        port: int = 0,
     ) -> None:
+        self._port = port
         self._engine, self._chat, self._settings, self._meter = engine, chat, settings, meter
         self._sessions: dict[str, Session] = {}
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._answering: asyncio.Task[None] | None = None
         self._pause = _SHORTEST_PAUSE
+        self._stood = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Gateway:
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        routes = [
-            Route("/{session}/v1/chat/completions", self._chat_completions, methods=["POST"]),
-            Route("/{session}/inference/v1/generate", self._generate_tokens, methods=["POST"]),
-            Route("/{session}/v1/models", self._models),
-        ]
+        self._socket = socket.create_server(("127.0.0.1", self._port), backlog=_BACKLOG)
+        routes = []
+        for session in ("/{session}", ""):
+            routes += [
+                Route(f"{session}/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                Route(f"{session}/inference/v1/generate", self._generate_tokens, methods=["POST"]),
+                Route(f"{session}/v1/models", self._models),
+            ]
         config = uvicorn.Config(
             Starlette(routes=routes, exception_handlers={HTTPException: _refusal}),
             log_config=None,
@@ -99,6 +113,26 @@ class Gateway:
         session = Session(spec, self._chat, self._settings, self._meter, longest)
         self._sessions[session.name] = session
         return session
+
+    async def stand(self, key: str, over: Callable[[], bool]) -> None:
+        """Have a session without a name for people, until `over`; raises what `failed` gets.
+
+        Now and then another one takes its place, so that old conversations cost no memory.
+        """
+        standing, left = None, set[Session]()
+        while not over():
+            if standing is None or standing.begun >= _STANDING_BRANCHES:
+                left |= {standing} if standing else set()
+                seed = secrets.randbits(62)
+                standing = self.open(EpisodeSpec(self._stood, 0, 0, seed))
+                self._stood += 1
+                standing.key, self._sessions[""] = key, standing
+            for session in [each for each in left if not each.busy]:
+                left.remove(session)
+                await self.close(session)
+            await asyncio.wait({self.failed}, timeout=_STANDING_SECONDS)
+            if self.failed.done():
+                self.failed.result()
 
     async def close(self, session: Session) -> None:
         """Free what the engine holds of a session that is over."""
@@ -154,7 +188,7 @@ class Gateway:
 
     def _session(self, request: Request) -> Session:
         """The session that the request may use."""
-        session = self._sessions.get(request.path_params["session"])
+        session = self._sessions.get(request.path_params.get("session", ""))
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if session is None or not secrets.compare_digest(given, session.key.encode()):
             raise refused(401, "invalid_api_key", "no session of a running episode has it")

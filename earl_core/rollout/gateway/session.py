@@ -85,6 +85,16 @@ class Session:
         """Of all branches, in the engine."""
         return [self._sequence_id(each.number) for each in self._branches.all]
 
+    @property
+    def begun(self) -> int:
+        """Conversations so far."""
+        return self._branches.begun
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits for its answer."""
+        return self._asking > 0
+
     async def complete(self, locate: Locate, max_tokens: int | None, generate: Generate) -> Answer:
         """The policy's answer. locate: finds the request's place among the branches.
 
