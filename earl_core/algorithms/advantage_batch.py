@@ -21,6 +21,7 @@ from earl_core.algorithms.moments import (
     group_moments,
     integer_ids,
 )
+from earl_core.algorithms.turns import Turns
 
 
 def filter_episodes(group_ids: ArrayLike, *, group_relative: bool) -> NDArray[np.bool_]:
@@ -48,13 +49,14 @@ class Episodes:
 
     rewards: [E]. group_ids: integers [E]. token_counts: of trained tokens, [E], sum T. penalties:
     what is taken off the reward at each token, [T]: the KL coefficient times the KL estimate; None
-    for nothing.
+    for nothing. turns: for a turn-level estimator.
     """
 
     rewards: Float64Array
     group_ids: Int64Array
     token_counts: Int64Array
     penalties: Float64Array | None
+    turns: Turns | None = None
 
     @classmethod
     def checked(
@@ -63,6 +65,7 @@ class Episodes:
         group_ids: ArrayLike,
         token_counts: ArrayLike,
         token_penalties: ArrayLike | None = None,
+        turns: Turns | None = None,
     ) -> Episodes:
         """Raises ValueError for shapes that do not fit together, or numbers that are not finite."""
         numbers = finite_float64(rewards, "rewards")
@@ -81,7 +84,11 @@ class Episodes:
                     f"There are {penalties.size} penalties for {counts.sum()} trained tokens; "
                     "give one for each trained token."
                 )
-        return cls(numbers, ids, counts, penalties)
+        if turns is not None:
+            told = np.bincount(turns.episodes, turns.token_counts, minlength=numbers.size)
+            if not np.array_equal(told, counts):
+                raise ValueError("The turns' trained tokens must be those of their episodes.")
+        return cls(numbers, ids, counts, penalties, turns)
 
     def episode_returns(self) -> Float64Array:
         """Reward less all penalties of the episode, [E]."""
@@ -92,9 +99,13 @@ class Episodes:
             episode, weights=self.penalties, minlength=self.rewards.size
         )
 
-    def token_returns(self) -> Float64Array:
-        """Reward less the penalties from each token to its episode's end, [T]."""
-        returns = np.repeat(self.rewards, self.token_counts)
+    def token_returns(self, turn_returns: Float64Array | None = None) -> Float64Array:
+        """Reward, or return of the turn, less the penalties from each token to its episode's end,
+        [T]."""
+        if self.turns is None or turn_returns is None:
+            returns = np.repeat(self.rewards, self.token_counts)
+        else:
+            returns = np.repeat(turn_returns, self.turns.token_counts)
         if self.penalties is None:
             return returns
         ends = np.cumsum(self.token_counts)
@@ -128,13 +139,21 @@ def token_advantages(
     batch: the moments of the whole batch. Those of the groups are over the episodes' returns; for a
     token-level estimator over their plain rewards.
     """
-    per_token = estimator.token_level and episodes.penalties is not None
+    turns, of_turns, rewards = episodes.turns, None, episodes.rewards
+    per_token = estimator.token_level and (turns is not None or episodes.penalties is not None)
+    if turns is not None and estimator.token_level:
+        of_turns = estimator.turn_returns(turns)
+        rewards = turns.firsts(of_turns, rewards.size)
     groups = None
     if estimator.needs_groups:
-        values = episodes.rewards if estimator.token_level else episodes.episode_returns()
+        values = rewards if estimator.token_level else episodes.episode_returns()
         groups = group_moments(values, episodes.group_ids)
         if per_token:
             groups = groups.take(np.repeat(np.arange(len(values)), episodes.token_counts))
-    returns = episodes.token_returns() if per_token else episodes.episode_returns()
-    advantages = estimator.advantages(returns, groups, batch)
-    return advantages if per_token else np.repeat(advantages, episodes.token_counts)
+    if per_token:
+        return estimator.advantages(episodes.token_returns(of_turns), groups, batch)
+    advantages = estimator.advantages(episodes.episode_returns(), groups, batch)
+    spread = np.repeat(advantages, episodes.token_counts)
+    if turns is None:
+        return spread
+    return spread + np.repeat(estimator.turn_terms(turns), turns.token_counts)

@@ -20,11 +20,13 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import Field
 
-from earl_core.algorithms.moments import Float64Array, MomentArrays, Moments
+from earl_core.algorithms.moments import Float64Array, MomentArrays, Moments, group_moments
 from earl_core.algorithms.registry import Registered, Registry
+from earl_core.algorithms.turns import Turns
 
 _Statistic = TypeVar("_Statistic", Moments, MomentArrays)
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+Discount = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class AdvantageEstimator(Registered, ABC):
@@ -41,10 +43,26 @@ class AdvantageEstimator(Registered, ABC):
     moments over trained tokens.
     """
 
+    turn_level: ClassVar[bool] = False
+    """Whether the turns of an episode differ: it then gets their rewards.
+
+    A token-level estimator's return is that of the token's turn, :meth:`turn_returns`, less the
+    penalties from the token on; the groups' moments are over the episodes' first turns. For others
+    :meth:`turn_terms` is added to the episode's advantage.
+    """
+
     @property
     def needs_batch(self) -> bool:
         """Whether the estimator needs the moments of the whole batch."""
         return False
+
+    def turn_returns(self, turns: Turns) -> Float64Array:
+        """Return of each turn, [N]."""
+        return turns.returns(1.0)
+
+    def turn_terms(self, turns: Turns) -> Float64Array:
+        """What a turn's advantage is more than its episode's, [N]."""
+        return np.zeros(len(turns.rewards))
 
     @abstractmethod
     def advantages(
@@ -179,3 +197,61 @@ class DoctorGroupRelative(AdvantageEstimator):
         self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
     ) -> Float64Array:
         return returns - _given(groups, "group").means
+
+
+@ADVANTAGE_ESTIMATORS.register("turn_returns")
+class TurnReturns(LeaveOneOut):
+    """Return to go of each turn less one baseline for the group: A_t = n/(n-1) (G_t - mean G_0).
+
+    G_t is the discounted sum of the rewards from turn t on, the mean that of the group's first
+    turns, as in RLOO. The factor makes the estimate unbiased: an episode's own part in the mean
+    takes 1/n of the gradient away, at every turn. A baseline for each turn's index would be biased
+    where the policy decides when to stop, for who is left then depends on its actions. With a
+    discount below 1 later turns count for less than in the gradient of the plain return.
+
+    Attributes:
+        discount: Of a reward one turn later.
+    """
+
+    discount: Discount = 1.0
+
+    token_level = True
+    turn_level = True
+
+    def turn_returns(self, turns: Turns) -> Float64Array:
+        return turns.returns(self.discount)
+
+
+@ADVANTAGE_ESTIMATORS.register("gigpo")
+class GroupInGroup(GroupRelative):
+    """GiGPO (arXiv 2505.10978): A_t = A_E + weight * A_S, relative to two groups.
+
+    A_E is GRPO's advantage of the episode. A_S compares the turn's discounted return to go with
+    those of all turns of the group that answered the same observation (its *anchor*): the tokens
+    that were given in the turn. A turn whose observation nobody else had gets A_S = 0.
+
+    Attributes:
+        weight: Of A_S.
+        discount: Of a reward one turn later, in A_S.
+        normalize: ``std``: both are divided by the sample std of their group, plus ``epsilon``;
+            ``none``: neither is.
+    """
+
+    weight: Annotated[float, Field(ge=0.0)] = 1.0
+    discount: Discount = 0.95
+    normalize: Literal["std", "none"] = "std"
+
+    turn_level = True
+
+    def advantages(
+        self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
+    ) -> Float64Array:
+        return self._compared(returns, _given(groups, "group"))
+
+    def turn_terms(self, turns: Turns) -> Float64Array:
+        returns = turns.returns(self.discount)
+        return self.weight * self._compared(returns, group_moments(returns, turns.anchors))
+
+    def _compared(self, returns: Float64Array, group: MomentArrays) -> Float64Array:
+        difference = returns - group.means
+        return difference / (group.std(ddof=1) + self.epsilon if self.normalize == "std" else 1.0)

@@ -1,4 +1,5 @@
-"""The advantage stage: an episode's advantage goes to all trained tokens of all its samples.
+"""The advantage stage: an episode's advantage goes to all trained tokens of all its samples, a
+turn's to those of the turn.
 
 Each rank works on whole groups of its own, in two steps: `advantage_statistics` says what the
 other ranks must know of its episodes, `advantage_rows` takes the merged statistics of all. A rank
@@ -21,6 +22,7 @@ from earl_core.algorithms.advantage_batch import (
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics
+from earl_core.algorithms.turns import Turns
 from earl_core.cluster.rpc import Rule
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch.reads.batch import Batch
@@ -126,13 +128,33 @@ class _Part:
         )
         penalties, penalty_metrics = _penalties(batch, rows, trained, algorithm)
         rewards = batch.scalars("reward")[first_row][keep]
+        turns = None
+        if estimator.turn_level:
+            turns = _turns(batch, rows, local[inverse[rows]])
         return cls(
             dropped=len(episodes) - kept,
             rows=rows,
             trained=trained,
-            episodes=Episodes.checked(rewards, groups[keep], counts, penalties),
+            episodes=Episodes.checked(rewards, groups[keep], counts, penalties, turns),
             penalty_metrics=penalty_metrics,
         )
+
+
+def _turns(batch: Batch, rows: np.ndarray, episodes: np.ndarray) -> Turns:
+    """Of these rows, each of the given episode. What a turn answered is the tokens given in it."""
+    groups = batch.scalars("group_id")
+    rewards, index, counts, anchors = [], [], [], []
+    for row, episode in zip(rows.tolist(), episodes.tolist(), strict=True):
+        tokens, mask = batch.row("tokens", row), batch.row("loss_mask", row)
+        starts = batch.row("turn_starts", row).astype(np.int64)
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            sampled = int(mask[start:end].sum())
+            counts.append(sampled)
+            anchors.append((int(groups[row]), tokens[start : end - sampled].tobytes()))
+        rewards.append(batch.row("turn_rewards", row).astype(np.float64))
+        index += [episode] * len(starts)
+    joined = np.concatenate([np.empty(0), *rewards])
+    return Turns.checked(joined, index, counts, anchors)
 
 
 def _penalties(

@@ -21,7 +21,7 @@ from earl_core.system.errors import ConfigError
 ALL: dict[str, tuple[Registry[Any], tuple[str, ...]]] = {
     "advantages": (
         ADVANTAGE_ESTIMATORS,
-        ("dr_grpo", "grpo", "reinforce", "reinforce_plus_plus", "rloo"),
+        ("dr_grpo", "gigpo", "grpo", "reinforce", "reinforce_plus_plus", "rloo", "turn_returns"),
     ),
     "losses": (POLICY_LOSSES, ("gspo", "policy_gradient", "ppo_clip")),
     "kl": (KL_ESTIMATORS, ("k1", "k2", "k3")),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from earl_core.algorithms.advantage_batch import filter_episodes
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics, merge_statistics
+from earl_core.algorithms.turns import Turns
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.rpc import merge_results
 from earl_core.cluster.worker_group import WorkerGroup
@@ -43,6 +44,8 @@ SPECS: list[dict[str, Any]] = [
     {"name": "reinforce", "baseline": "batch_mean"},
     {"name": "reinforce_plus_plus"},
     {"name": "rloo"},
+    {"name": "turn_returns", "discount": 0.9},
+    {"name": "gigpo"},
     {"name": "grpo"},
     {"name": "dr_grpo"},
 ]
@@ -121,6 +124,8 @@ def central(
         sample_ids, episode_of = batch.rows.tolist(), batch.scalars("episode_id")
         reward_of, group_of = batch.scalars("reward"), batch.scalars("group_id")
         masks = [mask.copy() for mask in masks]
+        starts = [list(values) for values in batch.list_rows("turn_starts")]
+        turn_rewards = [list(values) for values in batch.list_rows("turn_rewards")]
     episodes = sorted(set(episode_of.tolist()))
     first = [episode_of.tolist().index(episode) for episode in episodes]
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
@@ -138,7 +143,22 @@ def central(
         ]
         penalties = np.concatenate([np.empty(0), *taken])
     first = [at for at, keep in zip(first, kept, strict=True) if keep]
-    tokens = compute_advantages(estimator, reward_of[first], group_of[first], counts, penalties)
+    turns = None
+    if estimator.turn_level:
+        # Every turn of these episodes is given the same tokens.
+        parts = [
+            (turn_rewards[row][at], there.index(episode_of[row]), int(mask.sum()), group_of[row])
+            for row in rows
+            for at, mask in enumerate(np.split(masks[row], starts[row][1:]))
+        ]
+        turns = (
+            Turns.checked(*map(list, zip(*parts, strict=True)))
+            if parts
+            else Turns.checked([], [], [], [])
+        )
+    tokens = compute_advantages(
+        estimator, reward_of[first], group_of[first], counts, penalties, turns
+    )
     metrics = {
         "episodes_kept": len(there),
         "groups_dropped": len(episodes) - len(there),
