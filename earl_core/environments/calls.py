@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from earl_core.environments.base import Environment, Message, StepResult
+from earl_core.environments.base import Environment, EnvironmentFailed, Message, StepResult
 from earl_core.environments.results import first_messages, step_result
-from earl_core.environments.tools.toolbox import Toolbox, ToolLost
+from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import redact
 from earl_core.system.frames import WireError, encode
 
@@ -111,8 +111,8 @@ class Calls:
             return encode({"kind": "answer", "call": call.call, "value": value})
         except WireError as error:
             reason, detail = "invalid_result", str(error)
-        except ToolLost as error:
-            reason, detail = "lost", str(error)
+        except EnvironmentFailed as error:
+            reason, detail = error.reason, error.detail
         except _RAISED:
             reason = "timeout" if call.overdue else "exception"
             detail = f"{call.overdue}\n{traceback.format_exc()}".lstrip()

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.tools.functions import Tool
-from earl_core.environments.tools.toolbox import ToolLost, ToolRefused
+from earl_core.environments.tools.toolbox import ToolRefused
 from earl_core.secrets import redact, resolve
 from earl_core.system.errors import ConfigError
 
@@ -84,23 +85,27 @@ class Server:
             if isinstance(error, MCPError) and "closed" not in str(error).lower():
                 raise ToolRefused(str(error)) from error
             self._broken = True
-            raise ToolLost(f"the MCP server {self.name!r} was lost: {_cause(error)}") from error
+            raise self._lost("was lost", error) from error
         text = "\n".join(map(_text, result.content))
         if result.is_error:
             raise ToolRefused(text)
         return text
 
     async def _ready(self) -> None:
-        """Connect again after a loss. Raises `ToolLost`."""
+        """Connect again after a loss. Raises `EnvironmentFailed`."""
         async with self._reconnecting:
             if self._broken:
                 try:
                     await self.close()
                     await asyncio.wait_for(self._connect(), _OPEN_SECONDS)
                 except Exception as error:
-                    why = f"the MCP server {self.name!r} does not come back: {_cause(error)}"
-                    raise ToolLost(why) from error
+                    raise self._lost("does not come back", error) from error
                 self._broken = False
+
+    def _lost(self, how: str, error: Exception) -> EnvironmentFailed:
+        """No fault of the call's: its episode is played anew."""
+        text = redact(f"the MCP server {self.name!r} {how}: {_cause(error)}")
+        return EnvironmentFailed(-1, "lost", text)
 
     async def _connect(self) -> None:
         """In a task of its own: the protocol's streams are closed where they were opened."""

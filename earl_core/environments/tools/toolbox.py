@@ -15,7 +15,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from earl_core.environments.base import FunctionCall, Message, StepResult, ToolCall
+from earl_core.environments.base import (
+    EnvironmentFailed,
+    FunctionCall,
+    Message,
+    StepResult,
+    ToolCall,
+)
 from earl_core.environments.tools.functions import Tool, tool_of
 from earl_core.system.errors import ConfigError
 
@@ -68,7 +74,7 @@ class Toolbox:
                 said = await self._run(call["function"], in_thread, turn)
             except ToolRefused as error:
                 said, failed = f"Error: {error}"[:_ERROR_CHARACTERS], True
-            except ToolLost:
+            except EnvironmentFailed:
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 said = f"Error: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
@@ -99,10 +105,6 @@ class Toolbox:
 
 class ToolRefused(Exception):
     """A call that a tool does not answer; the model is told why."""
-
-
-class ToolLost(Exception):
-    """A tool that is gone through no fault of the call's: its episode is played anew."""
 
 
 def check_schema(schema: Any) -> None:
