@@ -35,6 +35,7 @@ _QUESTION: Message = {"role": "user", "content": "question"}
 _CACHED_ANSWER_LENGTH = 8
 _CACHE_SIZE = 4 * 2**20
 _ENTRY_SIZE = 32
+_MOST_TOOLS = 256
 
 _TOOL = Tools(
     [
@@ -95,6 +96,8 @@ class ChatTokenizer:
     def prefix_stable(self, tools: Tools = NO_TOOLS) -> bool:
         """Whether the template keeps earlier answers in place as a conversation goes on."""
         if tools.key not in self._stable:
+            if len(self._stable) == _MOST_TOOLS:
+                self._stable.clear()
             self._stable[tools.key] = self._probe_stability(tools)
         return self._stable[tools.key]
 

@@ -110,10 +110,10 @@ def test_a_server_over_http(over_http: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"command": ("no-such-program",)}, "does not answer"),
+        ({"command": ("no-such-program",)}, "there is no program 'no-such-program'"),
         ({"command": (sys.executable, "-c", "pass")}, "does not answer"),
         ({"url": "http://127.0.0.1:9/mcp"}, "does not answer"),
-        ({"command": ("x",), "variables": {"A": "env:EARL_TEST_MISSING"}}, "EARL_TEST_MISSING"),
+        ({"command": ("true",), "variables": {"A": "env:EARL_TEST_MISSING"}}, "EARL_TEST_MISSING"),
     ],
 )
 def test_servers_that_cannot_be_reached_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -17,7 +17,8 @@ from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.environments.registry import check
 from earl_core.environments.tools.calculator import calculator
-from earl_core.environments.tools.toolbox import OUTPUT_CHARACTERS
+from earl_core.environments.tools.functions import Tool
+from earl_core.environments.tools.toolbox import OUTPUT_CHARACTERS, Toolbox
 from earl_core.system.errors import ConfigError
 
 USER = "tests.environments.user_tools"
@@ -252,3 +253,16 @@ def test_hosts_without_tools_import_no_transformers() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_references_of_a_schema_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("it was fetched"))
+    parameters = {"type": "object", "properties": {"a": {"$ref": "http://192.0.2.1/schema"}}}
+    about = {"name": "f", "description": "", "parameters": parameters}
+    toolbox = Toolbox([Tool({"type": "function", "function": about}, lambda a: a)], 1.0)
+
+    async def in_thread(function: Callable[[], Any]) -> Any:
+        return function()
+
+    result = asyncio.run(toolbox.use([call("f", a=1)], in_thread))  # type: ignore[list-item]
+    assert "Unresolvable" in texts(result)[0]

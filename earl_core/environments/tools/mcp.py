@@ -8,6 +8,7 @@ https://modelcontextprotocol.io
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -43,13 +44,12 @@ class Server:
         try:
             await asyncio.wait_for(self._connect(), _OPEN_SECONDS)
             found: list[Any] = []
-            cursor = None
-            while cursor or not found:
-                page = await asyncio.wait_for(self._client.list_tools(cursor=cursor), _OPEN_SECONDS)
+            cursor: str | None = ""
+            while cursor is not None:
+                asked = self._client.list_tools(cursor=cursor or None)
+                page = await asyncio.wait_for(asked, _OPEN_SECONDS)
                 found += page.tools
                 cursor = page.next_cursor
-                if not cursor:
-                    break
         except Exception as error:
             told = "it took over 60 s" if isinstance(error, TimeoutError) else _cause(error)
             raise ConfigError(
@@ -133,6 +133,8 @@ class Server:
 
         given = self._settings
         if command := given.get("command"):
+            if shutil.which(command[0]) is None:
+                raise FileNotFoundError(f"there is no program {command[0]!r}")
             variables = {name: resolve(value) for name, value in given["variables"].items()}
             arguments = ["-S", "-c", _BOUND, *command]
             server = StdioServerParameters(command=sys.executable, args=arguments, env=variables)

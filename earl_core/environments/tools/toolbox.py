@@ -129,6 +129,7 @@ def check_schema(schema: Any) -> None:
 def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
+    from referencing import Registry
 
     parameters = tool.schema["function"].get("parameters") or {}
     named = parameters.get("properties", {})
@@ -138,7 +139,9 @@ def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
         for name, value in arguments.items()
         if value is not None or not named.get(name, {}).get("nullable")
     }
-    found = best_match(Draft202012Validator(parameters).iter_errors(given))
+    # A registry of its own: references in the schema of a server are not fetched from the net.
+    validator = Draft202012Validator(parameters, registry=Registry())
+    found = best_match(validator.iter_errors(given))
     if found is not None:
         where = "".join(f" of {part}" for part in reversed(found.absolute_path))
         raise ToolRefused(f"{tool.name} cannot take these arguments: {found.message}{where}")
