@@ -12,14 +12,16 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from earl_core.config.rollout import EnvironmentConfig
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.host_archive import write_host_archive
 from earl_core.environments.host_keeper import HostKeeper
 from earl_core.environments.host_process import HostLost, HostSettings
 from earl_core.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from earl_core.config.rollout import EnvironmentConfig
 
 _MAX_THREADS = 64
 
