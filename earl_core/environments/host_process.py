@@ -103,7 +103,7 @@ class HostProcess:
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
         self.versions: dict[str, str] = {}
-        """Of its Python and the packages there."""
+        """Of its Python and the packages there, if they are others than ours."""
         self.timed_out = False
         """Whether it was lost because it did not answer in time."""
         self.call_timed_out = False
@@ -126,7 +126,8 @@ class HostProcess:
         try:
             ours = host._spawn(settings.log_path)
             await host._loop.create_unix_connection(lambda: host._connection, sock=ours)
-            given = vars(settings) | {"log_path": None, "program": None}
+            own = settings.program is None
+            given = vars(settings) | {"log_path": None, "program": None, "own_packages": own}
             host.send({"kind": "start", **given})
             await asyncio.wait_for(asyncio.shield(host._opening), limit)
         except TimeoutError:

@@ -163,7 +163,7 @@ class EnvironmentPool:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the hosts' Python ("python") and the packages there."""
+        """Of the hosts' Python ("python") and the packages there, where `python` is another."""
         process = self._keepers[0].process
         return {} if process is None else process.versions
 

@@ -85,24 +85,15 @@ def environment_class(name: str) -> Any:
     return import_object(name, "the environment")
 
 
-def check(
-    name: str,
-    options: Mapping[str, Any] | None = None,
-    tools: Sequence[str] = (),
-    mcp: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Makes and closes one environment, and its tools, so that a mistake shows before work starts.
+def check(name: str, options: Mapping[str, Any] | None = None) -> None:
+    """Makes and closes one environment, so that a mistake shows before work starts.
 
-    Imports the user's code, opens its data, and asks the MCP servers. Raises ConfigError.
+    Imports the user's code and opens its data. Raises ConfigError.
     """
-    asyncio.run(_check(create(name, options), tools, mcp))
-
-
-async def _check(environment: Any, tools: Sequence[str], mcp: Sequence[Mapping[str, Any]]) -> None:
-    await toolbox(tools, mcp, timeout_seconds=1.0, environment=environment)
+    environment: Any = create(name, options)
     closing = environment.close()
     if inspect.iscoroutine(closing):
-        await closing
+        asyncio.run(closing)
 
 
 async def toolbox(

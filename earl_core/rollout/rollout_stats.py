@@ -32,9 +32,8 @@ class RolloutLoad:
     """What episodes kept busy and cost. Seconds, tokens, bytes.
 
     Waits are summed over episodes: a lockstep turn of n episodes that takes s seconds counts
-    n * s, so that shares mean the same under both schedules. Of tools' calls the errors are those
-    that could not be read, were refused, or raised.
-    """
+    n * s, so that shares mean the same under both schedules. Tool errors: calls not read, refused
+    or raising."""
 
     seconds: float = 0.0
     generated_tokens: int = 0

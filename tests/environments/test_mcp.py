@@ -18,9 +18,8 @@ import pytest
 from earl_core.config.rollout import McpConfig
 from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.pool import EnvironmentPool
-from earl_core.environments.registry import check
 from earl_core.system.errors import ConfigError
-from tests.environments.test_tools import SHOP, call, calling, in_pool, texts
+from tests.environments.test_tools import SHOP, call, calling, check, in_pool, texts
 
 SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
 
@@ -118,7 +117,7 @@ def test_a_server_over_http(over_http: list[dict[str, Any]]) -> None:
 )
 def test_servers_that_cannot_be_reached_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check(SHOP, {}, (), server(**settings))
+        check(SHOP, [], server(**settings))
     assert message in str(raised.value)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from earl_core.config.rollout import EnvironmentConfig
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.pool import EnvironmentPool
-from earl_core.environments.registry import check
+from earl_core.environments.registry import environment_class, toolbox
 from earl_core.environments.tools.calculator import calculator
 from earl_core.environments.tools.functions import Tool
 from earl_core.environments.tools.toolbox import OUTPUT_CHARACTERS, Toolbox
@@ -55,6 +55,11 @@ def in_pool(
             await pool.stop()
 
     asyncio.run(run())
+
+
+def check(name: str, tools: list[str], mcp: list[dict[str, Any]] | None = None) -> None:
+    """What a host does as it starts."""
+    asyncio.run(toolbox(tools, mcp or [], 1.0, environment_class(name)))
 
 
 def texts(result: StepResult) -> list[str]:
@@ -192,7 +197,7 @@ def test_python_that_does_not_end_is_ended() -> None:
 )
 def test_bad_tools_are_refused_before_work_starts(tool: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check(SHOP, {}, [tool])
+        check(SHOP, [tool])
     assert message in str(raised.value)
     with pytest.raises(ConfigError):
         in_pool(lambda pool: asyncio.sleep(0), tools=(tool,))
@@ -200,9 +205,9 @@ def test_bad_tools_are_refused_before_work_starts(tool: str, message: str) -> No
 
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two tools have the name 'calculator'"):
-        check(SHOP, {}, ["calculator", "calculator"])
+        check(SHOP, ["calculator", "calculator"])
     with pytest.raises(ConfigError, match="two tools have the name 'buy'"):
-        check(SHOP, {}, [f"{USER}:buy"])
+        check(SHOP, [f"{USER}:buy"])
 
 
 def test_the_configuration_is_checked() -> None:

@@ -32,7 +32,7 @@ def test_an_agent_trains_and_resumes(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_environments_under_another_interpreter_train_the_same(runs: Runs) -> None:
+def test_environments_under_another_interpreter_train(runs: Runs) -> None:
     """Here it is the same Python, started with nothing of ours but the hosts' program."""
     runs.train(*LEARNING, "iterations=2", f"environment.python={sys.executable}")
     runs.assert_learnt()
