@@ -16,9 +16,8 @@ from typing import Any
 
 from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.tools.functions import Tool
-from earl_core.environments.tools.toolbox import ToolRefused
 from earl_core.secrets import redact, resolve
-from earl_core.system.errors import ConfigError
+from earl_core.system.errors import ConfigError, EarlError
 
 _OPEN_SECONDS = 60.0
 # A server begins a session of its own, so that the end of its host's group does not reach it.
@@ -83,12 +82,12 @@ class Server:
             result = await client.call_tool(name, arguments)
         except Exception as error:
             if isinstance(error, MCPError) and "closed" not in str(error).lower():
-                raise ToolRefused(str(error)) from error
+                raise EarlError(str(error)) from error
             self._broken = True
             raise self._lost("was lost", error) from error
         text = "\n".join(map(_text, result.content))
         if result.is_error:
-            raise ToolRefused(text)
+            raise EarlError(text)
         return text
 
     async def _ready(self) -> None:

@@ -23,7 +23,7 @@ from earl_core.environments.base import (
     ToolCall,
 )
 from earl_core.environments.tools.functions import Tool, tool_of
-from earl_core.system.errors import ConfigError
+from earl_core.system.errors import ConfigError, EarlError
 
 OUTPUT_CHARACTERS = 2**15
 """Of a tool's output, what the model gets at most: more says which part is missing."""
@@ -72,10 +72,10 @@ class Toolbox:
             name, failed = call["function"]["name"], False
             try:
                 said = await self._run(call["function"], in_thread, turn)
-            except ToolRefused as error:
-                said, failed = f"Error: {error}"[:_ERROR_CHARACTERS], True
             except EnvironmentFailed:
                 raise
+            except EarlError as error:
+                said, failed = f"Error: {error}"[:_ERROR_CHARACTERS], True
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 said = f"Error: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
                 failed = True
@@ -89,7 +89,7 @@ class Toolbox:
     async def _run(self, call: FunctionCall, in_thread: InThread, turn: asyncio.Lock) -> Any:
         tool = self._tools.get(call["name"])
         if tool is None:
-            raise ToolRefused(f"there is no tool {call['name']!r}: use {', '.join(self._tools)}")
+            raise EarlError(f"there is no tool {call['name']!r}: use {', '.join(self._tools)}")
         arguments = call["arguments"]
         _check_arguments(tool, arguments)
         if tool.ready is not None:
@@ -100,11 +100,7 @@ class Toolbox:
         try:
             return await asyncio.wait_for(tool.function(**arguments), self._timeout)
         except TimeoutError:
-            raise ToolRefused(f"{tool.name} took over {self._timeout:g} s") from None
-
-
-class ToolRefused(Exception):
-    """A call that a tool does not answer; the model is told why."""
+            raise EarlError(f"{tool.name} took over {self._timeout:g} s") from None
 
 
 def check_schema(schema: Any) -> None:
@@ -144,10 +140,10 @@ def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     found = best_match(validator.iter_errors(given))
     if found is not None:
         where = "".join(f" of {part}" for part in reversed(found.absolute_path))
-        raise ToolRefused(f"{tool.name} cannot take these arguments: {found.message}{where}")
+        raise EarlError(f"{tool.name} cannot take these arguments: {found.message}{where}")
     unknown = set(arguments) - set(named)
     if named and unknown and not parameters.get("additionalProperties"):
-        raise ToolRefused(f"{tool.name} has no argument {', '.join(sorted(unknown))}")
+        raise EarlError(f"{tool.name} has no argument {', '.join(sorted(unknown))}")
 
 
 def _method(environment: Any, name: str, path: str) -> Tool:
