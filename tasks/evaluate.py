@@ -23,6 +23,6 @@ def evaluation(given: StageInputs) -> dict[str, Any]:
         for part, value in parts.items()
     }
     return {
-        "outputs": {"outcomes": result["outcomes"]},
+        "outputs": {"outcomes": result["outcomes"], "suites": result["suites"]},
         "metrics": {**result["metrics"], **shares},
     }

@@ -21,4 +21,5 @@ def rollout(given: StageInputs) -> dict[str, Any]:
     metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("rollout")}
     metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
     outputs = {} if metrics["replicas_lost"] else watch.measured(metrics)
+    outputs["cursor"] = result["cursor"]
     return {"shards": result["shards"], "outputs": outputs, "metrics": metrics}

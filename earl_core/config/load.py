@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from earl_core.config.refusal import REFERRING, refuse_override
+from earl_core.config.refusal import references, refuse_override
 from earl_core.config.run import RunConfig
 from earl_core.secrets import redact, resolve
 from earl_core.system.errors import ConfigError
@@ -93,10 +93,9 @@ def check_references(config: RunConfig) -> None:
 
     Raises `ConfigError`. Nothing is returned: the process that uses a value resolves it.
     """
-    for key in REFERRING:
-        section, _, name = key.partition(".")
+    for key, text, _ in references(config.model_dump(mode="json")):
         try:
-            resolve(getattr(getattr(config, section), name))
+            resolve(text)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from earl_core.secrets import find_secrets, is_reference
 from earl_core.system.errors import ConfigError
 
-REFERRING = (
-    "environment.options",
-    "evaluation.options",
-    "model.builder_options",
-    "dispatch.spill_url",
-    "tracking.uri",
-)
-"""Settings whose values may be references; the process that uses them resolves them."""
+_REFERRING = {
+    r"environment\.options": "environment.options",
+    r"environments\.\d+\.options": "environments",
+    r"environments?(\.\d+)?\.mcp\.\d+\.(variables|headers)": "environment.mcp",
+    r"evaluation\.options": "evaluation.options",
+    r"evaluation\.suites\.\d+\.(options|mcp\.\d+\.(variables|headers))": "evaluation.suites",
+    r"model\.builder_options": "model.builder_options",
+    r"dispatch\.spill_url": "dispatch.spill_url",
+    r"tracking\.uri": "tracking.uri",
+}
+"""Settings whose values may be references, and how people are told of them; the process that uses
+them resolves them."""
 
 
 def check_no_secrets(raw: Any) -> None:
@@ -28,13 +33,20 @@ def check_no_secrets(raw: Any) -> None:
         for found in find_secrets(raw)
     ]
     problems += [
-        f"{key} is a reference, but none is resolved there, only in {', '.join(REFERRING)}: "
-        "write the value itself"
-        for key, text in _texts(raw, "")
-        if is_reference(text) and not key.startswith(REFERRING)
+        f"{key} is a reference, but none is resolved there, only in "
+        f"{', '.join(_REFERRING.values())}: write the value itself"
+        for key, _, allowed in references(raw)
+        if not allowed
     ]
     if problems:
         raise ValueError("\n  ".join(problems))
+
+
+def references(raw: Any) -> Iterator[tuple[str, str, bool]]:
+    """Every reference in plain data: its key, its text, and whether it is resolved there."""
+    for key, text in _texts(raw, ""):
+        if is_reference(text):
+            yield key, text, any(re.match(rf"{each}(\.|$)", key) for each in _REFERRING)
 
 
 def refuse_override(key: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is played, and how: the environment, the sizes of a rollout, the engine."""
+"""How episodes are played: the sizes of a rollout, the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from earl_core.config.settings import Options, Settings
+from earl_core.config.settings import Settings
 
 ToolFormatName = Literal[
     "auto",
@@ -22,118 +22,6 @@ ToolFormatName = Literal[
     "json",
 ]
 """Of `rollout.tool_calls.FORMATS`."""
-
-
-class McpConfig(Settings):
-    """A server of tools: one that each environment host starts, or one that runs somewhere."""
-
-    command: tuple[str, ...] | None = Field(
-        default=None, min_length=1, description="Started by each host, spoken to over its pipes."
-    )
-    url: str | None = Field(
-        default=None, pattern="^https?://", description="Of a server's streamable HTTP endpoint."
-    )
-    variables: dict[str, str] = Field(
-        default_factory=dict,
-        description="Environment variables of the command; env:NAME and file:PATH are replaced.",
-    )
-    headers: dict[str, str] = Field(
-        default_factory=dict, description="Of requests to the url; references are replaced."
-    )
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> McpConfig:
-        if bool(self.command) == bool(self.url):
-            raise ValueError("give either command or url of each server of environment.mcp")
-        if (self.variables and self.url) or (self.headers and self.command):
-            raise ValueError(
-                "variables are for a command and headers for a url: move or drop them in "
-                "environment.mcp"
-            )
-        return self
-
-
-class EnvironmentConfig(Settings):
-    """The game or tool environment and how its failures are handled."""
-
-    name: str | None = Field(
-        default=None,
-        description="A registered name (tic_tac_toe, connect_four, prompt, textarena) or an "
-        "import path `package.module:Class`.",
-    )
-    agent: str | None = Field(
-        default=None,
-        description="Instead of a name: the import path `package.module:function` of an agent, "
-        "which is called as run(task, base_url, api_key) and returns the reward.",
-    )
-    options: Options = Field(
-        default_factory=dict,
-        description="Passed to the environment, checked before work starts; part of an agent's "
-        "task.",
-    )
-    python: str | None = Field(
-        default=None,
-        description="Another interpreter (3.11 or later) for the environment hosts, such as "
-        "path/to/venv/bin/python: its packages are its own, EARL's are not there.",
-    )
-    tools: tuple[str, ...] = Field(
-        default=(),
-        description="What the model may call: calculator, python, or the import path "
-        "`package.module:function` of a function with type hints and a docstring.",
-    )
-    mcp: tuple[McpConfig, ...] = Field(
-        default=(), description="Servers of the Model Context Protocol whose tools may be called."
-    )
-    tool_timeout_seconds: float = Field(
-        default=10.0,
-        gt=0,
-        description="A tool that is a coroutine, or of a server, is ended then, and the model "
-        "told; a plain function may take as long as a step.",
-    )
-    hosts: int = Field(
-        default=1, ge=1, description="Processes that run environment code, for each engine."
-    )
-    step_timeout_seconds: float = Field(
-        default=30.0,
-        gt=0,
-        description="A reset or step that takes longer fails its episode. A coroutine is "
-        "cancelled; otherwise its host ends, whose other episodes are replayed.",
-    )
-    episode_timeout_seconds: float = Field(
-        default=600.0, gt=0, description="An agent that runs longer is ended; its episode fails."
-    )
-    max_failed_share: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description="The rollout fails when more than this share of its episodes has failed.",
-    )
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> EnvironmentConfig:
-        if bool(self.name) == bool(self.agent):
-            raise ValueError(
-                "give either environment.name, an environment, or environment.agent, the import "
-                "path of an agent"
-            )
-        tools = self.tools or self.mcp
-        if self.agent and tools:
-            raise ValueError(
-                "environment.tools and environment.mcp are for environments: an agent has its own "
-                "tools, which it names in its requests; drop them"
-            )
-        if tools and self.tool_timeout_seconds >= self.step_timeout_seconds:
-            raise ValueError(
-                f"environment.tool_timeout_seconds ({self.tool_timeout_seconds:g}) must be below "
-                f"environment.step_timeout_seconds ({self.step_timeout_seconds:g}), after which "
-                "the episode fails: raise the latter"
-            )
-        return self
-
-    @property
-    def played(self) -> str:
-        """What `environments.registry` knows it by."""
-        return self.name or f"agent:{self.agent}"
 
 
 class VllmConfig(Settings):
@@ -175,6 +63,12 @@ class RolloutConfig(Settings):
     )
     max_running_requests: int = Field(
         default=256, ge=1, description="Sequences that an engine decodes at the same time."
+    )
+    max_failed_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="The rollout fails when more than this share of its episodes has failed.",
     )
     temperature: float = Field(default=1.0, gt=0)
     answer_prefix: str = Field(

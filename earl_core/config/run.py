@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -21,9 +21,14 @@ from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.environment import (
+    CurriculumConfig,
+    EnvironmentConfig,
+    MixedEnvironment,
+)
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
-from earl_core.config.rollout import EnvironmentConfig, RolloutConfig
+from earl_core.config.rollout import RolloutConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
     CheckpointConfig,
@@ -55,7 +60,13 @@ class RunConfig(Settings):
     iterations: int = Field(ge=1, description="Iterations after which the run is finished.")
     runs_directory: str = "runs"
     model: ModelConfig
-    environment: EnvironmentConfig
+    environment: EnvironmentConfig | None = None
+    environments: tuple[MixedEnvironment, ...] = Field(
+        default=(), description="Instead of one environment, several that share the prompts."
+    )
+    curriculum: CurriculumConfig | None = Field(
+        default=None, description="How the parts of `environments` follow success; None: never."
+    )
     rollout: RolloutConfig
     cluster: ClusterConfig = ClusterConfig()
     experience: ExperienceConfig = ExperienceConfig()
@@ -74,6 +85,11 @@ class RunConfig(Settings):
     def _renamed(cls, given: Any) -> Any:
         if isinstance(given, dict) and "layout" in given:
             raise ValueError("the section `layout` is called `stages` now: rename it")
+        environment = given.get("environment") if isinstance(given, dict) else None
+        if isinstance(environment, dict) and "max_failed_share" in environment:
+            raise ValueError(
+                "environment.max_failed_share is in the section `rollout` now: move it"
+            )
         return given
 
     @field_validator("name")
@@ -93,6 +109,29 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _no_secrets(self) -> RunConfig:
         check_no_secrets(self.model_dump(mode="json"))
+        return self
+
+    @model_validator(mode="after")
+    def _environments(self) -> RunConfig:
+        if bool(self.environments) == bool(self.environment):
+            raise ValueError("give either environment, or the list environments")
+        if self.environments and self.evaluation.options:
+            raise ValueError(
+                "evaluation.options are for one environment: give evaluation.suites instead"
+            )
+        if self.curriculum and (len(self.environments) < 2 or self.rollout.group_size < 2):
+            raise ValueError(
+                "curriculum divides the prompts among several environments by how the episodes of "
+                "a group differ: give two environments or more and a group_size of at least 2, or "
+                "leave it out"
+            )
+        for what, titles in (
+            ("environments", [each.title for each in self.environments]),
+            ("evaluation.suites", [each.label for each in self.evaluation.suites]),
+        ):
+            twice = sorted({title for title in titles if titles.count(title) > 1})
+            if twice:
+                raise ValueError(f"{what} have the label {twice[0]!r} twice: give each its own")
         return self
 
     @model_validator(mode="after")
@@ -136,6 +175,24 @@ class RunConfig(Settings):
         return self
 
     @property
+    def played(self) -> Mapping[str, EnvironmentConfig]:
+        """What is trained on, by label; the one environment has none."""
+        return self.mixture if self.environment is None else {"": self.environment}
+
+    @property
+    def mixture(self) -> dict[str, MixedEnvironment]:
+        """Several environments by label; empty where there is one."""
+        return {each.title: each for each in self.environments}
+
+    @property
+    def evaluated(self) -> Mapping[str, EnvironmentConfig]:
+        """What the held-out episodes are played in, by label."""
+        if self.environment is None:
+            return self.played
+        options = {**self.environment.options, **self.evaluation.options}
+        return {"": self.environment.model_copy(update={"options": options})}
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the frozen initial policy must score the episodes."""
         return self.algorithm.kl.placement != "none"
@@ -163,9 +220,8 @@ _PLAY = (
     "seed",
     "model.path",
     "model.chat_template",
-    "environment.name",
-    "environment.agent",
-    "environment.options",
+    "environment",
+    "environments",
     "rollout.engine",
     "rollout.max_turns",
     "rollout.max_tokens_per_turn",
@@ -177,11 +233,20 @@ _PLAY = (
 )
 """Whatever is played, for training or to evaluate."""
 
+_SUPERVISION = (
+    "hosts",
+    "tool_timeout_seconds",
+    "step_timeout_seconds",
+    "episode_timeout_seconds",
+)
+"""Of an environment: how it is run, not what is played."""
+
 STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
     "select": ("rollout", "experience", "update", "stages", "selector", "model.path"),
     "rollout": (
         *_PLAY,
-        "environment.max_failed_share",
+        "curriculum",
+        "rollout.max_failed_share",
         "rollout.prompts_per_iteration",
         "rollout.group_size",
     ),
@@ -210,6 +275,7 @@ STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
         "evaluation.episodes",
         "evaluation.temperature",
         "evaluation.options",
+        "evaluation.suites",
     ),
 }
 
@@ -226,6 +292,9 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
     names = STAGE_SETTINGS[stage]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
+    for played in (whole.get("environment"), *whole.get("environments", ())):
+        for name in _SUPERVISION if played else ():
+            del played[name]
     return {name: look_up(whole, name) for name in names}
 
 

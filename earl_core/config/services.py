@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from earl_core.config.environment import SuiteConfig
 from earl_core.config.settings import Options, Settings
 from earl_core.system.files import user_directory
 
@@ -140,6 +141,9 @@ class EvaluationConfig(Settings):
     )
     options: Options = Field(
         default_factory=dict, description="Environment options that differ from training."
+    )
+    suites: tuple[SuiteConfig, ...] = Field(
+        default=(), description="Environments that are played besides, in the same evaluations."
     )
 
 

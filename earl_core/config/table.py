@@ -15,7 +15,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     return [
         ("run directory", f"{config.runs_directory}/{config.name}", "runs_directory, name"),
         ("model", config.model.path, "model.path"),
-        ("environment", config.environment.played, "environment.name"),
+        *_played_rows(config),
         ("engine", f"{rollout.engine}, {rollout.dtype}", "rollout.engine, rollout.dtype"),
         ("iterations", str(config.iterations), "iterations"),
         (
@@ -42,6 +42,16 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
         ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),
         ("checkpoint every", f"{config.checkpoint.every} iterations", "checkpoint.every"),
+    ]
+
+
+def _played_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    if config.environment is not None:
+        return [("environment", config.environment.played, "environment.name")]
+    whole = sum(each.weight for each in config.environments)
+    return [
+        (f"environment {each.title}", f"{each.weight / whole:.0%} of the prompts", "environments")
+        for each in config.environments
     ]
 
 

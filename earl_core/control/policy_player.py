@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.environment import SuiteConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.hardware import read_hardware
@@ -29,6 +30,7 @@ from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.errors import ContextOverflow
+from earl_core.rollout.pass_rates import suite_results
 from earl_core.rollout.rollout_stats import RolloutStats, evaluation_results
 from earl_core.run.checkpoints import (
     MARKER,
@@ -144,14 +146,30 @@ class PolicyPlayer:
             "evaluate",
             episodes=episodes,
             temperature=temperature,
-            options=self.config.evaluation.options,
         )
         tally = RolloutStats.model_validate(result["tally"])
         return {"episodes": tally.episodes, "failed": tally.failed, **evaluation_results(tally)}
 
-    def play_one(self, prompt: int, seed: int, temperature: float | None) -> dict[str, Any]:
-        """One game's transcript."""
-        return self._call("play_one", prompt=prompt, seed=seed, temperature=temperature)
+    def play_suites(self) -> dict[str, Any]:
+        """Every suite; `suites` and `metrics` as in `pass_rates.suite_results`."""
+        return suite_results(
+            [
+                (suite.label, suite.attempts, self._play_suite(suite))
+                for suite in self.config.evaluation.suites
+            ]
+        )
+
+    def _play_suite(self, suite: SuiteConfig) -> RolloutStats:
+        result = self._call("play_suite", label=suite.label, prompts=suite.prompts)
+        return RolloutStats.model_validate(result["tally"])
+
+    def play_one(
+        self, prompt: int, seed: int, temperature: float | None, environment: str = ""
+    ) -> dict[str, Any]:
+        """One game's transcript. environment: its label, where the run has several."""
+        return self._call(
+            "play_one", prompt=prompt, seed=seed, temperature=temperature, environment=environment
+        )
 
     def answer(self, messages: list[Message], seed: int, temperature: float | None) -> str:
         """The policy's next answer in a conversation."""

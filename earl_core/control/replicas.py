@@ -14,17 +14,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.config import RunConfig
+from earl_core.config.environment import SuiteConfig
 from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch
 from earl_core.dispatch import Manifest
 from earl_core.rollout import rollout_stats
+from earl_core.rollout.mixture import Cursor, Place, draw, learn
+from earl_core.rollout.pass_rates import suite_results
 from earl_core.rollout.rollout_stats import RolloutStats, merge
+from earl_core.run import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +79,12 @@ def play_rollout(
     `statistics`."""
     config = controller.config
     prompts = config.rollout.prompts_per_iteration
+    before = _cursor(controller.run, iteration)
+    draws, cursor = draw(config.mixture, before, config.curriculum, prompts)
 
     def arguments(share: Share) -> dict[str, Any]:
         return {
+            "draws": draws[share.items.start : share.items.stop] if draws else None,
             "first_prompt": iteration * prompts + share.items.start,
             "prompts": len(share.items),
             "share": share.number,
@@ -86,10 +94,12 @@ def play_rollout(
     job = Job("rollout", iteration, "rollout", prompts, arguments, weights.outputs["weights"])
     done, engines = run(controller, deployment, job)
     tally = merged(done)
-    rollout_stats.check_failures(tally, config.environment.max_failed_share)
+    rollout_stats.check_failures(tally, config.rollout.max_failed_share)
     shards = [entry for played in done for entry in played.result["shards"]]
+    learnt = learn(cursor, tally.parts, config.curriculum)
     return {
         "shards": shards,
+        "cursor": {label: place.model_dump() for label, place in learnt.items()},
         "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics()},
         "statistics": rollout_stats.selector_statistics(tally),
     }
@@ -98,14 +108,14 @@ def play_rollout(
 def play_evaluation(
     controller: RunController, deployment: StageDeployment, version: int, weights: Manifest
 ) -> dict[str, Any]:
-    """Play the held-out episodes; `outcomes` with 95 % Wilson intervals, `metrics`."""
+    """Play the held-out episodes and the suites that are due; `outcomes` with 95 % Wilson
+    intervals, `suites` by label, `metrics`."""
     settings = controller.config.evaluation
 
     def arguments(share: Share) -> dict[str, Any]:
         return {
             "episodes": len(share.items),
             "temperature": settings.temperature,
-            "options": settings.options,
             "first": share.items.start,
             "of_episodes": settings.episodes,
         }
@@ -116,8 +126,48 @@ def play_evaluation(
     done, engines = run(controller, deployment, job)
     tally = merged(done)
     results = rollout_stats.evaluation_results(tally)
-    results["metrics"] |= engines.metrics()
-    return results
+    suites = suite_results(
+        [
+            (suite.label, suite.attempts, _play_suite(controller, deployment, version, suite, job))
+            for suite in settings.suites
+            if suite_is_due(controller.config, suite, version)
+        ]
+    )
+    metrics = {**results["metrics"], **engines.metrics(), **suites["metrics"]}
+    return {**results, **suites, "metrics": metrics}
+
+
+def _cursor(run: RunDirectory, iteration: int) -> Cursor:
+    """Where the environments of a mixture stand before an iteration."""
+    if iteration == 0 or not run.config.environments:
+        return {}
+    outputs = run.manifest(iteration - 1, "rollout").outputs
+    return {label: Place.model_validate(place) for label, place in outputs["cursor"].items()}
+
+
+def suite_is_due(config: RunConfig, suite: SuiteConfig, version: int) -> bool:
+    """Whether an evaluation of this policy version plays the suite: the last one always does."""
+    every = config.evaluation.every * suite.every
+    return version == config.iterations or version % every == 0
+
+
+def _play_suite(
+    controller: RunController,
+    deployment: StageDeployment,
+    version: int,
+    suite: SuiteConfig,
+    evaluation: Job,
+) -> RolloutStats:
+    def arguments(share: Share) -> dict[str, Any]:
+        return {
+            "label": suite.label,
+            "prompts": len(share.items),
+            "first": share.items.start,
+            "of_prompts": suite.prompts,
+        }
+
+    job = replace(evaluation, method="play_suite", items=suite.prompts, arguments=arguments)
+    return merged(run(controller, deployment, job)[0])
 
 
 def run(

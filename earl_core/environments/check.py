@@ -11,14 +11,12 @@ from earl_core.system import fault_points
 
 
 async def check_environments(config: RunConfig) -> None:
-    """Start and end a host of the training's environment, and one of the evaluation's if that
-    differs: the user's code runs there and nowhere else. Raises `ConfigError`."""
-    environment = config.environment
-    options = [environment.options]
-    if config.evaluation.options:
-        options.append({**environment.options, **config.evaluation.options})
-    for each in options:
-        pool = EnvironmentPool.of(environment, each, hosts=1, concurrency=1, log_path=None)
+    """Start and end a host of each environment, and one of the evaluation's if its options differ:
+    the user's code runs there and nowhere else. Raises `ConfigError`."""
+    evaluated = config.evaluated if config.evaluation.options else {}
+    suites = config.evaluation.suites
+    for environment in (*config.played.values(), *evaluated.values(), *suites):
+        pool = EnvironmentPool.of(environment, hosts=1, concurrency=1, log_path=None)
         await pool.start()
         await pool.stop()
 

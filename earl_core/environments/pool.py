@@ -21,7 +21,7 @@ from earl_core.environments.host_process import HostLost, HostSettings
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
-    from earl_core.config.rollout import EnvironmentConfig
+    from earl_core.config.environment import EnvironmentConfig
 
 _MAX_THREADS = 64
 
@@ -88,18 +88,17 @@ class EnvironmentPool:
     def of(
         cls,
         environment: EnvironmentConfig,
-        options: Mapping[str, Any],
         *,
-        hosts: int,
+        hosts: int | None = None,
         concurrency: int,
         log_path: Path | None,
     ) -> EnvironmentPool:
-        """Of a run's environment. options: instead of its own."""
+        """Of a run's environment. hosts: instead of its own number."""
         agent = environment.agent is not None
         return cls(
             environment.played,
-            options,
-            hosts=hosts,
+            environment.options,
+            hosts=hosts or environment.hosts,
             concurrency=concurrency,
             step_timeout_seconds=environment.episode_timeout_seconds
             if agent

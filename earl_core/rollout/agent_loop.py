@@ -23,7 +23,7 @@ from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodePlayer, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
-from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.tool_calls import Answer, Tools
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
@@ -42,8 +42,11 @@ async def play(
     settings: PlaySettings,
     *,
     meter: LoadMeter | None = None,
+    slots: asyncio.Semaphore | None = None,
 ) -> list[Episode]:
     """Play every episode of `specs`; returns them in that order, failed ones included.
+
+    slots: of live episodes, shared with what else is played at the same time.
 
     `Episode.finish_reason` is one of done, max_turns, max_tokens, model_context, or one of
     `trajectory.samples.FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may
@@ -59,7 +62,7 @@ async def play(
     players = [
         EpisodePlayer(spec, chat, settings, meter, engine.max_model_len, tools) for spec in specs
     ]
-    loop = _Loop(engine, pool, settings, meter, players)
+    loop = _Loop(engine, pool, settings, meter, players, slots or live_slots(settings, len(specs)))
     try:
         if engine.lockstep:
             await loop.lockstep()
@@ -78,6 +81,7 @@ class _Loop:
     settings: PlaySettings
     meter: LoadMeter
     players: list[EpisodePlayer]
+    slots: asyncio.Semaphore
     _open: set[int] = field(default_factory=set)
     _lost: Counter[int] = field(default_factory=Counter)
 
@@ -108,17 +112,16 @@ class _Loop:
 
     async def continuous(self) -> None:
         """A coroutine for each episode, at most `max_live_episodes` of them in play."""
-        slots = asyncio.Semaphore(self.settings.max_live_episodes or len(self.players) or 1)
         try:
             async with asyncio.TaskGroup() as group:
                 for player in self.players:
-                    group.create_task(self._episode(player, slots))
+                    group.create_task(self._episode(player))
         except BaseExceptionGroup as errors:
             # One error is the cause; the others are the same one seen by other episodes.
             raise errors.exceptions[0] from None
 
-    async def _episode(self, player: EpisodePlayer, slots: asyncio.Semaphore) -> None:
-        async with slots:
+    async def _episode(self, player: EpisodePlayer) -> None:
+        async with self.slots:
             await self._environments(self._reset(player))
             while not player.finished:
                 request = self._request(player)
@@ -239,6 +242,11 @@ class _Loop:
                 await self.engine.cancel(left)
             self.engine.finish(left)
             await asyncio.gather(*(self._close(episode_id) for episode_id in left))
+
+
+def live_slots(settings: PlaySettings, episodes: int) -> asyncio.Semaphore:
+    """As many as episodes may be in play at the same time."""
+    return asyncio.Semaphore(settings.max_live_episodes or episodes or 1)
 
 
 def check_failures(

@@ -13,9 +13,9 @@ from earl_core.environments.base import Message, StepResult
 from earl_core.rollout.chat import ChatTokenizer, Conversation
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.errors import ContextOverflow
-from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.tool_calls import NO_TOOLS, Answer, Tools
-from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
+from earl_core.trajectory.samples import EpisodeSpec, Sample, derive_seed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class EpisodePlayer:
     def begin_anew(self) -> None:
         """Forget what was played; `begin` comes next."""
         self._count_live(-self._live)
-        self.episode = Episode(self.spec.episode_id, self.spec.group_id, self.spec.prompt_id)
+        self.episode = self.spec.episode()
         self.finished = False
         self._conversation = Conversation(self._chat, self._tools)
         self._pending: list[int] = []

@@ -15,7 +15,7 @@ class RolloutFailed(EarlError):
         """Of more failed episodes than `share` allows; examples: text that names some."""
         return cls(
             f"{failed} of {episodes} episodes failed, more than the share of {share:g} that "
-            "environment.max_failed_share allows: repair the environment, or raise that share."
+            "rollout.max_failed_share allows: repair the environment, or raise that share."
             f"{examples}",
             payload={"failed": failed, "episodes": episodes, "reasons": reasons},
         )

@@ -2,17 +2,14 @@
 
 Means, percentiles and shares cannot be added up; the counts and sums behind them can. Every number
 about a rollout follows from a `RolloutStats`, so that none depends on how many engines played, or
-on episodes that had to be played again. An engine's worker counts, while it plays with a
-`LoadMeter`; the controller merges.
+on episodes that had to be played again. An engine's worker counts; the controller merges.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import zip_longest
 from typing import Any
@@ -22,129 +19,8 @@ from pydantic import BaseModel, Field
 
 from earl_core.algorithms.moments import Moments
 from earl_core.rollout.errors import RolloutFailed
+from earl_core.rollout.rollout_load import RolloutLoad
 from earl_core.trajectory.samples import Episode, transcript
-
-_PROGRESS_SECONDS = 0.3
-
-
-@dataclass
-class RolloutLoad:
-    """What episodes kept busy and cost. Seconds, tokens, bytes.
-
-    Waits are summed over episodes: a lockstep turn of n episodes that takes s seconds counts
-    n * s, so that shares mean the same under both schedules. Tool errors: calls not read, refused
-    or raising."""
-
-    seconds: float = 0.0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    generation_wait: float = 0.0
-    environment_wait: float = 0.0
-    environment_steps: int = 0
-    tool_wait: float = 0.0
-    tool_calls: int = 0
-    tool_errors: int = 0
-    episodes_retried: int = 0
-    request_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    running_max: int = 0
-    live_tokens_max: int = 0
-    peak_memory_bytes: int = 0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Sampled tokens over wall time."""
-        return self.generated_tokens / max(self.seconds, 1e-9)
-
-    @property
-    def environment_share(self) -> float:
-        """Share of the episodes' waiting that was for environments rather than for the engine."""
-        return self._share(self.environment_wait)
-
-    @property
-    def tool_share(self) -> float:
-        """The same of waiting for tools."""
-        return self._share(self.tool_wait)
-
-    def _share(self, wait: float) -> float:
-        waits = self.environment_wait + self.tool_wait + self.generation_wait
-        return wait / waits if waits > 0 else 0.0
-
-    def then(self, other: RolloutLoad) -> RolloutLoad:
-        """What one engine did in two calls, one after the other."""
-        return self._joined(other, "running_max", "live_tokens_max", "peak_memory_bytes")
-
-    def beside(self, other: RolloutLoad) -> RolloutLoad:
-        """What two engines did at the same time. The most requests and live tokens are those of
-        one engine, for they fill one engine's memory."""
-        return self._joined(other, "seconds", "running_max", "live_tokens_max")
-
-    def _joined(self, other: RolloutLoad, *largest: str) -> RolloutLoad:
-        mine, theirs = asdict(self), asdict(other)
-        return RolloutLoad(
-            **{
-                name: max(value, theirs[name]) if name in largest else value + theirs[name]
-                for name, value in mine.items()
-            }
-        )
-
-
-class LoadMeter(RolloutLoad):
-    """The load of one rollout while it runs, updated by the agent loop; all methods are O(1).
-
-    report: gets the progress as JSON, a few times a second at most. `seconds` is 0 until `end`.
-    """
-
-    def __init__(
-        self, episodes: int, report: Callable[[dict[str, Any]], None] = lambda _: None
-    ) -> None:
-        super().__init__()
-        self.episodes = episodes
-        self.episodes_done = 0
-        self.episodes_failed = 0
-        self.reward_total = 0.0
-        self._live_tokens = 0
-        self._running = 0
-        self._report = report
-        self._report_due = 0.0
-        self._started = self._changed = time.perf_counter()
-
-    def requests_running(self, change: int) -> None:
-        """So many more requests are in the engine; negative when they came back."""
-        now = time.perf_counter()
-        if self._running:
-            self.request_seconds += self._running * (now - self._changed)
-            self.busy_seconds += now - self._changed
-        self._changed = now
-        self._running += change
-        self.running_max = max(self.running_max, self._running)
-
-    def tokens_live(self, change: int) -> None:
-        """The contexts of the live episodes grew (or, when one ends, shrank) by `change` tokens."""
-        self._live_tokens += change
-        self.live_tokens_max = max(self.live_tokens_max, self._live_tokens)
-
-    def progressed(self, last: bool = False) -> None:
-        """Report how far the rollout is, unless that was just done; the last time always."""
-        now = time.perf_counter()
-        if now < self._report_due and not last:
-            return
-        self._report_due = now + _PROGRESS_SECONDS
-        played = self.episodes_done - self.episodes_failed
-        self._report(
-            {
-                "episodes_done": self.episodes_done,
-                "episodes": self.episodes,
-                "tokens_per_second": self.generated_tokens / max(now - self._started, 1e-9),
-                "return": self.reward_total / max(played, 1),
-            }
-        )
-
-    def end(self) -> None:
-        """Stop the clock."""
-        self.requests_running(0)
-        self.seconds = time.perf_counter() - self._started
-
 
 Pair = list[float]
 """[sum, count]."""
@@ -153,12 +29,27 @@ _REASONS_KEPT = 16
 _REASON_CHARACTERS = 400
 
 
+class Span(BaseModel):
+    """The least and the greatest of some numbers."""
+
+    low: float
+    high: float
+
+    def merge(self, other: Span | None) -> Span:
+        """Of both sets together."""
+        if other is None:
+            return self
+        return Span(low=min(self.low, other.low), high=max(self.high, other.high))
+
+
 class RolloutStats(BaseModel):
     """Of unfailed episodes, except `failed` and `failures`, which maps why episodes failed to how
     often; a rank tells the most frequent only. Histograms map a value to how often it occurred.
 
     contexts and turns: of each episode. context_by_turn: the tokens that stand after each turn.
-    environment: the environment's own metrics.
+    environment: the environment's own metrics. group_spreads: of each group with two episodes or
+    more, the standard deviation of its returns. passes: of a suite, see `pass_rates`. parts: of
+    each environment, by its label, where the run has several; without load.
     """
 
     episodes: int = 0
@@ -173,28 +64,45 @@ class RolloutStats(BaseModel):
     outcomes: dict[str, int] = Field(default_factory=dict)
     finishes: dict[str, int] = Field(default_factory=dict)
     environment: dict[str, Pair] = Field(default_factory=dict)
+    returns_span: Span | None = None
+    group_spreads: Moments = Moments()
+    passes: dict[str, int] = Field(default_factory=dict)
+    parts: dict[str, RolloutStats] = Field(default_factory=dict)
     load: RolloutLoad = Field(default_factory=RolloutLoad)
 
     @classmethod
-    def of(cls, played: Sequence[Episode], meter: LoadMeter) -> RolloutStats:
+    def of(cls, played: Sequence[Episode], load: RolloutLoad) -> RolloutStats:
         """Of one rollout's episodes, the failed ones included, and what they took."""
+        parts: dict[str, list[Episode]] = {}
+        for episode in played:
+            parts.setdefault(episode.environment, []).append(episode)
+        whole = cls._of(played, load)
+        if list(parts) != [""]:
+            whole.parts = {label: cls._of(part, RolloutLoad()) for label, part in parts.items()}
+        return whole
+
+    @classmethod
+    def _of(cls, played: Sequence[Episode], load: RolloutLoad) -> RolloutStats:
         episodes = [episode for episode in played if not episode.failed]
         reasons = Counter(_reason(episode) for episode in played if episode.failed)
         samples = [sample for episode in episodes for sample in episode.samples]
+        returns = [episode.total_reward for episode in episodes]
         return cls(
             episodes=len(episodes),
-            failed=meter.episodes_failed,
+            failed=len(played) - len(episodes),
             failures=dict(reasons.most_common(_REASONS_KEPT)),
             samples=len(samples),
             answered_tokens=sum(sample.trained_tokens for sample in samples),
-            returns=Moments.from_values([episode.total_reward for episode in episodes]),
+            returns=Moments.from_values(returns),
+            returns_span=Span(low=min(returns), high=max(returns)) if returns else None,
+            group_spreads=_group_spreads(episodes, returns),
             contexts=Counter(episode.context_tokens for episode in episodes),
             turns=Counter(episode.turns for episode in episodes),
             context_by_turn=reduce(_added, map(_contexts_by_turn, episodes), []),
             outcomes=Counter(str(e.info["outcome"]) for e in episodes if "outcome" in e.info),
             finishes=Counter(episode.finish_reason for episode in episodes),
             environment=reduce(_added, map(_environment, episodes), {}),
-            load=meter,
+            load=load,
         )
 
 
@@ -213,7 +121,7 @@ def _added(one: Any, other: Any) -> Any:
     """Two numbers or sets of numbers as one; of mappings, lists and tallies part by part."""
     if one is None or other is None:
         return other if one is None else one
-    if isinstance(one, Moments):
+    if isinstance(one, Moments | Span):
         return one.merge(other)
     if isinstance(one, RolloutLoad):
         return one.then(other)
@@ -224,6 +132,15 @@ def _added(one: Any, other: Any) -> Any:
     if isinstance(one, RolloutStats):
         return RolloutStats(**_added(dict(one), dict(other)))
     return one + other
+
+
+def _group_spreads(episodes: Sequence[Episode], returns: Sequence[float]) -> Moments:
+    groups: dict[int, list[float]] = {}
+    for episode, value in zip(episodes, returns, strict=True):
+        groups.setdefault(episode.group_id, []).append(value)
+    return Moments.from_values(
+        [Moments.from_values(group).std() for group in groups.values() if len(group) > 1]
+    )
 
 
 def _reason(episode: Episode) -> str:
@@ -253,7 +170,7 @@ _TURNS_SHOWN = 32
 _Z95 = 1.959963984540054
 
 
-def wilson_interval(count: int, total: int) -> tuple[float, float]:
+def wilson_interval(count: float, total: int) -> tuple[float, float]:
     """95 % score interval of a share (Wilson 1927); (0, 1) when nothing was counted."""
     if total == 0:
         return 0.0, 1.0
@@ -295,7 +212,25 @@ def rollout_metrics(tally: RolloutStats) -> dict[str, float]:
         metrics[f"finish/{reason}"] = count / total
     for name, (value, times) in sorted(tally.environment.items()):
         metrics[f"environment/{name}"] = value / times
+    for label, part in sorted(tally.parts.items()):
+        metrics |= _part_metrics(label, part)
     return metrics | _load_metrics(tally)
+
+
+def _part_metrics(label: str, part: RolloutStats) -> dict[str, float]:
+    """One environment of several."""
+    total = max(part.episodes, 1)
+    turns = sum(value * count for value, count in part.turns.items())
+    own = {
+        "episodes": float(part.episodes),
+        "episodes_failed": float(part.failed),
+        "return/mean": part.returns.mean,
+        "return/std": part.returns.std(),
+        "turns/mean": turns / total,
+        "context/mean": float(_expanded(part.contexts).mean()),
+        **{f"outcome/{name}": count / total for name, count in outcome_counts(part).items()},
+    }
+    return {f"of/{label}/{name}": value for name, value in own.items()}
 
 
 def _load_metrics(tally: RolloutStats) -> dict[str, float]:

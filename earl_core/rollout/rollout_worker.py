@@ -8,33 +8,35 @@ transformers and vllm are imported when the engine is built, not before.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import Message
-from earl_core.environments.pool import EnvironmentPool
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
+from earl_core.rollout.environment_pools import EnvironmentPools
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, EngineLost, WeightSyncError
+from earl_core.rollout.held_out import evaluation_specs, suite_specs
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
-from earl_core.rollout.rollout_stats import LoadMeter, RolloutStats
+from earl_core.rollout.mixture import Draw
+from earl_core.rollout.pass_rates import count_passes
+from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.stores import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import Cancelled
-from earl_core.system.files import write_atomic
 from earl_core.system.memory import (
     OutOfMemory,
     give_back_free_memory,
@@ -47,10 +49,6 @@ from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.manifest import WeightsManifest
 
 logger = logging.getLogger(__name__)
-
-HELD_OUT_PROMPTS = 2**40
-"""Evaluations play prompts from here on; training never gets that far. Even, so that games that
-take the side from the prompt's parity start with the same side as in training."""
 
 _CANCEL_SECONDS = 0.25
 
@@ -69,7 +67,8 @@ class RolloutWorker(RunWorker):
         self._chat: ChatTokenizer | None = None
         self._digest = ""
         self._positions: int | None = None
-        self._pools: dict[str, EnvironmentPool] = {}
+        log = self._context.log_path
+        self._pools = EnvironmentPools(log, self._run_directory / "environments.json")
 
     async def prepare(self) -> None:
         """Start the engine, with the model's initial weights; raises as `ensure` does."""
@@ -139,33 +138,38 @@ class RolloutWorker(RunWorker):
         *,
         share: int = 0,
         of_prompts: int | None = None,
+        draws: Sequence[Draw] | None = None,
     ) -> dict[str, Any]:
         """Play the call's iteration's episodes and publish their samples as a shard.
 
         Group ids are the prompts' indices in the run, episode_id = group_id * group_size + k.
         share: tells this call's shard from the iteration's others. of_prompts: how many prompts
-        the whole rollout has, if more than these. Returns `shards` (entries for the manifest) and
-        `tally`, a dumped `RolloutStats`, from which the numbers of all shares follow. Raises
-        `RolloutFailed` when too many episodes failed.
+        the whole rollout has, if more than these. draws: what each prompt plays, where the run has
+        several environments. Returns `shards` (entries for the manifest) and `tally`, a dumped
+        `RolloutStats`, from which the numbers of all shares follow. Raises `RolloutFailed` when
+        too many episodes failed.
         """
         config = self._config
         iteration = self._context.iteration or 0
         size = config.rollout.group_size
+        groups = range(first_prompt, first_prompt + prompts)
+        draws = [("", group) for group in groups] if draws is None else draws
         specs = [
             EpisodeSpec(
                 episode_id=group * size + member,
                 group_id=group,
-                prompt_id=group,
+                prompt_id=prompt,
                 seed=derive_seed(config.seed, iteration, "rollout", group * size + member),
+                environment=label,
             )
-            for group in range(first_prompt, first_prompt + prompts)
+            for group, (label, prompt) in zip(groups, draws, strict=True)
             for member in range(size)
         ]
         whole = (of_prompts or prompts) * size
         settings = self._settings(config.rollout.temperature, whole)
-        episodes, tally = await self._play(specs, settings, {})
+        episodes, tally = await self._play(specs, settings, config.played)
         if whole == len(specs):
-            rollout_stats.check_failures(tally, config.environment.max_failed_share)
+            rollout_stats.check_failures(tally, config.rollout.max_failed_share)
         with guarded("rollout", "writing the samples"):
             fault_points.point(f"rollout.played{first_prompt}", iteration)
             entry = run_store(self._run_directory, config).publish(
@@ -185,37 +189,42 @@ class RolloutWorker(RunWorker):
         self,
         episodes: int,
         temperature: float | None = None,
-        options: dict[str, Any] | None = None,
         *,
         first: int = 0,
         of_episodes: int | None = None,
     ) -> dict[str, Any]:
         """Play held-out episodes, one for each prompt, and train on none.
 
+        Where the run has several environments, each has its part by the weights of the run file.
+
         Every iteration plays the same prompts with the same seeds, so that curves compare like with
-        like. temperature: None as in the rollout, 0 greedy. options: environment
-        options that differ from training. first: where a share of `of_episodes` begins. Returns
-        `tally` as `rollout` does.
+        like. temperature: None as in the rollout, 0 greedy. first: where a share of
+        `of_episodes` begins. Returns `tally` as `rollout` does.
         """
-        seed, begin = self._config.seed, HELD_OUT_PROMPTS + first
-        specs = [
-            EpisodeSpec(prompt, prompt, prompt, derive_seed(seed, "evaluation", prompt))
-            for prompt in range(begin, begin + episodes)
-        ]
+        config = self._config
+        specs = evaluation_specs(config, range(first, first + episodes))
         settings = self._settings(temperature, of_episodes)
-        _, tally = await self._play(specs, settings, options or {})
+        _, tally = await self._play(specs, settings, config.evaluated)
+        return {"tally": tally.model_dump(mode="json")}
+
+    async def play_suite(
+        self, label: str, prompts: int, *, first: int = 0, of_prompts: int | None = None
+    ) -> dict[str, Any]:
+        """Play every attempt at a part of a suite's prompts; as `evaluate`, with `passes`."""
+        (suite,) = (each for each in self._config.evaluation.suites if each.label == label)
+        specs = suite_specs(suite, self._config.seed, range(first, first + prompts))
+        settings = self._settings(suite.temperature, (of_prompts or prompts) * suite.attempts)
+        episodes, tally = await self._play(specs, settings, {label: suite})
+        tally.passes = count_passes(episodes, suite.passing_return)
         return {"tally": tally.model_dump(mode="json")}
 
     async def play_one(
-        self,
-        prompt: int,
-        seed: int,
-        temperature: float | None = None,
-        options: dict[str, Any] | None = None,
+        self, prompt: int, seed: int, temperature: float | None = None, environment: str = ""
     ) -> dict[str, Any]:
         """Play one episode and return its transcript (see `rollout_stats.example`)."""
-        spec = EpisodeSpec(prompt, prompt, prompt, seed)
-        episodes, _ = await self._play([spec], self._settings(temperature), options or {})
+        spec = EpisodeSpec(prompt, prompt, prompt, seed, environment)
+        played = self._config.played
+        episodes, _ = await self._play([spec], self._settings(temperature), played)
         return rollout_stats.example(episodes[0])
 
     async def answer(
@@ -281,21 +290,19 @@ class RolloutWorker(RunWorker):
     async def close(self) -> None:
         """End the engine and the environments' processes."""
         await self._drop_engine()
-        pools, self._pools = self._pools, {}
-        for pool in pools.values():
-            await pool.stop()
+        await self._pools.close()
 
     async def _play(
-        self, specs: Sequence[EpisodeSpec], settings: PlaySettings, options: dict[str, Any]
+        self,
+        specs: Sequence[EpisodeSpec],
+        settings: PlaySettings,
+        environments: Mapping[str, EnvironmentConfig],
     ) -> tuple[list[Episode], RolloutStats]:
         engine, chat = self._ready()
-        pool = await self._pool(options, settings.max_live_episodes or len(specs))
         meter = LoadMeter(len(specs), self._context.report)
         reset_peaks(self._processes())
-        player = play
-        if self._config.environment.agent:
-            from earl_core.rollout.gateway.play import play_agents as player
-        task = asyncio.ensure_future(player(engine, pool, chat, specs, settings, meter=meter))
+        playing = self._pools.play(engine, chat, environments, specs, settings, meter)
+        task = asyncio.ensure_future(playing)
         try:
             while not task.done():
                 if self._context.cancelled.is_set():
@@ -323,7 +330,7 @@ class RolloutWorker(RunWorker):
             max_tokens_per_turn=rollout.max_tokens_per_turn,
             max_tokens_per_episode=rollout.max_tokens_per_episode,
             temperature=rollout.temperature if temperature is None else temperature,
-            max_failed_share=self._config.environment.max_failed_share,
+            max_failed_share=rollout.max_failed_share,
             episodes=episodes,
             # Twice as many as decode at a time: while half of them wait for their environments
             # the engine stays full, and the prefix cache still holds every live conversation.
@@ -335,26 +342,6 @@ class RolloutWorker(RunWorker):
         if self._engine is None or self._chat is None:
             raise RuntimeError("the rollout worker has no weights yet: call `ensure` first")
         return self._engine, self._chat
-
-    async def _pool(self, options: dict[str, Any], concurrency: int) -> EnvironmentPool:
-        environment = self._config.environment
-        merged = {**environment.options, **options}
-        key = json.dumps(merged, sort_keys=True)
-        if key not in self._pools:
-            log = self._context.log_path
-            pool = EnvironmentPool.of(
-                environment,
-                merged,
-                hosts=environment.hosts,
-                concurrency=concurrency,
-                log_path=log.with_name(f"{log.stem}-environments-{len(self._pools)}.log"),
-            )
-            await pool.start()
-            if environment.python is not None:
-                found = json.dumps({"interpreter": environment.python, **pool.versions}, indent=1)
-                write_atomic(self._run_directory / "environment.json", found.encode())
-            self._pools[key] = pool
-        return self._pools[key]
 
     async def _drop_engine(self) -> None:
         engine, self._engine, self._digest = self._engine, None, ""

@@ -19,6 +19,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,10 @@ from earl_core.system.files import FileLock, make_directory, write_atomic
 
 logger = logging.getLogger(__name__)
 
-_IDENTITY = ("seed", "model", "environment.name", "environment.agent", "environment.options")
-"""Settings that make a run another one. The rest may change when it is resumed: how many episodes
-may fail, how many hosts there are and how long they may take, among others."""
+_IDENTITY = ("seed", "model")
+"""Settings that make a run another one, beside what is played. The rest may change when it is
+resumed: how many episodes may fail, how many hosts there are and how long they may take, among
+others."""
 
 
 class RunDirectory:
@@ -124,6 +126,8 @@ class RunDirectory:
             return
         before, now = self.record["settings"], settings_of(self.config)
         different = [part for part in _IDENTITY if look_up(before, part) != look_up(now, part)]
+        if _played(before) != _played(now):
+            different.append("environment")
         if different:
             raise ConfigError(
                 f"the run directory {self.path} belongs to a run with another "
@@ -359,6 +363,13 @@ class RunDirectory:
         if self._store_lock is not None:
             self._store_lock.release()
         self._lock.release()
+
+
+def _played(settings: Mapping[str, Any]) -> list[list[Any]]:
+    """What is played; weights and time limits may change."""
+    played = (settings.get("environment"), *settings.get("environments", ()))
+    names = ("label", "name", "agent", "options")
+    return [[each.get(name) for name in names] for each in played if each]
 
 
 def _holds_something(path: Path) -> bool:

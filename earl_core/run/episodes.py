@@ -36,7 +36,7 @@ SCHEMA = ROLLOUT_SCHEMA.set(ROLLOUT_SCHEMA.get_field_index("texts"), _TEXTS).app
 """Of the files."""
 
 _SOURCE = b"earl.source"
-_SHOWN = ["episode_id", "prompt_id", "finish_reason", "outcome", "reward"]
+_SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]
 _PER_SAMPLE = ["texts", "turn_rewards", "turn_starts", "loss_mask"]
 
 
@@ -89,8 +89,8 @@ def remove_oldest(run_directory: Path, most_bytes: int) -> None:
 def read_episodes(path: Path, most: int) -> list[dict[str, Any]]:
     """The first `most` episodes to read, none where none were kept.
 
-    Each: episode_id, prompt_id, outcome, finish_reason, reward, `turns` (observation, answer,
-    reward, and the tokens of the answer) and `closing`. Raises `EpisodesDamaged`.
+    Each: episode_id, prompt_id, environment, outcome, finish_reason, reward, `turns` (observation,
+    answer, reward, and the tokens of the answer) and `closing`. Raises `EpisodesDamaged`.
     """
     episodes: dict[int, dict[str, Any]] = {}
     try:

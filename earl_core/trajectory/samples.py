@@ -76,6 +76,7 @@ class Episode:
     samples: list[Sample] = field(default_factory=list)
     finish_reason: str = ""
     info: dict[str, object] = field(default_factory=dict)
+    environment: str = ""
 
     @property
     def failed(self) -> bool:
@@ -142,6 +143,7 @@ def rollout_rows(episodes: Iterable[Episode]) -> Rows:
     }
     strings = {
         "finish_reason": [episode.finish_reason for episode, _, _ in rows],
+        "environment": [episode.environment for episode, _, _ in rows],
         "outcome": [utf8(str(episode.info.get("outcome", ""))) for episode, _, _ in rows],
         # JSON escapes what is no UTF-8, which an environment may say.
         "texts": [json.dumps(sample.texts) for _, _, sample in rows],
@@ -169,12 +171,21 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Which episode to play. `seed` keys all its draws: the environment's and each turn's."""
+    """Which episode to play. `seed` keys all its draws: the environment's and each turn's.
+
+    environment: its label, where the run has several. prompt_id: the prompt's index there.
+    """
 
     episode_id: int
     group_id: int
     prompt_id: int
     seed: int
+    environment: str = ""
+
+    def episode(self, samples: Sequence[Sample] = ()) -> Episode:
+        """The episode, before or after it was played."""
+        ids = self.episode_id, self.group_id, self.prompt_id
+        return Episode(*ids, list(samples), environment=self.environment)
 
     @property
     def environment_seed(self) -> int:

@@ -19,7 +19,8 @@ logarithms under the distribution really sampled from (temperature included), 0 
 is 0, never NaN. Turn columns: `turn_starts` int32, the index of the turn's first token;
 `policy_version_first`, `policy_version_last` int32, the policy versions that produced the turn's
 first and last sampled token; `turn_rewards` float32. Scalars: `sample_id`, `episode_id`,
-`group_id`, `prompt_id` int64; `turns` int32; `finish_reason` string; `outcome` string, as the
+`group_id`, `prompt_id` int64; `turns` int32; `environment` string, its label where the run has
+several, else empty; `finish_reason` string; `outcome` string, as the
 environment called it, or empty; `texts` string, a JSON list: each turn's observation and answer,
 and in an episode's last sample what the environment said at its end. Rows are sorted by
 `sample_id`. Later stages add columns for the same rows and never copy them.
@@ -61,6 +62,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("group_id", pa.int64()),
         _field("prompt_id", pa.int64()),
         _field("turns", pa.int32()),
+        _field("environment", pa.large_string()),
         _field("finish_reason", pa.large_string()),
         _field("outcome", pa.large_string()),
         _field("texts", pa.large_string()),

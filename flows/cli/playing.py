@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,16 @@ class Person:
     """
 
     def __init__(self, console: Console, config: RunConfig) -> None:
-        name = config.environment.played
-        game = create(name, config.environment.options) if name in _GAMES else None
-        if not isinstance(game, BoardGame):
+        games = [each for each in config.played.values() if each.played in _GAMES]
+        if not games:
+            names = ", ".join(repr(each.played) for each in config.played.values())
             raise ConfigError(
-                f"--me works for {' and '.join(_GAMES)}, not for {name!r}",
+                f"--me works for {' and '.join(_GAMES)}, not for {names}",
                 remedy="leave it out to watch the agent play",
             )
+        self.options = games[0].options
+        game = create(games[0].played, self.options)
+        assert isinstance(game, BoardGame)
         self.console = console
         self.game: BoardGame[Any] = game
         # The games know their opponents by this one attribute; a person is one more of them.
@@ -103,6 +107,7 @@ def play(
     person = Person(console, config) if me else None
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     outcomes: Counter[str] = Counter()
+    labels = itertools.cycle(config.played)
     seed = secrets.randbits(32) if seed is None else seed
     console.print(f"Loading {checkpoint.label} of {path.name} …", style="dim")
     try:
@@ -112,9 +117,9 @@ def play(
                 place = (_FIRST_PROMPT + number, derive_seed(seed, "play", number))
                 console.rule(f"game {number + 1}")
                 if person is not None:
-                    outcome = _against_person(player, config, person, place, temperature)
+                    outcome = _against_person(player, person, place, temperature)
                 else:
-                    outcome = _watch(player, console, place, temperature)
+                    outcome = _watch(player, console, place, temperature, next(labels))
                 outcomes[outcome] += 1
     except (KeyboardInterrupt, EOFError):
         console.print()
@@ -124,9 +129,15 @@ def play(
 
 
 def _watch(
-    player: PolicyPlayer, console: Console, place: tuple[int, int], temperature: float | None
+    player: PolicyPlayer,
+    console: Console,
+    place: tuple[int, int],
+    temperature: float | None,
+    label: str,
 ) -> str:
-    game = player.play_one(*place, temperature)
+    if label:
+        console.print(label, style="dim")
+    game = player.play_one(*place, temperature, label)
     pause = _MOVE_SECONDS if console.is_terminal else 0.0
     for turn in game["turns"]:
         show(console, str(turn.get("observation", "")))
@@ -144,7 +155,6 @@ def _watch(
 
 def _against_person(
     player: PolicyPlayer,
-    config: RunConfig,
     person: Person,
     place: tuple[int, int],
     temperature: float | None,
@@ -152,7 +162,7 @@ def _against_person(
     console = person.console
     environment = person.game
     prompt, seed = place
-    person.begin(first=environment_side(config, prompt) == "second")
+    person.begin(first=environment_side(person.options, prompt) == "second")
     messages = environment.reset(prompt, seed)
     total = 0.0
     for turn in itertools.count():
@@ -170,9 +180,9 @@ def _against_person(
     raise AssertionError("a game without an end")
 
 
-def environment_side(config: RunConfig, prompt: int) -> str:
+def environment_side(options: Mapping[str, Any], prompt: int) -> str:
     """Whether the agent moves `first` or `second` in the game of this prompt."""
-    side = config.environment.options.get("agent_side", "both")
+    side = options.get("agent_side", "both")
     return ("first", "second")[prompt % 2] if side == "both" else str(side)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.worker_groups import preload_ranks
+from earl_core.environments.registry import BUILT_IN
 from earl_core.models.smollm2 import gguf_file
 from earl_core.run.lock import in_use, is_locked
 from earl_core.run.record import is_finished, stored_config
@@ -104,7 +105,8 @@ def preflight(settings: RunConfig, run: Path) -> None:
     """
     parts = [configuration.references, configuration.model, configuration.stages]
     # Code of the user's runs in worker processes only; the controller checks it there.
-    if ":" not in settings.environment.played and settings.environment.played != "textarena":
+    names = {each.played for each in settings.played.values()}
+    if names <= BUILT_IN.keys() - {"textarena"}:
         parts.append(configuration.environment)
     for part in parts:
         list(part(settings))

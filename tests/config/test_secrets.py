@@ -232,7 +232,7 @@ def test_a_reference_that_leads_to_nothing_is_named(tmp_path: Path) -> None:
         (f"file:{open_to_all}", "chmod 600"),
     ):
         config = parse_config(run_with("api_key", reference))
-        with pytest.raises(ConfigError, match=f"environment.options: .*({reason})"):
+        with pytest.raises(ConfigError, match=f"environment.options.*: .*({reason})"):
             check_references(config)
         with pytest.raises(ConfigError, match=reason):
             check(config.environment.name, config.environment.options)

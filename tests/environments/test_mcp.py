@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from earl_core.config.rollout import McpConfig
+from earl_core.config.environment import McpConfig
 from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.config.rollout import EnvironmentConfig
+from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.environments.registry import environment_class, toolbox

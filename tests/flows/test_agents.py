@@ -36,7 +36,7 @@ def test_environments_under_another_interpreter_train(runs: Runs) -> None:
     """Here it is the same Python, started with nothing of ours but the hosts' program."""
     runs.train(*LEARNING, "iterations=2", f"environment.python={sys.executable}")
     runs.assert_learnt()
-    record = json.loads((runs.run() / "environment.json").read_text())
+    record = json.loads((runs.run() / "environments.json").read_text())["tic_tac_toe"]
     assert record["interpreter"] == sys.executable
     assert record["python"] == sys.version.split()[0]
     assert record["pydantic"]

@@ -30,7 +30,7 @@ both sides of STABLE."""
 CHANGES = {
     "select": "update.max_tokens_per_microbatch={}",
     "rollout": "rollout.temperature={}",
-    "environment": "environment.max_failed_share={}",
+    "environment": "rollout.max_failed_share={}",
     "advantage": "algorithm.advantage={}",
     "reference": "algorithm.kl={{placement: loss, coefficient: {}}}",
     "update": "update.learning_rate={}",

@@ -23,7 +23,7 @@ def test_a_secret_is_used_and_stored_nowhere(runs: Runs) -> None:
     settings = (
         "environment.name=tests.rollout.environments:LockedGame",
         f"environment.options={{key: 'file:{kept}'}}",
-        "environment.max_failed_share=1.0",
+        "rollout.max_failed_share=1.0",
         "tracking.enabled=true",
         f"tracking.uri=sqlite:///{runs.directory / 'runs' / 'mlflow.db'}",
     )

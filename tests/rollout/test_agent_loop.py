@@ -13,8 +13,8 @@ from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import RolloutFailed
+from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.rollout_stats import (
-    LoadMeter,
     RolloutStats,
     example,
     rollout_metrics,

@@ -27,7 +27,7 @@ from earl_core.rollout.gateway import gateway
 from earl_core.rollout.gateway.gateway import Gateway
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.gateway.session import Session
-from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 from tests.rollout.chat_models import CHATML, char_tokenizer, tiny_model

@@ -15,7 +15,8 @@ from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.gateway import Gateway
-from earl_core.rollout.rollout_stats import LoadMeter, RolloutStats, example, rollout_metrics
+from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.rollout.rollout_stats import RolloutStats, example, rollout_metrics
 from earl_core.rollout.tool_calls import Tools
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 from tests.environments.test_tools import SHOP, USER

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from earl_core.algorithms.moments import Moments
+from earl_core.rollout.rollout_load import LoadMeter, RolloutLoad
 from earl_core.rollout.rollout_stats import (
-    LoadMeter,
-    RolloutLoad,
     RolloutStats,
     evaluation_results,
     merge,

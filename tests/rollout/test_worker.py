@@ -18,6 +18,7 @@ from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError
 from earl_core.rollout.errors import RolloutFailed
+from earl_core.rollout.held_out import HELD_OUT_PROMPTS
 from earl_core.rollout.rollout_stats import (
     RolloutStats,
     check_failures,
@@ -26,7 +27,7 @@ from earl_core.rollout.rollout_stats import (
     rollout_metrics,
     selector_statistics,
 )
-from earl_core.rollout.rollout_worker import HELD_OUT_PROMPTS, RolloutWorker
+from earl_core.rollout.rollout_worker import RolloutWorker
 from earl_core.run.record import write_record
 from earl_core.system.errors import Cancelled
 from earl_core.trajectory.samples import derive_seed
@@ -196,15 +197,13 @@ def test_ensure_loads_only_what_is_new(setting: Setting, tmp_path: Path) -> None
 
 def test_evaluation_is_held_out_and_repeatable(setting: Setting) -> None:
     async def work(worker: RolloutWorker) -> list[Any]:
-        options = {"opponent": "perfect"}
-        return [
-            await worker.evaluate(8),
-            await worker.evaluate(8),
-            await worker.evaluate(8, temperature=0.0, options=options),
-        ]
+        return [await worker.evaluate(8), await worker.evaluate(8)]
 
-    first, second, hard = setting.run(work, iteration=1)
-    later, *_ = setting.run(work, iteration=2)
+    first, second = setting.run(work, iteration=1)
+    later, _ = setting.run(work, iteration=2)
+    setting.config["evaluation"] = {"options": {"opponent": "perfect"}}
+    hard = setting.run(lambda worker: worker.evaluate(8, temperature=0.0))
+    del setting.config["evaluation"]
     results = [evaluation_results(tally_of(found)) for found in (first, second, later, hard)]
     assert results[0]["outcomes"] == results[1]["outcomes"] == results[2]["outcomes"]
     assert results[0]["metrics"]["return/mean"] == results[1]["metrics"]["return/mean"]
@@ -231,14 +230,14 @@ def test_episodes_whose_environment_fails_leave_the_shard(setting: Setting) -> N
     setting.config["environment"] |= {
         "name": "tests.rollout.environments:Unreliable",
         "options": {"raising": [1], "hanging": [4]},
-        "max_failed_share": 0.5,
     }
+    setting.config["rollout"]["max_failed_share"] = 0.5
     result = setting.run(lambda worker: worker.rollout(0, 6))
     assert sorted(set(setting.table(result)["group_id"].to_pylist())) == [0, 2, 3, 5]
     numbers = rollout_metrics(tally_of(result))
     assert numbers["episodes_failed"] == 4
     assert numbers["return/mean"] == 2.0
-    setting.config["environment"]["max_failed_share"] = 0.1
+    setting.config["rollout"]["max_failed_share"] = 0.1
     with pytest.raises(RolloutFailed, match=r"(?s)4 of 12 episodes.*this prompt has no answer"):
         setting.run(lambda worker: worker.rollout(0, 6))
 
@@ -249,8 +248,8 @@ def test_episodes_that_lost_their_host_and_cannot_be_replayed_are_played_anew(
     setting.config["environment"] |= {
         "name": "tests.rollout.environments:Fleeting",
         "options": {"hanging": 3, "mark": str(setting.root / "hung")},
-        "max_failed_share": 0.1,
     }
+    setting.config["rollout"]["max_failed_share"] = 0.1
     result = setting.run(lambda worker: worker.rollout(0, 6))
     # The call over its deadline failed its own episode, and cost the host of all others.
     numbers = rollout_metrics(tally_of(result))
@@ -267,8 +266,8 @@ def test_failures_of_a_share_are_judged_against_the_whole(setting: Setting) -> N
     setting.config["environment"] |= {
         "name": "tests.rollout.environments:Unreliable",
         "options": {"raising": [0, 1], "hanging": []},
-        "max_failed_share": 0.4,
     }
+    setting.config["rollout"]["max_failed_share"] = 0.4
 
     async def play_shares(worker: RolloutWorker) -> list[Any]:
         return [await worker.rollout(2 * n, 2, share=n, of_prompts=6) for n in range(3)]
@@ -286,12 +285,12 @@ def test_a_rollout_that_failed_altogether_says_why(setting: Setting) -> None:
     setting.config["environment"] |= {
         "name": "tests.rollout.environments:Unreliable",
         "options": {"raising": [0, 1], "hanging": []},
-        "max_failed_share": 1.0,
     }
+    setting.config["rollout"]["max_failed_share"] = 1.0
     words = r"every episode failed.*\(4 of 4\) is environment_error: .*this prompt has no answer"
     with pytest.raises(RolloutFailed, match=words):
         setting.run(lambda worker: worker.rollout(0, 2))
-    setting.config["environment"]["max_failed_share"] = 0.1
+    setting.config["rollout"]["max_failed_share"] = 0.1
     with pytest.raises(RolloutFailed, match="of 12 episodes failed"):
         setting.run(lambda worker: worker.rollout(0, 2, of_prompts=6))
 

@@ -97,16 +97,18 @@ def test_a_run_directory_belongs_to_one_model_environment_and_seed(tmp_path: Pat
         RunDirectory.open(config_in(tmp_path, seed=1))
     RunDirectory.open(config_in(tmp_path, iterations=9)).close()
     for other in ({"name": "connect_four"}, {"name": "tic_tac_toe", "options": {"size": 4}}):
-        with pytest.raises(ConfigError, match=r"another environment\."):
+        with pytest.raises(ConfigError, match="another environment"):
             RunDirectory.open(config_in(tmp_path, environment=other))
 
 
 def test_what_the_advice_of_a_failure_names_can_be_changed(tmp_path: Path) -> None:
     RunDirectory.open(config_in(tmp_path)).close()
-    patient = {"max_failed_share": 0.9, "hosts": 3, "step_timeout_seconds": 60}
-    run = RunDirectory.open(config_in(tmp_path, environment={"name": "tic_tac_toe", **patient}))
+    patient = {"hosts": 3, "step_timeout_seconds": 60}
+    sizes = {"prompts_per_iteration": 4, "group_size": 2, "max_turns": 5, "max_failed_share": 0.9}
+    environment = {"name": "tic_tac_toe", **patient}
+    run = RunDirectory.open(config_in(tmp_path, environment=environment, rollout=sizes))
     run.close()
-    assert run.config.environment.max_failed_share == 0.9
+    assert run.config.rollout.max_failed_share == 0.9
 
 
 def test_a_configuration_is_stored_when_it_was_found_to_work(tmp_path: Path) -> None:

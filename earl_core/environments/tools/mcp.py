@@ -27,7 +27,7 @@ _BOUND = (
 
 
 class Server:
-    """One server. settings: `command` or `url`, as in `config.rollout.McpConfig`."""
+    """One server. settings: `command` or `url`, as in `config.environment.McpConfig`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings

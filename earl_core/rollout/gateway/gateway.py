@@ -29,7 +29,7 @@ from earl_core.rollout.engines.engine import Completion, Engine, GenerationReque
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway import chat_completions, generate
 from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Locate, Session, refused
-from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
 
 MODEL = "policy"

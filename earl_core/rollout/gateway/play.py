@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.pool import EnvironmentPool
-from earl_core.rollout.agent_loop import RETRIES, check_failures
+from earl_core.rollout.agent_loop import RETRIES, check_failures, live_slots
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.gateway import Gateway
 from earl_core.rollout.gateway.session import Session
-from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,12 @@ async def play_agents(
     settings: PlaySettings,
     *,
     meter: LoadMeter | None = None,
+    slots: asyncio.Semaphore | None = None,
 ) -> list[Episode]:
     """As `agent_loop.play`, with agents of the pool (`environments.agent`) instead of environments:
     what they ask of the gateway makes the episode, what they return is its reward."""
     meter = meter or LoadMeter(len(specs))
-    slots = asyncio.Semaphore(settings.max_live_episodes or len(specs) or 1)
+    slots = slots or live_slots(settings, len(specs))
     episodes: dict[int, Episode] = {}
 
     async def one(gateway: Gateway, spec: EpisodeSpec) -> None:

@@ -20,7 +20,7 @@ from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.branches import Branches, Prompt
-from earl_core.rollout.rollout_stats import LoadMeter
+from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample
 
@@ -156,8 +156,7 @@ class Session:
     def _end(self, reason: str) -> Episode:
         self._over = True
         self._count_live(-self._live)
-        spec = self.spec
-        episode = Episode(spec.episode_id, spec.group_id, spec.prompt_id, self._branches.samples)
+        episode = self.spec.episode(self._branches.samples)
         episode.finish_reason = reason
         return episode
 

@@ -89,4 +89,5 @@ def stages(config: RunConfig) -> Iterator[Finding]:
 def environment(config: RunConfig) -> Iterator[Finding]:
     """Make the environments once, in a process of their own; runs the user's code."""
     asyncio.run(check_environments(config))
-    yield Finding("good", f"environment {config.environment.played}")
+    names = ", ".join(each.played for each in config.played.values())
+    yield Finding("good", f"environment {names}")

@@ -1,0 +1,181 @@
+"""What is played: an environment, an agent of the user's own, or a mixture of several."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from earl_core.config.settings import Options, Settings
+
+
+class McpConfig(Settings):
+    """A server of tools: one that each environment host starts, or one that runs somewhere."""
+
+    command: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="Started by each host, spoken to over its pipes."
+    )
+    url: str | None = Field(
+        default=None, pattern="^https?://", description="Of a server's streamable HTTP endpoint."
+    )
+    variables: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables of the command; env:NAME and file:PATH are replaced.",
+    )
+    headers: dict[str, str] = Field(
+        default_factory=dict, description="Of requests to the url; references are replaced."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> McpConfig:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("give either command or url of each server of environment.mcp")
+        if (self.variables and self.url) or (self.headers and self.command):
+            raise ValueError(
+                "variables are for a command and headers for a url: move or drop them in "
+                "environment.mcp"
+            )
+        return self
+
+
+class EnvironmentConfig(Settings):
+    """A game or tool environment, or an agent, and how its failures are handled."""
+
+    name: str | None = Field(
+        default=None,
+        description="A registered name (tic_tac_toe, connect_four, prompt, textarena) or an "
+        "import path `package.module:Class`.",
+    )
+    agent: str | None = Field(
+        default=None,
+        description="Instead of a name: the import path `package.module:function` of an agent, "
+        "which is called as run(task, base_url, api_key) and returns the reward.",
+    )
+    options: Options = Field(
+        default_factory=dict,
+        description="Passed to the environment, checked before work starts; part of an agent's "
+        "task.",
+    )
+    python: str | None = Field(
+        default=None,
+        description="Another interpreter (3.11 or later) for the environment hosts, such as "
+        "path/to/venv/bin/python: its packages are its own, EARL's are not there.",
+    )
+    tools: tuple[str, ...] = Field(
+        default=(),
+        description="What the model may call: calculator, python, or the import path "
+        "`package.module:function` of a function with type hints and a docstring.",
+    )
+    mcp: tuple[McpConfig, ...] = Field(
+        default=(), description="Servers of the Model Context Protocol whose tools may be called."
+    )
+    tool_timeout_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="A tool that is a coroutine, or of a server, is ended then, and the model "
+        "told; a plain function may take as long as a step.",
+    )
+    hosts: int = Field(
+        default=1, ge=1, description="Processes that run environment code, for each engine."
+    )
+    step_timeout_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="A reset or step that takes longer fails its episode. A coroutine is "
+        "cancelled; otherwise its host ends, whose other episodes are replayed.",
+    )
+    episode_timeout_seconds: float = Field(
+        default=600.0, gt=0, description="An agent that runs longer is ended; its episode fails."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> EnvironmentConfig:
+        if bool(self.name) == bool(self.agent):
+            raise ValueError(
+                "give either environment.name, an environment, or environment.agent, the import "
+                "path of an agent"
+            )
+        tools = self.tools or self.mcp
+        if self.agent and tools:
+            raise ValueError(
+                "environment.tools and environment.mcp are for environments: an agent has its own "
+                "tools, which it names in its requests; drop them"
+            )
+        if tools and self.tool_timeout_seconds >= self.step_timeout_seconds:
+            raise ValueError(
+                f"environment.tool_timeout_seconds ({self.tool_timeout_seconds:g}) must be below "
+                f"environment.step_timeout_seconds ({self.step_timeout_seconds:g}), after which "
+                "the episode fails: raise the latter"
+            )
+        return self
+
+    @property
+    def played(self) -> str:
+        """What `environments.registry` knows it by."""
+        return self.name or f"agent:{self.agent}"
+
+
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""Names an environment in metrics and tables."""
+
+
+class MixedEnvironment(EnvironmentConfig):
+    """One of several environments of a run."""
+
+    label: Label | None = Field(
+        default=None, description="Its name in metrics; None: the last part of name or agent."
+    )
+    weight: float = Field(
+        default=1.0, gt=0, description="Its part of the prompts, relative to the others' weights."
+    )
+
+    @property
+    def title(self) -> str:
+        """Its label, or what stands for it."""
+        return self.label or re.split(r"[:.]", self.played)[-1]
+
+
+class CurriculumConfig(Settings):
+    """Prompts go where the policy can learn most: to the environments whose groups differ most.
+
+    An environment's weight is multiplied by the mean spread of its groups: the standard deviation
+    of a group's returns over the range of returns seen. What is always won, or never, has none.
+    """
+
+    memory: float = Field(
+        default=0.7, ge=0, lt=1, description="Of the mean over iterations; 0: the last one only."
+    )
+    least_share: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="This share of the prompts follows the weights alone, so that none is lost "
+        "from sight.",
+    )
+
+
+class SuiteConfig(EnvironmentConfig):
+    """Held-out prompts of any environment, each tried `attempts` times."""
+
+    label: Label = Field(description="Its name in metrics and tables.")
+    prompts: int = Field(default=128, ge=1)
+    attempts: int = Field(
+        default=1, ge=1, description="At each prompt; pass@k is told for every power of 2 up to it."
+    )
+    passing_return: float = Field(
+        default=1.0, description="An attempt passes whose return is at least this."
+    )
+    temperature: float | None = Field(
+        default=None, ge=0, description="None: as in the rollout; 0: greedy."
+    )
+    every: int = Field(default=1, ge=1, description="Played in every so many evaluations.")
+
+    @model_validator(mode="after")
+    def _draws(self) -> SuiteConfig:
+        if self.attempts > 1 and self.temperature == 0:
+            raise ValueError(
+                f"the suite {self.label} has {self.attempts} attempts at temperature 0, which are "
+                "all the same: give a temperature, or one attempt"
+            )
+        return self

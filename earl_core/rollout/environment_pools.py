@@ -1,0 +1,107 @@
+"""The environment pools of a rollout worker, and episodes of several environments on one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from earl_core.config.environment import EnvironmentConfig
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.rollout.agent_loop import live_slots, play
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.engines.engine import Engine
+from earl_core.rollout.episode_player import PlaySettings
+from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.system.files import write_atomic
+from earl_core.trajectory.samples import Episode, EpisodeSpec
+
+
+class EnvironmentPools:
+    """A pool for each environment and options that were played; `close` ends their processes.
+
+    log: beside it the hosts write theirs. record: gets the versions of foreign Pythons' packages.
+    """
+
+    def __init__(self, log: Path, record: Path) -> None:
+        self._log, self._record = log, record
+        self._pools: dict[str, EnvironmentPool] = {}
+        self._versions: dict[str, Any] = {}
+
+    async def play(
+        self,
+        engine: Engine,
+        chat: ChatTokenizer,
+        environments: Mapping[str, EnvironmentConfig],
+        specs: Sequence[EpisodeSpec],
+        settings: PlaySettings,
+        meter: LoadMeter,
+    ) -> list[Episode]:
+        """`agent_loop.play` for specs of several environments, by their labels.
+
+        Side by side where the engine batches by itself, else one environment after the other, so
+        that equal inputs give equal episodes.
+        """
+        settings = replace(settings, episodes=settings.episodes or len(specs))
+        slots = live_slots(settings, len(specs))
+        parts: dict[str, list[EpisodeSpec]] = {}
+        for spec in specs:
+            parts.setdefault(spec.environment, []).append(spec)
+
+        async def of(label: str) -> list[Episode]:
+            environment, own = environments[label], parts[label]
+            pool = await self._pool(environment, settings.max_live_episodes or len(own))
+            player = play
+            if environment.agent:
+                from earl_core.rollout.gateway.play import play_agents as player
+            return await player(engine, pool, chat, own, settings, meter=meter, slots=slots)
+
+        if engine.lockstep:
+            played = [await of(label) for label in parts]
+        else:
+            played = await _all(*map(of, parts))
+        found = {episode.episode_id: episode for each in played for episode in each}
+        return [found[spec.episode_id] for spec in specs]
+
+    async def close(self) -> None:
+        """End all hosts."""
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            await pool.stop()
+
+    async def _pool(self, environment: EnvironmentConfig, concurrency: int) -> EnvironmentPool:
+        key = environment.model_dump_json()
+        if key not in self._pools:
+            pool = EnvironmentPool.of(
+                environment,
+                concurrency=concurrency,
+                log_path=self._log.with_name(
+                    f"{self._log.stem}-environments-{len(self._pools)}.log"
+                ),
+            )
+            self._pools[key] = pool
+            try:
+                await pool.start()
+            except BaseException:
+                del self._pools[key]
+                raise
+            if environment.python is not None:
+                self._versions[environment.played] = {
+                    "interpreter": environment.python,
+                    **pool.versions,
+                }
+                write_atomic(self._record, json.dumps(self._versions, indent=1).encode())
+        return self._pools[key]
+
+
+async def _all(*plays: Coroutine[Any, Any, list[Episode]]) -> list[list[Episode]]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in plays]
+    except BaseExceptionGroup as errors:
+        # The others were cancelled for it.
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
