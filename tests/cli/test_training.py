@@ -62,9 +62,13 @@ def test_evaluate_the_initial_model_with_other_settings(earl: Earl, finished_run
     shown = earl.run(
         "evaluate", "runs/done", "--checkpoint", "initial", "--episodes", "4",
         "--temperature", "0", "--set", "environment.options.opponent=perfect",
+        "--set", "evaluation.suites=[{label: easy, name: tic_tac_toe, options: {style: compact}, "
+        "prompts: 2, attempts: 2, passing_return: -2}]",
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     assert "the initial model (policy version 0): 4 held-out games" in shown.stdout
+    # A share of all, of two prompts: the interval says how little that is.
+    assert re.search(r"easy +4 +0 +[-.\d]+ ± [.\d]+ +100\.0% \(34\.2% - 100\.0%\)", shown.stdout)
 
 
 def test_watch_games_without_a_terminal(earl: Earl, finished_run: Done) -> None:

@@ -28,10 +28,12 @@ def artifact(client: MlflowClient, run_id: str, path: str) -> str:
 
 
 def evaluate(run: RunDirectory, iteration: int, **metrics: float) -> None:
+    passed = {"1": {"share": 0.5, "low": 0.2, "high": 0.8, "prompts": 8.0}}
+    suite = {"return": 0.5, "error": 0.1, "episodes": 8, "failed": 0, "pass": passed}
     run.seal(
         Manifest(
             run=run.uid, iteration=iteration, stage="evaluation", key="", policy_version=iteration,
-            metrics=metrics,
+            metrics=metrics, outputs={"suites": {"sums": suite}},
         )
     )  # fmt: skip
 
@@ -41,6 +43,7 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     tracker = runs.tracker(run)
     for iteration in range(3):
         finish(run, tracker, iteration, entropy=1.5, nothing=math.nan)
+    evaluate(run, 0)
     evaluate(run, 3, **{"outcome/win/share": 0.5})
     tracker.changed()
     tracker.close()
@@ -64,6 +67,9 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert history(uri, tracker.run_id, "entropy") == {0: 1.5, 1: 1.5, 2: 1.5}
     assert history(uri, tracker.run_id, "nothing") == {}
     assert history(uri, tracker.run_id, "evaluation/outcome/win/share") == {3: 0.5}
+    table = json.loads(artifact(client, tracker.run_id, "evaluation/suites.json"))
+    assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "sums"]]
+    assert json.loads(tags["mlflow.loggedArtifacts"])[0]["type"] == "table"
     assert yaml.safe_load(artifact(client, tracker.run_id, "config.yaml"))["name"] == "first"
     assert json.loads(artifact(client, tracker.run_id, "plans/000000.json")) == plan()
     assert client.list_artifacts(tracker.run_id, "plans")[1:] == []
@@ -194,7 +200,7 @@ def test_nothing_arrives_twice(runs: Runs) -> None:
         sent = json.loads(client.get_run(tracker.run_id).data.tags["earl.sent"])
         assert sent == {
             "chart": 0, "config.yaml": 1, "evaluation": 1, "metrics": 0, "past": 0, "plan": 0,
-            "trace": 0,
+            "suites": 1, "trace": 0,
         }  # fmt: skip
         assert history(tracker.uri, tracker.run_id) == {0: 0.0}
         assert history(tracker.uri, tracker.run_id, "evaluation/x") == {1: 0.5}
