@@ -10,8 +10,6 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options
 from earl_core.system.errors import ConfigError
@@ -21,19 +19,23 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 class PromptOptions(Options):
-    """Options of the prompt environment."""
+    """Options of the prompt environment.
 
-    path: str = Field(description="A .jsonl or .parquet file: a path or any fsspec URL.")
-    prompt_column: str = Field(default="prompt", description="A text, or a list of chat messages.")
-    answer_column: str | None = Field(
-        default="answer", description='Given to the reward function as row["answer"].'
-    )
-    system_prompt: str | None = Field(default=None, description="A system message before a text.")
-    reward_function: str = Field(
-        default="earl_core.environments.rewards:exact_match",
-        description="Import path of function(completion, row) -> float or (float, dict); with a "
-        "third argument it gets the messages of the tools that were used.",
-    )
+    path: a data set, as `data_set.read_rows` takes it: a path or any fsspec URL.
+    split: of a data set that has several.
+    prompt_column: a text, or a list of chat messages.
+    answer_column: given to the reward function as row["answer"]; None: none is.
+    system_prompt: a system message before a text.
+    reward_function: import path of function(completion, row) -> float or (float, dict); with a
+        third argument it gets the messages of the tools that were used.
+    """
+
+    path: str
+    split: str | None = None
+    prompt_column: str = "prompt"
+    answer_column: str | None = "answer"
+    system_prompt: str | None = None
+    reward_function: str = "earl_core.environments.rewards:exact_match"
 
 
 class PromptEnvironment:
