@@ -9,6 +9,7 @@ from typing import Any
 
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
+from earl_core.environments.options import parse_options
 from earl_core.environments.tools.functions import load_tool
 from earl_core.environments.tools.mcp import open_servers
 from earl_core.environments.tools.toolbox import Toolbox
@@ -36,9 +37,6 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     if name.startswith(PREFIX):
         return AgentEnvironment(name.removeprefix(PREFIX), options)
     if name in BUILT_IN:
-        # Own environments run where pydantic may not be.
-        from earl_core.environments.options import parse_options
-
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment

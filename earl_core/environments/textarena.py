@@ -12,46 +12,42 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-from pydantic import Field
-
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.options import Options
+from earl_core.environments.options import Options, at_least
 from earl_core.environments.textarena_moves import legal_move
 from earl_core.system.errors import ConfigError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import import_object, import_package
 
 _GLOBAL_RANDOM = threading.Lock()
 _MAX_CONSECUTIVE_OPPONENT_MOVES = 1000
 
 
 class TextArenaOptions(Options):
-    """Options of the textarena adapter."""
+    """Options of the textarena adapter.
 
-    game: str = Field(description='A game of textarena by its id, such as "Nim-v0".')
-    game_options: dict[str, Any] = Field(
-        default_factory=dict, description="Passed to textarena.make."
-    )
-    agent_side: Literal["both", "first", "second"] = Field(
-        default="both", description="both: even prompts are player 0, odd ones player 1."
-    )
-    opponent: str = Field(
-        default="random",
-        description="random: a random legal move, where the game tells them; or the import path of "
-        "function(game, observation, random) -> str.",
-    )
-    allowed_errors: int = Field(
-        default=0, ge=0, description="Illegal answers forgiven per turn before the game is lost."
-    )
-    illegal_reward: float | None = Field(
-        default=-1.0,
-        description="Reward of a game lost by an illegal answer; null: the game's own.",
-    )
-    add_brackets: bool = Field(
-        default=True, description="Put an answer that has no [brackets] into brackets."
-    )
+    game: a game of textarena by its id, such as "Nim-v0".
+    game_options: passed to textarena.make.
+    agent_side: both: even prompts are player 0, odd ones player 1.
+    opponent: random: a random legal move, where the game tells them; or the import path of
+        function(game, observation, random) -> str.
+    allowed_errors: illegal answers forgiven per turn before the game is lost.
+    illegal_reward: of a game lost by an illegal answer; None: the game's own.
+    add_brackets: put an answer that has no [brackets] into brackets.
+    """
+
+    game: str
+    game_options: dict[str, Any] = field(default_factory=dict)
+    agent_side: Literal["both", "first", "second"] = "both"
+    opponent: str = "random"
+    allowed_errors: int = 0
+    illegal_reward: float | None = -1.0
+    add_brackets: bool = True
+
+    def __post_init__(self) -> None:
+        at_least("allowed_errors", self.allowed_errors, 0)
 
 
 class TextArenaEnvironment:
@@ -69,6 +65,7 @@ class TextArenaEnvironment:
 
     def __init__(self, options: TextArenaOptions) -> None:
         self.options = options
+        _textarena()
         self._opponent: Callable[[Any, str, random.Random], str] = legal_move
         if options.opponent != "random":
             self._opponent = import_object(options.opponent, "the option opponent")
@@ -164,8 +161,7 @@ class TextArenaEnvironment:
             outside = _random_state()
             try:
                 if seed is not None:
-                    random.seed(seed)
-                    np.random.seed(_seed(seed))
+                    _seed_random(seed)
                 elif self._random_state is not None:
                     _set_random_state(self._random_state)
                 yield
@@ -174,11 +170,22 @@ class TextArenaEnvironment:
                 _set_random_state(outside)
 
 
+def _seed_random(seed: str) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(_seed(seed))
+
+
 def _random_state() -> tuple[Any, Any]:
+    import numpy as np
+
     return random.getstate(), np.random.get_state()
 
 
 def _set_random_state(state: tuple[Any, Any]) -> None:
+    import numpy as np
+
     random.setstate(state[0])
     np.random.set_state(state[1])
 
@@ -187,14 +194,13 @@ def _seed(text: str) -> int:
     return random.Random(f"textarena/{text}").getrandbits(32)
 
 
+def _textarena() -> Any:
+    remedy = "pip install 'earl-rl[textarena]'"
+    return import_package("textarena", "the environment textarena", remedy)
+
+
 def _make_game(options: TextArenaOptions) -> Any:
-    try:
-        import textarena
-    except ImportError as error:
-        raise ConfigError(
-            "the environment textarena needs the package textarena",
-            remedy="pip install 'earl-rl[textarena]'",
-        ) from error
+    textarena = _textarena()
     # The variants differ only in wrappers; "-raw" has none, and so sends what is new, unaltered.
     name = options.game if options.game.endswith("-raw") else f"{options.game}-raw"
     known = textarena.envs.registration.ENV_REGISTRY
@@ -218,8 +224,7 @@ def _make_game(options: TextArenaOptions) -> Any:
 
 
 def _count_players(game: Any, name: str) -> int:
-    import textarena
-
+    textarena = _textarena()
     reasons = []
     for players, kind in ((1, textarena.SinglePlayerState), (2, textarena.TwoPlayerState)):
         try:

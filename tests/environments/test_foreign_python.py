@@ -103,7 +103,10 @@ def test_an_agent_runs_there_too(python: str) -> None:
         ({"python": "no/such/python"}, "is no program"),
         ({"python": "."}, "is no program"),
         ({"name": "no_such_module:World"}, "cannot be imported: ModuleNotFoundError"),
-        ({"name": "tic_tac_toe"}, "the environment 'tic_tac_toe' cannot be made: ImportError"),
+        (
+            {"name": "textarena", "options": {"game": "Nim-v0"}},
+            "the environment textarena needs the package textarena",
+        ),
         ({"tools": ["calculator"]}, "tools need the packages transformers and jsonschema"),
         ({"python": "/bin/false"}, "the host process died as it started"),
     ],

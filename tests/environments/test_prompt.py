@@ -103,7 +103,7 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
 
     row = json.dumps(ROWS[0]) + "\n"
     match("cannot be read: FileNotFoundError")
-    match("ends in .jsonl or .parquet", row, name="a.csv")
+    match("end in .jsonl or .parquet", row, name="a.csv")
     match("holds no rows", "\n")
     match("line 2 of .* is no JSON:", row + "{broken")
     match("line 1 of .* is no JSON object", "3\n")

@@ -11,8 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, Literal
 
-from pydantic import Field, field_validator
-
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.games.opponents import (
     OpponentName,
@@ -20,7 +18,7 @@ from earl_core.environments.games.opponents import (
     StateT,
     make_opponent,
 )
-from earl_core.environments.options import Options
+from earl_core.environments.options import Options, at_least, check_pattern
 
 MARKS = ("X", "O")
 """The marks of the player that moves first and of the other."""
@@ -38,44 +36,30 @@ class BoardRewards(Options):
 
 
 class BoardGameOptions(Options):
-    """Options of every board game."""
+    """Options of every board game.
+
+    agent_side: both: even prompts move first, odd ones second.
+    illegal_action: lose: the episode ends; retry: the model is told and asked again.
+    max_retries: illegal answers forgiven in one episode (illegal_action: retry).
+    retry_reward: of a turn that was forgiven.
+    answer_pattern: regular expression whose first match, or its group 1, is the move's number.
+    style: chat: for instructed models; compact: for tiny ones.
+    rules_role: where the rules stand; user for templates without a system.
+    """
 
     opponent: OpponentName = "random"
-    agent_side: Literal["both", "first", "second"] = Field(
-        default="both", description="both: even prompts move first, odd ones second."
-    )
+    agent_side: Literal["both", "first", "second"] = "both"
     rewards: BoardRewards = BoardRewards()
-    illegal_action: Literal["lose", "retry"] = Field(
-        default="lose",
-        description="lose: the episode ends; retry: the model is told and asked again.",
-    )
-    max_retries: int = Field(
-        default=2,
-        ge=0,
-        description="Illegal answers forgiven in one episode (illegal_action: retry).",
-    )
-    retry_reward: float = Field(default=-0.1, description="Reward of a turn that was forgiven.")
-    answer_pattern: str = Field(
-        default=DEFAULT_ANSWER_PATTERN,
-        description="Regular expression whose first match, or its group 1, is the move's number.",
-    )
-    style: Literal["chat", "compact"] = Field(
-        default="chat", description="chat: for instructed models; compact: for tiny ones."
-    )
-    rules_role: Literal["system", "user"] = Field(
-        default="system", description="Where the rules stand; user for templates without a system."
-    )
+    illegal_action: Literal["lose", "retry"] = "lose"
+    max_retries: int = 2
+    retry_reward: float = -0.1
+    answer_pattern: str = DEFAULT_ANSWER_PATTERN
+    style: Literal["chat", "compact"] = "chat"
+    rules_role: Literal["system", "user"] = "system"
 
-    @field_validator("answer_pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"it is not a regular expression: {error}; correct it") from error
-        if compiled.groups > 1:
-            raise ValueError("it has several groups; use one, or none, for the move's number")
-        return pattern
+    def __post_init__(self) -> None:
+        at_least("max_retries", self.max_retries, 0)
+        check_pattern("answer_pattern", self.answer_pattern)
 
 
 class BoardGame(ABC, Generic[StateT]):
