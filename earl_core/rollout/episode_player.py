@@ -78,7 +78,7 @@ class EpisodePlayer:
         self._pending: list[int] = []
         self._new_sample = True
         self._sample = Sample()
-        self._answer = Completion([], [], "stop", -1)
+        self._answer = Completion([], [], "stop", [])
         self._turn = 0
         self._sampled = 0
         self._observation = ""
@@ -128,9 +128,7 @@ class EpisodePlayer:
         self._answer = completion
         answer = self._conversation.read(completion.tokens)
         shown = answer.raw if answer.calls or answer.error else answer.text
-        self._sample.answer(
-            completion.tokens, completion.logprobs, completion.policy_version, shown
-        )
+        self._sample.answer(completion.tokens, completion.logprobs, completion.spans, shown)
         self._turn += 1
         self._sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)

@@ -225,9 +225,7 @@ def test_a_template_that_rewrites_answers_begins_new_samples() -> None:
 
     class Thinking(ScriptedEngine):
         def _answer(self, request: Any) -> Any:
-            completion = super()._answer(request)
-            tokens = [*chat.encode("<think>hm</think>\n\nd"), STOP]
-            return type(completion)(tokens, [-0.1] * len(tokens), "stop", 3)
+            return self._completion([*chat.encode("<think>hm</think>\n\nd"), STOP], "stop")
 
     engine = Thinking(lambda i, _: 1, STOP)
     (episode,) = played(engine, ScriptedEnvironments(lambda i: 3), 1, chat=chat)

@@ -357,6 +357,8 @@ def test_a_streamed_answer_is_the_same_answer(model: Path) -> None:
                     (sample,) = asking.session.end(1.0, {}).samples
                     ids = choice.token_ids  # type: ignore[attr-defined]
                     assert reply.prompt_token_ids + ids == sample.tokens  # type: ignore[attr-defined]
+                    whole = {"policy_version": 0, "first": 0, "end": len(ids)}
+                    assert choice.spans == [whole]  # type: ignore[attr-defined]
                     assert choice.logprobs is not None
                     values = [each.logprob for each in choice.logprobs.content or []]
                     assert values == sample.rollout_logprobs[-len(ids) :]
