@@ -103,7 +103,7 @@ def test_a_run_directory_belongs_to_one_model_environment_and_seed(tmp_path: Pat
 
 def test_what_the_advice_of_a_failure_names_can_be_changed(tmp_path: Path) -> None:
     RunDirectory.open(config_in(tmp_path)).close()
-    patient = {"hosts": 3, "step_timeout_seconds": 60}
+    patient = {"hosts": 3, "step_timeout_seconds": 60, "start_timeout_seconds": 300}
     sizes = {"prompts_per_iteration": 4, "group_size": 2, "max_turns": 5, "max_failed_share": 0.9}
     environment = {"name": "tic_tac_toe", **patient}
     run = RunDirectory.open(config_in(tmp_path, environment=environment, rollout=sizes))
