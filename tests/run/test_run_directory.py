@@ -23,7 +23,7 @@ from earl_core.run.lock import is_locked
 from earl_core.run.record import read_lines
 from earl_core.run.stores import list_stores, sweep, sweep_unneeded
 from earl_core.system.errors import InUse
-from earl_core.trajectory.samples import Episode, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.dispatch.segments import free_bytes
 
@@ -46,7 +46,7 @@ def config_in(tmp_path: Path, **changes: object) -> RunConfig:
 def seal(run: RunDirectory, iteration: int, stage: str, key: str) -> Manifest:
     sample = Sample()
     sample.begin_turn([1, 2])
-    sample.answer([3], [-0.5], 0)
+    sample.answer([3], [-0.5], [VersionSpan(0, 0, 1)])
     entry = run.store.publish(
         stage=stage,
         iteration=iteration,
