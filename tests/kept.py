@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
-from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import REWARD_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_BITS
 
 
@@ -14,10 +14,10 @@ def game(number: int, outcome: str = "win", samples: int = 1) -> Episode:
     """Two turns with answers of three and four tokens; `samples`: 1, or 2 with a turn each."""
     first = Sample()
     first.begin_turn([1, 2], "board 1")
-    first.answer([5, 6, 7], [-0.5, -0.25, -0.125], 0, "[5]")
+    first.answer([5, 6, 7], [-0.5, -0.25, -0.125], [VersionSpan(0, 0, 3)], "[5]")
     second = Sample() if samples == 2 else first
     second.begin_turn([3], "board 2")
-    second.answer([8, 9, 10, 11], [-0.5] * 4, 0, "[9]")
+    second.answer([8, 9, 10, 11], [-0.5] * 4, [VersionSpan(0, 0, 4)], "[9]")
     second.turn_rewards[-1] = 1.0
     second.texts.append("you won")
     played = [first, second][:samples]

@@ -237,6 +237,8 @@ _SUPERVISION = (
     "hosts",
     "tool_timeout_seconds",
     "step_timeout_seconds",
+    "start_timeout_seconds",
+    "call_timeout_seconds",
     "episode_timeout_seconds",
 )
 """Of an environment: how it is run, not what is played."""

@@ -133,8 +133,8 @@ class HostProcess:
         except TimeoutError:
             tail = await host.abandon()
             raise HostLost(
-                f"the environment {settings.name!r} was not ready after {limit:g} s; its host's "
-                f"log ends:\n{tail}"
+                f"the environment {settings.name!r} was not ready after {limit:g} s "
+                f"(environment.start_timeout_seconds); its host's log ends:\n{tail}"
             ) from None
         except HostLost as error:
             lost = host.lost

@@ -100,9 +100,10 @@ class EnvironmentPool:
             environment.options,
             hosts=hosts or environment.hosts,
             concurrency=concurrency,
-            step_timeout_seconds=environment.episode_timeout_seconds
+            step_timeout_seconds=environment.agent_timeout_seconds
             if agent
             else environment.step_timeout_seconds,
+            start_timeout_seconds=environment.start_timeout_seconds,
             tools=environment.tools,
             mcp=[server.model_dump() for server in environment.mcp],
             tool_timeout_seconds=environment.tool_timeout_seconds,

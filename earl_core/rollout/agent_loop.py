@@ -84,6 +84,7 @@ class _Loop:
     slots: asyncio.Semaphore
     _open: set[int] = field(default_factory=set)
     _lost: Counter[int] = field(default_factory=Counter)
+    _began: dict[int, float] = field(default_factory=dict)
 
     async def lockstep(self) -> None:
         """Waves of at most `max_live_episodes`; in each, all live episodes move turn by turn."""
@@ -138,6 +139,11 @@ class _Loop:
     def _request(self, player: EpisodePlayer) -> GenerationRequest | None:
         if player.begins_new_sample:
             self.engine.finish([player.spec.episode_id])
+        limit = self.settings.episode_seconds
+        if limit is not None and time.monotonic() - self._began[player.spec.episode_id] > limit:
+            setting = "environment.episode_timeout_seconds"
+            player.fail("environment_timeout", f"it took over {limit:g} s ({setting})")
+            return None
         return player.request()
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
@@ -154,6 +160,7 @@ class _Loop:
         spec = player.spec
         self._open.add(spec.episode_id)
         while not player.finished:
+            self._began[spec.episode_id] = time.monotonic()
             try:
                 messages = await self.pool.reset(
                     spec.episode_id, spec.prompt_id, spec.environment_seed

@@ -57,7 +57,12 @@ class EnvironmentPools:
             player = play
             if environment.agent:
                 from earl_core.rollout.gateway.play import play_agents as player
-            return await player(engine, pool, chat, own, settings, meter=meter, slots=slots)
+            timed = replace(
+                settings,
+                call_seconds=environment.call_timeout_seconds,
+                episode_seconds=environment.episode_timeout_seconds,
+            )
+            return await player(engine, pool, chat, own, timed, meter=meter, slots=slots)
 
         if engine.lockstep:
             played = [await of(label) for label in parts]

@@ -72,6 +72,10 @@ def with_(**changes: object) -> dict[str, object]:
             with_(environment__step_timeout_seconds=math.inf),
             "environment.step_timeout_seconds: inf is not a finite",
         ),
+        (
+            with_(environment__call_timeout_seconds=600),
+            "must be below environment.episode_timeout_seconds",
+        ),
         (with_(deadlines={"stage": math.nan}), "deadlines.stage: nan is not a finite"),
         (with_(environment__options={"a": {"b": [1, math.nan]}}), "options: a.b.1 is nan"),
         (with_(environment__options={"day": date(2026, 1, 2)}), "options: day is of type date"),

@@ -201,6 +201,13 @@ class Refusing:
         raise OSError("no sandbox here")
 
 
+class NeverReady:
+    """Takes too long to be made."""
+
+    def __init__(self) -> None:
+        time.sleep(3600)
+
+
 class NotAnEnvironment:
     """Lacks the methods."""
 

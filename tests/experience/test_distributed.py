@@ -28,7 +28,7 @@ from earl_core.experience.reward import REWARD_RULES
 from earl_core.run import RunDirectory
 from earl_core.run.stores import run_store
 from earl_core.system.errors import EarlError
-from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
@@ -61,7 +61,8 @@ def played(
         sample = Sample()
         for count in counts:
             sample.begin_turn([1, 2])
-            sample.answer([3] * count, rng.uniform(-3, -0.1, count).tolist(), 0)
+            logprobs = rng.uniform(-3, -0.1, count).tolist()
+            sample.answer([3] * count, logprobs, [VersionSpan(0, 0, count)])
             sample.turn_rewards[-1] = int(rng.integers(-8, 9)) / 8
         samples.append(sample)
     return Episode(episode_id, group, group, samples, "done")

@@ -15,7 +15,7 @@ from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
 from earl_core.system.errors import EarlError
-from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
@@ -42,7 +42,7 @@ def played(episode_id: int, group: int, rewards: list[list[float]]) -> Episode:
         sample = Sample()
         for reward in turns:
             sample.begin_turn([1, 2])
-            sample.answer([3, 4], [-0.5, -0.25], 0)
+            sample.answer([3, 4], [-0.5, -0.25], [VersionSpan(0, 0, 2)])
             sample.turn_rewards[-1] = reward
         samples.append(sample)
     return Episode(episode_id, group, group, samples, "done")

@@ -68,6 +68,8 @@ async def unreliable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     fault = task["faults"].get(str(task["index"]), "")
     if fault == "silent":
         return 1.0
+    if fault == "hangs at once":
+        await asyncio.sleep(3600)
     await ask(api, [{"role": "user", "content": "hello"}])
     if fault == "raises":
         raise ValueError("this agent is broken")

@@ -17,7 +17,7 @@ from earl_core.config.run import STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import read_episodes
-from earl_core.trajectory.samples import Episode, Sample
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan
 from tests.kept import game
 from tests.tracking.conftest import Runs, finish, history, plan, until, warnings_in
 
@@ -287,7 +287,7 @@ def test_what_an_environment_says_reaches_mlflow_without_secrets(
     tracker = runs.tracker(run)
     sample = Sample()
     sample.begin_turn([1], f"the door wants {secret}")
-    sample.answer([2], [-0.5], 0, secret)
+    sample.answer([2], [-0.5], [VersionSpan(0, 0, 1)], secret)
     plan = {"stages": [], "reasons": {"update": f"because {secret}"}}
     finish(run, tracker, 0, plan, [Episode(1, 0, 0, [sample], "done")])
     tracker.close()

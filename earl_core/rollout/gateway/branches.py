@@ -150,7 +150,7 @@ class Branches:
             sample = Sample()
             branch.samples.append(sample)
         sample.begin_turn(prompt.given, prompt.observation)
-        sample.answer(completion.tokens, completion.logprobs, completion.policy_version, text)
+        sample.answer(completion.tokens, completion.logprobs, completion.spans, text)
         branch.messages = [*prompt.messages, _compared(message)]
         branch.turns.append(
             _Turn(

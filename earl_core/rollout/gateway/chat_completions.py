@@ -80,6 +80,7 @@ def reply(request: ChatRequest, answer: Answer, name: str) -> dict[str, Any]:
     body = {**_head(request, name, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
     if request.token_ids:
         choice["token_ids"] = answer.completion.tokens
+        choice["spans"] = spans(answer)
         body["prompt_token_ids"] = answer.prompt
     return body
 
@@ -216,6 +217,11 @@ def logprobs(answer: Answer) -> dict[str, Any]:
         for token, value in pairs
     ]
     return {"content": content, "refusal": None}
+
+
+def spans(answer: Answer) -> list[dict[str, int]]:
+    """Which policy versions sampled which tokens."""
+    return [span._asdict() for span in answer.completion.spans]
 
 
 def _event(body: Mapping[str, Any]) -> str:

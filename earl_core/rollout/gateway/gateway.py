@@ -197,14 +197,21 @@ class Gateway:
     async def _unless_gone(
         self, request: Request, session: Session, locate: Locate, max_tokens: int | None
     ) -> Answer:
-        """The answer; when the client goes away before it, the request has not been."""
+        """The answer; when the client goes away before it, or its time is over, the request has not
+        been."""
+        limit = self._settings.call_seconds
         answer = asyncio.ensure_future(session.complete(locate, max_tokens, self._generate))
         gone = asyncio.ensure_future(_gone(request))
         try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+            await asyncio.wait({answer, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            if gone.done():
                 raise ClientDisconnect
-            return answer.result()
+            self._meter.calls_timed_out += 1
+            told = f"the answer took over {limit:g} s (environment.call_timeout_seconds)"
+            # Not 408 or 504, after which clients ask again.
+            raise refused(400, "call_timeout", told)
         finally:
             for task in (answer, gone):
                 task.cancel()

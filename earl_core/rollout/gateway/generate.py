@@ -54,6 +54,7 @@ def reply(request: GenerateRequest, answer: Answer, name: str) -> dict[str, Any]
     choice = {
         "index": 0,
         "token_ids": answer.completion.tokens,
+        "spans": chat_completions.spans(answer),
         "finish_reason": answer.finish_reason,
         "logprobs": chat_completions.logprobs(answer) if request.logprobs else None,
     }
