@@ -64,6 +64,11 @@ class EnvironmentConfig(Settings):
         description="Another interpreter (3.11 or later) for the environment hosts, such as "
         "path/to/venv/bin/python: its packages are its own, EARL's are not there.",
     )
+    deterministic: bool = Field(
+        default=True,
+        description="False: its episodes cannot be replayed from the prompt, the seed and the "
+        "answers, so that what a lost host played is played anew. A class may say so, too.",
+    )
     tools: tuple[str, ...] = Field(
         default=(),
         description="What the model may call: calculator, python, or the import path "

@@ -235,6 +235,7 @@ _PLAY = (
 
 _SUPERVISION = (
     "hosts",
+    "deterministic",
     "tool_timeout_seconds",
     "step_timeout_seconds",
     "start_timeout_seconds",

@@ -72,10 +72,11 @@ class Environment(Protocol):
     loop of its host, beside those of other episodes, and must not keep that loop. The others run in
     threads, as the constructor does.
 
-    A class may set `concurrent = False` to say that two of its objects must not run at the same
-    time in one process (it uses global state, such as the `random` module). The pool then runs the
-    calls of one host one after the other. With `deterministic = False` it says that its episodes
-    cannot be replayed: those of a lost host are played anew.
+    A class, or an object of it where that depends on options, may set `concurrent = False` to say
+    that two of its objects must not run at the same time in one process (it uses global state, such
+    as the `random` module). The pool then runs the calls of one host one after the other. With
+    `deterministic = False` it says that its episodes cannot be replayed: those of a lost host are
+    played anew.
 
     A class may set `tools = ("look_up", ...)`: names of methods that the model may call, beside the
     tools of the run file; see `environments.tools.functions`. With a method

@@ -45,7 +45,7 @@ class Host:
     """Takes calls, each in a task of its own, and watches how long they run.
 
     timeout_seconds: deadline of a call, counted from its beginning. threads: most of them that run
-    synchronous calls.
+    synchronous calls. concurrent: whether two calls may run at the same time.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Host:
         timeout_seconds: float,
         threads: int,
         tools: Toolbox,
+        concurrent: bool,
     ) -> None:
         self._timeout = timeout_seconds
         self._threads = ThreadPoolExecutor(threads, "environment")
         self._calls = Calls(partial(registry.create, name, options), self._threads, tools)
-        concurrent = getattr(registry.environment_class(name), "concurrent", True)
         self._turn: AbstractAsyncContextManager[Any] = nullcontext()
         if not concurrent:
             self._turn = asyncio.Lock()
@@ -145,7 +145,7 @@ def _serve(connection: socket.socket) -> None:
     name, options = start["name"], start["options"]
     loop = asyncio.new_event_loop()
     try:
-        registry.check(name, options)
+        made = registry.check(name, options)
         kind = registry.environment_class(name)
         given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
         tools = loop.run_until_complete(registry.toolbox(*given, seconds, kind))
@@ -157,7 +157,8 @@ def _serve(connection: socket.socket) -> None:
         channel.send({"kind": "refused", "why": redact(why)})
         return
     # What other servers did is not undone.
-    replayed = bool(getattr(kind, "deterministic", True)) and not start["mcp"]
+    same = start["deterministic"] and getattr(made, "deterministic", True)
+    replayed = bool(same) and not start["mcp"]
     channel.send(
         {
             "kind": "ready",
@@ -168,7 +169,8 @@ def _serve(connection: socket.socket) -> None:
         }
     )
     connection.setblocking(False)
-    host = Host(name, options, start["timeout_seconds"], start["threads"], tools)
+    concurrent = getattr(made, "concurrent", True)
+    host = Host(name, options, start["timeout_seconds"], start["threads"], tools, concurrent)
     loop.run_until_complete(host.serve(connection))
 
 

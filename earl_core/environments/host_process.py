@@ -59,6 +59,7 @@ class HostSettings:
     timeout_seconds: float
     start_timeout_seconds: float
     threads: int
+    deterministic: bool
     tools: tuple[str, ...]
     mcp: tuple[dict[str, Any], ...]
     tool_timeout_seconds: float

@@ -38,6 +38,7 @@ class EnvironmentPool:
         costs its host, whose other episodes are replayed. One that keeps the event loop or
         the interpreter lock is found when it does so again, after two to three times as long.
     start_timeout_seconds: limit for a host to import the environment and make one.
+    deterministic: False: what a lost host played fails as lost, whatever the class says.
     tools: what the model may call, as `environments.tools.functions.load_tool` takes them; the
         environment's own come besides. mcp: servers of further ones, dumped `McpConfig`s.
     tool_timeout_seconds: limit of one that is a coroutine.
@@ -57,6 +58,7 @@ class EnvironmentPool:
         concurrency: int = _MAX_THREADS,
         step_timeout_seconds: float = 30.0,
         start_timeout_seconds: float = 120.0,
+        deterministic: bool = True,
         tools: Sequence[str] = (),
         mcp: Sequence[dict[str, Any]] = (),
         tool_timeout_seconds: float = 10.0,
@@ -74,6 +76,7 @@ class EnvironmentPool:
             timeout_seconds=step_timeout_seconds,
             start_timeout_seconds=start_timeout_seconds,
             threads=threads,
+            deterministic=deterministic,
             tools=tuple(tools),
             mcp=tuple(mcp),
             tool_timeout_seconds=tool_timeout_seconds,
@@ -104,6 +107,7 @@ class EnvironmentPool:
             if agent
             else environment.step_timeout_seconds,
             start_timeout_seconds=environment.start_timeout_seconds,
+            deterministic=environment.deterministic,
             tools=environment.tools,
             mcp=[server.model_dump() for server in environment.mcp],
             tool_timeout_seconds=environment.tool_timeout_seconds,

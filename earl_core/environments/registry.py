@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
@@ -83,15 +83,17 @@ def environment_class(name: str) -> Any:
     return import_object(name, "the environment")
 
 
-def check(name: str, options: Mapping[str, Any] | None = None) -> None:
+def check(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     """Makes and closes one environment, so that a mistake shows before work starts.
 
-    Imports the user's code and opens its data. Raises ConfigError.
+    Imports the user's code and opens its data. Returns the environment, for what it says of itself.
+    Raises ConfigError.
     """
     environment: Any = create(name, options)
     closing = environment.close()
     if inspect.iscoroutine(closing):
         asyncio.run(closing)
+    return cast("Environment", environment)
 
 
 async def toolbox(

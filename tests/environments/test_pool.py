@@ -251,6 +251,18 @@ async def test_an_environment_that_cannot_be_rebuilt_says_so() -> None:
         assert isinstance(await pool.step(2, "a"), StepResult)
 
 
+async def test_what_the_configuration_says_cannot_be_replayed_is_not() -> None:
+    async with running(COUNTING, deterministic=False) as pool:
+        await pool.reset(1, 1, 7)
+        await pool.step(1, "a")
+        os.kill(pool.host_pids[0], signal.SIGKILL)
+        with pytest.raises(EnvironmentFailed, match="cannot be played again") as raised:
+            await pool.step(1, "b")
+        assert raised.value.by_infrastructure
+        await pool.reset(1, 1, 7)
+        assert await pool.step(1, "a") == expected(1, 7, ["a"])[-1]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
