@@ -145,7 +145,7 @@ def _serve(connection: socket.socket) -> None:
     name, options = start["name"], start["options"]
     loop = asyncio.new_event_loop()
     try:
-        registry.check(name, options)
+        characters = registry.check(name, options)
         kind = registry.environment_class(name)
         given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
         tools = loop.run_until_complete(registry.toolbox(*given, seconds, kind))
@@ -163,6 +163,7 @@ def _serve(connection: socket.socket) -> None:
             "kind": "ready",
             "deterministic": replayed,
             "tools": schemas,
+            "characters": characters,
             # A look at all packages takes as long as the rest of the start.
             "versions": {} if start["own_packages"] else _versions(),
         }

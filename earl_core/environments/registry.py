@@ -85,15 +85,23 @@ def environment_class(name: str) -> Any:
     return import_object(name, "the environment")
 
 
-def check(name: str, options: Mapping[str, Any] | None = None) -> None:
+def check(name: str, options: Mapping[str, Any] | None = None) -> str:
     """Makes and closes one environment, so that a mistake shows before work starts.
 
-    Imports the user's code and opens its data. Raises ConfigError.
+    Imports the user's code and opens its data. Returns the characters that the environment names,
+    each once. Raises ConfigError.
     """
     environment: Any = create(name, options)
+    named = getattr(environment, "characters", "")
     closing = environment.close()
     if inspect.iscoroutine(closing):
         asyncio.run(closing)
+    if not isinstance(named, str):
+        raise ConfigError(
+            f"the attribute `characters` of the environment {name!r} is no text: {named!r:.200}",
+            remedy="make it a text that has every character of its messages and of the answers",
+        )
+    return "".join(sorted(set(named)))
 
 
 async def toolbox(
