@@ -81,6 +81,10 @@ class Environment(Protocol):
     A class may set `tools = ("look_up", ...)`: names of methods that the model may call, beside the
     tools of the run file; see `environments.tools.functions`. With a method
     `tools_used(messages)` it is told of each answer with calls and their results.
+
+    Two more are for a small model of its own (`earl_core.models.tiny`) and for `earl env check`.
+    `characters: str` has every character of its messages and of the answers. A method
+    `legal_answers()` returns a list of texts that `step` would take now; it changes nothing.
     """
 
     def reset(self, prompt: int, seed: int) -> list[Message]:

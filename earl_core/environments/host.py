@@ -146,6 +146,7 @@ def _serve(connection: socket.socket) -> None:
     loop = asyncio.new_event_loop()
     try:
         made = registry.check(name, options)
+        characters = registry.characters_of(made, name)
         kind = registry.environment_class(name)
         given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
         tools = loop.run_until_complete(registry.toolbox(*given, seconds, kind))
@@ -164,6 +165,7 @@ def _serve(connection: socket.socket) -> None:
             "kind": "ready",
             "deterministic": replayed,
             "tools": schemas,
+            "characters": characters,
             # A look at all packages takes as long as the rest of the start.
             "versions": {} if start["own_packages"] else _versions(),
         }

@@ -103,6 +103,8 @@ class HostProcess:
         """Whether a fresh process can play its episodes again."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
+        self.characters = ""
+        """All that the environment names."""
         self.versions: dict[str, str] = {}
         """Of its Python and the packages there, if they are others than ours."""
         self.timed_out = False
@@ -205,7 +207,7 @@ class HostProcess:
         kind = message["kind"]
         if kind == "ready":
             self.deterministic, self.tools = message["deterministic"], message["tools"]
-            self.versions = message["versions"]
+            self.characters, self.versions = message["characters"], message["versions"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":

@@ -150,14 +150,26 @@ class EnvironmentPool:
 
         Raises ValueError for an episode that is not open, is over, or has another call under way.
         """
-        return await self._go_on(episode_id, "step", text)
+        return StepResult(**await self._go_on(episode_id, "step", text))
 
     async def use_tools(self, episode_id: int, message: Message) -> StepResult:
         """Runs the calls of an assistant's message; raises as `step` does.
 
         The result has a message for each call, and in `info["tool_errors"]` how many failed.
         """
-        return await self._go_on(episode_id, "tools", message)
+        return StepResult(**await self._go_on(episode_id, "tools", message))
+
+    async def legal_answers(self, episode_id: int) -> list[str]:
+        """Texts that the environment takes now, if its class names them; raises as `step` does."""
+        value = await self._go_on(episode_id, "legal")
+        answers: list[str] = value["answers"]
+        return answers
+
+    @property
+    def characters(self) -> str:
+        """All that the environment names, each once, sorted; empty where it names none."""
+        process = self._keepers[0].process
+        return "" if process is None else process.characters
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -199,12 +211,12 @@ class EnvironmentPool:
         """How many hosts had to be replaced since the start."""
         return sum(keeper.restarts for keeper in self._keepers)
 
-    async def _go_on(self, episode_id: int, kind: str, said: Any) -> StepResult:
+    async def _go_on(self, episode_id: int, kind: str, *said: Any) -> dict[str, Any]:
         self._check_started()
         keeper = self._place.get(episode_id)
         if keeper is None:
             raise ValueError(f"episode {episode_id} is not open: begin it with a reset")
-        return StepResult(**await self._call(episode_id, keeper, kind, [said]))
+        return await self._call(episode_id, keeper, kind, list(said))
 
     async def _call(
         self, episode_id: int, keeper: HostKeeper, kind: str, arguments: list[Any]

@@ -96,6 +96,17 @@ def check(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     return cast("Environment", environment)
 
 
+def characters_of(environment: Environment, name: str) -> str:
+    """The characters that the environment names, each once. Raises ConfigError."""
+    named = getattr(environment, "characters", "")
+    if not isinstance(named, str):
+        raise ConfigError(
+            f"the attribute `characters` of the environment {name!r} is no text: {named!r:.200}",
+            remedy="make it a text that has every character of its messages and of the answers",
+        )
+    return "".join(sorted(set(named)))
+
+
 async def toolbox(
     tools: Sequence[str],
     mcp: Sequence[Mapping[str, Any]],

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 import re
+import string
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, Literal
 
 from earl_core.environments.base import Message, StepResult
@@ -22,6 +22,8 @@ from earl_core.environments.options import Options, at_least, check_pattern
 
 MARKS = ("X", "O")
 """The marks of the player that moves first and of the other."""
+
+_CHAT_CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 DEFAULT_ANSWER_PATTERN = r"\d+"
 
@@ -71,6 +73,8 @@ class BoardGame(ABC, Generic[StateT]):
     """
 
     name: ClassVar[str]
+    compact_characters: ClassVar[str]
+    """Every one of compact observations and answers."""
     options_model: ClassVar[type[BoardGameOptions]] = BoardGameOptions
 
     def __init__(self, rules: Rules[StateT], options: BoardGameOptions, depth: int | None) -> None:
@@ -95,7 +99,12 @@ class BoardGame(ABC, Generic[StateT]):
 
     @abstractmethod
     def compact_text(self, state: StateT) -> str:
-        """The board in compact style, of the characters in the game's `COMPACT_ALPHABET`."""
+        """The board in compact style, of `compact_characters`."""
+
+    @property
+    def characters(self) -> str:
+        """Every one of observations and answers, for a character tokenizer."""
+        return self.compact_characters if self.options.style == "compact" else _CHAT_CHARACTERS
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         side = self.options.agent_side
@@ -194,23 +203,6 @@ class BoardGame(ABC, Generic[StateT]):
             },
         }
         return StepResult([_user(text)], float(getattr(self.options.rewards, outcome)), True, info)
-
-
-def random_legal_game(
-    environment: BoardGame[Any], prompt: int, seed: int
-) -> Iterator[tuple[list[Message], str]]:
-    """Play random legal moves through the public methods, as material for a warm start.
-
-    Yields one pair a turn: the messages new in that turn, and a legal answer to them in the
-    configured style ("[5]" in chat, "5" in compact). Seeded by (prompt, seed).
-    """
-    chooser = random.Random(f"{environment.name}/legal/{prompt}/{seed}")
-    messages, done = environment.reset(prompt, seed), False
-    while not done:
-        answer = chooser.choice(environment.legal_answers())
-        yield messages, answer
-        result = environment.step(answer)
-        messages, done = result.messages, result.done
 
 
 def _user(content: str) -> Message:

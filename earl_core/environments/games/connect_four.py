@@ -6,9 +6,6 @@ from typing import ClassVar, NamedTuple
 
 from earl_core.environments.games.board_game import MARKS, BoardGame, BoardGameOptions
 
-COMPACT_ALPHABET = "!-.1234567OX|"
-"""Every character of compact observations and answers, for a character tokenizer."""
-
 ROWS, COLUMNS = 6, 7
 
 # Bitboards with one spare bit on top of each column (Tromp's layout): cell (row, column), row 0 at
@@ -116,6 +113,7 @@ class ConnectFour(BoardGame[Position]):
     """
 
     name: ClassVar[str] = "connect_four"
+    compact_characters: ClassVar[str] = "!-.1234567OX|"
     options_model: ClassVar[type[BoardGameOptions]] = ConnectFourOptions
 
     def __init__(self, options: ConnectFourOptions | None = None) -> None:
