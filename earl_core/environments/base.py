@@ -75,7 +75,11 @@ class Environment(Protocol):
     A class may set `concurrent = False` to say that two of its objects must not run at the same
     time in one process (it uses global state, such as the `random` module). The pool then runs the
     calls of one host one after the other. With `deterministic = False` it says that its episodes
-    cannot be replayed: those of a lost host are played anew.
+    cannot be replayed: those of a lost host are played anew. With `wants_policy = True` it gets, as
+    the attribute `policy` before `reset`, the policy's address, a dict of `base_url` and `api_key`:
+    it may ask there, by OpenAI's API, for answers that nobody is trained on, such as an opponent's
+    moves; its episodes cannot be replayed then. Where they depend on options, the constructor sets
+    these attributes on the object.
 
     A class may set `tools = ("look_up", ...)`: names of methods that the model may call, beside the
     tools of the run file; see `environments.tools.functions`. With a method

@@ -45,7 +45,7 @@ class Host:
     """Takes calls, each in a task of its own, and watches how long they run.
 
     timeout_seconds: deadline of a call, counted from its beginning. threads: most of them that run
-    synchronous calls.
+    synchronous calls. concurrent: whether calls run side by side.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Host:
         timeout_seconds: float,
         threads: int,
         tools: Toolbox,
+        concurrent: bool,
     ) -> None:
         self._timeout = timeout_seconds
         self._threads = ThreadPoolExecutor(threads, "environment")
         self._calls = Calls(partial(registry.create, name, options), self._threads, tools)
-        concurrent = getattr(registry.environment_class(name), "concurrent", True)
         self._turn: AbstractAsyncContextManager[Any] = nullcontext()
         if not concurrent:
             self._turn = asyncio.Lock()
@@ -145,30 +145,32 @@ def _serve(connection: socket.socket) -> None:
     name, options = start["name"], start["options"]
     loop = asyncio.new_event_loop()
     try:
-        registry.check(name, options)
-        kind = registry.environment_class(name)
+        made = registry.check(name, options)
         given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
-        tools = loop.run_until_complete(registry.toolbox(*given, seconds, kind))
-        schemas = tools.with_methods(kind).schemas
+        tools = loop.run_until_complete(registry.toolbox(*given, seconds, made))
+        schemas = tools.with_methods(made).schemas
     except BaseException as error:
         why = str(error)
         if not isinstance(error, ConfigError):
             why = f"the environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return
-    # What other servers did is not undone.
-    replayed = bool(getattr(kind, "deterministic", True)) and not start["mcp"]
+    wants_policy = bool(getattr(made, "wants_policy", False))
+    # What other servers did is not undone, and what the policy answered not said again.
+    replayed = getattr(made, "deterministic", True) and not (start["mcp"] or wants_policy)
     channel.send(
         {
             "kind": "ready",
-            "deterministic": replayed,
+            "deterministic": bool(replayed),
+            "wants_policy": wants_policy,
             "tools": schemas,
             # A look at all packages takes as long as the rest of the start.
             "versions": {} if start["own_packages"] else _versions(),
         }
     )
     connection.setblocking(False)
-    host = Host(name, options, start["timeout_seconds"], start["threads"], tools)
+    concurrent = bool(getattr(made, "concurrent", True))
+    host = Host(name, options, start["timeout_seconds"], start["threads"], tools, concurrent)
     loop.run_until_complete(host.serve(connection))
 
 

@@ -42,7 +42,7 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment
-    factory = environment_class(name)
+    factory = _own_class(name)
     try:
         created = factory(**options)
     except ConfigError:
@@ -70,12 +70,7 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"an option of the environment {name!r}: {error}") from None
 
 
-def environment_class(name: str) -> Any:
-    """The class behind `name`, without making an environment. Raises ConfigError."""
-    if name.startswith(PREFIX):
-        return AgentEnvironment
-    if name in BUILT_IN:
-        return import_object(BUILT_IN[name], "the environment")
+def _own_class(name: str) -> Any:
     if ":" not in name:
         raise ConfigError(
             f"there is no environment {name!r}",
@@ -85,8 +80,8 @@ def environment_class(name: str) -> Any:
     return import_object(name, "the environment")
 
 
-def check(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Makes and closes one environment, so that a mistake shows before work starts.
+def check(name: str, options: Mapping[str, Any] | None = None) -> Environment:
+    """Makes and closes one environment, so that a mistake shows before work starts; returns it.
 
     Imports the user's code and opens its data. Raises ConfigError.
     """
@@ -94,6 +89,8 @@ def check(name: str, options: Mapping[str, Any] | None = None) -> None:
     closing = environment.close()
     if inspect.iscoroutine(closing):
         asyncio.run(closing)
+    made: Environment = environment
+    return made
 
 
 async def toolbox(

@@ -63,7 +63,11 @@ def build(
     if target.exists():
         return
     wanted = dict(environment or {"name": "tic_tac_toe"})
-    game = create(wanted["name"], dict(wanted.get("options") or {}) | {"style": "compact"})
+    options = dict(wanted.get("options") or {}) | {"style": "compact"}
+    if options.get("opponent") == "policy":
+        # There is none yet.
+        options["opponent"] = "random"
+    game = create(wanted["name"], options)
     alphabet = getattr(sys.modules[type(game).__module__], "COMPACT_ALPHABET", None)
     if not isinstance(game, BoardGame) or alphabet is None:
         raise ConfigError(
