@@ -8,7 +8,6 @@ the policy by OpenAI's API at `base_url`, and returns the episode's reward: a nu
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,11 +27,11 @@ class AgentEnvironment:
     "seed": seed, **options}. Raises ConfigError when it is no such function.
     """
 
-    deterministic = False
-    """What it has played cannot be played again: the policy's answers are not in it."""
+    wants_policy = True
+    policy: Mapping[str, str]
 
     step: Any
-    """Runs the agent to its end. Takes a text, base_url and api_key as JSON."""
+    """Runs the agent to its end; the text says nothing."""
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
         self._run = import_object(path, "the agent")
@@ -52,10 +51,10 @@ class AgentEnvironment:
         return [{"role": "user", "content": "begin"}]
 
     async def _step(self, text: str) -> StepResult:
-        return _result(await self._run(self._task, **json.loads(text)))
+        return _result(await self._run(self._task, **self.policy))
 
     def _call(self, text: str) -> StepResult:
-        return _result(self._run(self._task, **json.loads(text)))
+        return _result(self._run(self._task, **self.policy))
 
     def close(self) -> None:
         """It holds nothing."""

@@ -76,7 +76,10 @@ class Environment(Protocol):
     that two of its objects must not run at the same time in one process (it uses global state, such
     as the `random` module). The pool then runs the calls of one host one after the other. With
     `deterministic = False` it says that its episodes cannot be replayed: those of a lost host are
-    played anew.
+    played anew. With `wants_policy = True` it gets, as the attribute `policy` before `reset`, the
+    policy's address, a dict of `base_url` and `api_key`: it may ask there, by OpenAI's API, for
+    answers that nobody is trained on, such as an opponent's moves; its episodes cannot be replayed
+    then. It is None where there is no policy: in `earl env check`, and while a small model is made.
 
     A class may set `tools = ("look_up", ...)`: names of methods that the model may call, beside the
     tools of the run file; see `environments.tools.functions`. With a method

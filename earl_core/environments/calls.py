@@ -31,7 +31,8 @@ _RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 @dataclass(eq=False)
 class Call:
     """A request of the pool: its kind ("reset", "step", "legal", "tools" or "close"), its number
-    `call`, and the arguments of the method; of "tools" the assistant's message.
+    `call`, and the arguments of the method; of "reset" the policy's address, or None, too; of
+    "tools" the assistant's message.
 
     seconds: how long it has run. overdue: why it was cancelled, if it was. thread,
     coroutine: in which thread its synchronous code runs now, or which coroutine; neither while it
@@ -99,10 +100,14 @@ class Calls:
             if call.kind == "close":
                 await self._close(call)
                 return None
+            environment: Any
             if call.kind == "reset":
                 environment = await self._in_thread(call, self._create)
                 self._environments[call.episode] = environment
-                value = first_messages(await self._invoke(call, environment.reset, *call.arguments))
+                prompt, seed, policy = call.arguments
+                if getattr(environment, "wants_policy", False):
+                    environment.policy = policy
+                value = first_messages(await self._invoke(call, environment.reset, prompt, seed))
             elif call.kind == "legal":
                 value = legal_answers(await self._legal(call))
             elif call.kind == "tools":

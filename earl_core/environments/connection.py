@@ -3,9 +3,9 @@
 Frames are those of `earl_core.system.frames`. To the host:
 
     start   name, options, timeout_seconds, threads    once, first
-    reset   call, episode, arguments [prompt, seed]    answered by "answer" or "failed"
-    step    call, episode, arguments [text]            answered by "answer" or "failed"
-    legal   call, episode, arguments []                answered by "answer" or "failed"
+    reset   call, episode, [prompt, seed, policy]      answered by "answer" or "failed"
+    step    call, episode, [text] as arguments         answered by "answer" or "failed"
+    legal   call, episode, [] as arguments             answered by "answer" or "failed"
     close   episode                                    not answered
     stop                                               close all, then exit
 

@@ -101,6 +101,8 @@ class HostProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.deterministic = True
         """Whether a fresh process can play its episodes again."""
+        self.wants_policy = False
+        """Whether its environments ask the policy."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
         self.characters = ""
@@ -207,6 +209,7 @@ class HostProcess:
         kind = message["kind"]
         if kind == "ready":
             self.deterministic, self.tools = message["deterministic"], message["tools"]
+            self.wants_policy = message["wants_policy"]
             self.characters, self.versions = message["characters"], message["versions"]
             if not self._opening.done():
                 self._opening.set_result(None)

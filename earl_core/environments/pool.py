@@ -83,6 +83,9 @@ class EnvironmentPool:
             log_path=log_path,
             program=program,
         )
+        self.step_timeout_seconds = step_timeout_seconds
+        self.threads = hosts * threads
+        """How many synchronous calls run at the same time, over all hosts."""
         self._keepers = [HostKeeper(settings) for _ in range(hosts)]
         self._place: dict[int, HostKeeper] = {}
         self._started = False
@@ -134,14 +137,19 @@ class EnvironmentPool:
         self._place.clear()
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers))
 
-    async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]:
-        """Begins an episode. Raises EnvironmentFailed, ValueError when the id is in use."""
+    async def reset(
+        self, episode_id: int, prompt: int, seed: int, policy: Mapping[str, str] | None = None
+    ) -> list[Message]:
+        """Begins an episode. policy: its address, where the pool `wants_policy`.
+
+        Raises EnvironmentFailed, ValueError when the id is in use.
+        """
         self._check_started()
         if episode_id in self._place:
             raise ValueError(f"episode {episode_id} is open: close it before a reset")
         keeper = min(self._keepers, key=len)
         self._place[episode_id] = keeper
-        value = await self._call(episode_id, keeper, "reset", [prompt, seed])
+        value = await self._call(episode_id, keeper, "reset", [prompt, seed, policy])
         messages: list[Message] = value["messages"]
         return messages
 
@@ -176,6 +184,12 @@ class EnvironmentPool:
         """Schemas of the tools that the model may call, as OpenAI's API has them."""
         process = self._keepers[0].process
         return [] if process is None else process.tools
+
+    @property
+    def wants_policy(self) -> bool:
+        """Whether the environments, or agents, ask the policy."""
+        process = self._keepers[0].process
+        return process is not None and process.wants_policy
 
     @property
     def versions(self) -> dict[str, str]:

@@ -40,7 +40,7 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment
-    factory = environment_class(name)
+    factory = _own_class(name)
     try:
         created = factory(**options)
     except ConfigError:
@@ -68,12 +68,7 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"an option of the environment {name!r}: {error}") from None
 
 
-def environment_class(name: str) -> Any:
-    """The class behind `name`, without making an environment. Raises ConfigError."""
-    if name.startswith(PREFIX):
-        return AgentEnvironment
-    if name in BUILT_IN:
-        return import_object(BUILT_IN[name], "the environment")
+def _own_class(name: str) -> Any:
     if ":" not in name:
         raise ConfigError(
             f"there is no environment {name!r}",

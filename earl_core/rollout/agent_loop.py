@@ -15,10 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodePlayer, PlaySettings
@@ -34,9 +33,24 @@ RETRIES = 2
 """Of an episode that was lost by infrastructure."""
 
 
+class Environments(Protocol):
+    """What the loop wants of an `EnvironmentPool`, whose methods these are."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]: ...
+
+    async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]: ...
+
+    async def step(self, episode_id: int, text: str) -> StepResult: ...
+
+    async def use_tools(self, episode_id: int, message: Message) -> StepResult: ...
+
+    async def close(self, episode_id: int) -> None: ...
+
+
 async def play(
     engine: Engine,
-    pool: EnvironmentPool,
+    pool: Environments,
     chat: ChatTokenizer,
     specs: Sequence[EpisodeSpec],
     settings: PlaySettings,
@@ -77,7 +91,7 @@ async def play(
 @dataclass
 class _Loop:
     engine: Engine
-    pool: EnvironmentPool
+    pool: Environments
     settings: PlaySettings
     meter: LoadMeter
     players: list[EpisodePlayer]

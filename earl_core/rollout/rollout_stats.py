@@ -241,8 +241,9 @@ def _load_metrics(tally: RolloutStats) -> dict[str, float]:
             "tool_errors": float(load.tool_errors),
             "tool_seconds": load.tool_share * load.seconds,
         }
-    if load.calls_timed_out:
-        rare["calls_timed_out"] = float(load.calls_timed_out)
+    for name in ("calls_timed_out", "opponent_calls", "opponent_tokens"):
+        if count := getattr(load, name):
+            rare[name] = float(count)
     return rare | {
         "episodes_failed": float(tally.failed),
         "episodes_retried": float(load.episodes_retried),

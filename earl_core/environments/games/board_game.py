@@ -9,16 +9,19 @@ import random
 import re
 import string
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal
 
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.games.opponents import (
+    Opponent,
     OpponentName,
     Rules,
     StateT,
     make_opponent,
 )
 from earl_core.environments.options import Options, at_least, check_pattern
+from earl_core.environments.policy_conversation import PolicyConversation
 
 MARKS = ("X", "O")
 """The marks of the player that moves first and of the other."""
@@ -49,7 +52,7 @@ class BoardGameOptions(Options):
     rules_role: where the rules stand; user for templates without a system.
     """
 
-    opponent: OpponentName = "random"
+    opponent: OpponentName | Literal["policy"] = "random"
     agent_side: Literal["both", "first", "second"] = "both"
     rewards: BoardRewards = BoardRewards()
     illegal_action: Literal["lose", "retry"] = "lose"
@@ -64,28 +67,44 @@ class BoardGameOptions(Options):
         check_pattern("answer_pattern", self.answer_pattern)
 
 
+@dataclass
+class _Rival:
+    """The policy on the opponent's side of one game. note: what it is told before its next turn.
+    illegal: answers that were no legal move."""
+
+    conversation: PolicyConversation
+    note: str = ""
+    illegal: int = 0
+
+
 class BoardGame(ABC, Generic[StateT]):
     """A game of the agent against a seeded opponent; implements `Environment`.
 
-    The prompt index fixes the agent's side and, when it moves second, the opponent's first move.
-    The seed fixes the opponent's other moves. `info` at the end: `outcome` (win, draw, loss,
-    illegal), `side` (first, second), `metrics` (agent_moves, illegal_answers).
+    The prompt index fixes the agent's side and, when it moves second, the opponent's first move;
+    the seed fixes the opponent's other moves. That is not so where the policy is the opponent.
+    `info` at the end: `outcome` (win, draw, loss, illegal), `side` (first, second), `metrics`
+    (agent_moves, illegal_answers, and of the policy as opponent opponent_illegal_answers).
     """
 
     name: ClassVar[str]
     compact_characters: ClassVar[str]
     """Every one of compact observations and answers."""
     options_model: ClassVar[type[BoardGameOptions]] = BoardGameOptions
+    policy: dict[str, str] | None = None
 
     def __init__(self, rules: Rules[StateT], options: BoardGameOptions, depth: int | None) -> None:
         self.options = options
         self._rules = rules
-        self._opponent = make_opponent(options.opponent, rules, depth)
+        self.wants_policy = options.opponent == "policy"
+        self._opponent: Opponent = self._ask_policy
+        if options.opponent != "policy":
+            self._opponent = make_opponent(options.opponent, rules, depth)
         self._pattern = re.compile(options.answer_pattern)
         self._state = rules.start()
         self._side = 0
         self._random = random.Random()
         self._agent_moves = 0
+        self._agent_move: int | None = None
         self._illegal = 0
         self._done = True
 
@@ -113,17 +132,14 @@ class BoardGame(ABC, Generic[StateT]):
         self._random = random.Random(f"{self.name}/opponent/{prompt}/{seed}")
         self._state = self._rules.start()
         self._agent_moves = self._illegal = 0
+        self._agent_move = None
+        self._rival: _Rival | None = None
         self._done = False
         opening = None
         if self._side == 1:
             opening = self._opponent(self._state, random.Random(f"{self.name}/opening/{prompt}"))
             self._state = self._rules.play(self._state, opening)
-        turn = self._turn_text(opening)
-        if self.options.style == "compact":
-            return [_user(turn)]
-        if self.options.rules_role == "user":
-            return [_user(f"{self.rules_text()}\n\n{turn}")]
-        return [{"role": "system", "content": self.rules_text()}, _user(turn)]
+        return self._first_messages(self._turn_text(opening))
 
     def step(self, text: str) -> StepResult:
         if self._done:
@@ -132,6 +148,7 @@ class BoardGame(ABC, Generic[StateT]):
         if move is None:
             return self._refuse()
         self._agent_moves += 1
+        self._agent_move = move
         self._state = self._rules.play(self._state, move)
         if not self._over():
             move = self._opponent(self._state, self._random)
@@ -165,10 +182,35 @@ class BoardGame(ABC, Generic[StateT]):
         state = self._state
         return self._rules.winner(state) is not None or not self._rules.moves(state)
 
-    def _turn_text(self, move: int | None, note: str = "") -> str:
+    def _ask_policy(self, state: StateT, source: random.Random) -> int:
+        """The move of the policy on the opponent's side; a random one where there is no policy."""
+        if self.policy is None:
+            return source.choice(sorted(self._rules.moves(state)))
+        rival = self._rival or _Rival(PolicyConversation(**self.policy))
+        text = self._turn_text(self._agent_move, rival.note, 1 - self._side)
+        messages = [_user(text)] if self._rival else self._first_messages(text)
+        self._rival = rival
+        move = self.read_move(rival.conversation.ask(*messages))
+        rival.note = ""
+        if move is None:
+            rival.illegal += 1
+            move = source.choice(sorted(self._rules.moves(state)))
+            rival.note = f"That is not a legal move: {move + 1} is played for you."
+        return move
+
+    def _first_messages(self, turn: str) -> list[Message]:
+        if self.options.style == "compact":
+            return [_user(turn)]
+        if self.options.rules_role == "user":
+            return [_user(f"{self.rules_text()}\n\n{turn}")]
+        return [{"role": "system", "content": self.rules_text()}, _user(turn)]
+
+    def _turn_text(self, move: int | None, note: str = "", side: int | None = None) -> str:
+        """move: the other side's, counted from 0. side: that is to move, the agent's if None."""
         if self.options.style == "compact":
             return ("!" if note else "") + self.compact_text(self._state)
-        mine, theirs = MARKS[self._side], MARKS[1 - self._side]
+        side = self._side if side is None else side
+        mine, theirs = MARKS[side], MARKS[1 - side]
         lines = [note] if note else []
         if move is not None:
             lines.append(f"{theirs} plays {move + 1}.")
@@ -194,13 +236,16 @@ class BoardGame(ABC, Generic[StateT]):
             text = self.compact_text(self._state)
         else:
             text = f"{self.board_text(self._state)}\n{words[outcome]}"
+        metrics = {
+            "agent_moves": float(self._agent_moves),
+            "illegal_answers": float(self._illegal),
+        }
+        if self.wants_policy:
+            metrics["opponent_illegal_answers"] = float(self._rival.illegal if self._rival else 0)
         info: dict[str, Any] = {
             "outcome": outcome,
             "side": ("first", "second")[self._side],
-            "metrics": {
-                "agent_moves": float(self._agent_moves),
-                "illegal_answers": float(self._illegal),
-            },
+            "metrics": metrics,
         }
         return StepResult([_user(text)], float(getattr(self.options.rewards, outcome)), True, info)
 

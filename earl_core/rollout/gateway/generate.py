@@ -21,6 +21,7 @@ _REFUSED = ("stop", "structured_outputs", "logit_bias", "bad_words")
 class GenerateRequest:
     """What counts of a request. logprobs: whether the reply has them."""
 
+    model: str
     token_ids: list[int]
     max_tokens: int | None
     logprobs: bool
@@ -46,7 +47,9 @@ def parse(body: Any, vocabulary: int) -> GenerateRequest:
     if sampling.get("n") not in (None, 1):
         raise invalid("sampling_params.n must be 1: a group's episodes are played side by side")
     budget = chat_completions.budget(sampling)
-    return GenerateRequest(ids, budget, sampling.get("logprobs") is not None)
+    return GenerateRequest(
+        str(body.get("model", "")), ids, budget, sampling.get("logprobs") is not None
+    )
 
 
 def reply(request: GenerateRequest, answer: Answer, name: str) -> dict[str, Any]:
