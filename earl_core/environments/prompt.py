@@ -28,6 +28,9 @@ class PromptOptions(Options):
     answer_column: str | None = Field(
         default="answer", description='Given to the reward function as row["answer"].'
     )
+    scoring_columns: tuple[str, ...] = Field(
+        default=(), description='Given to the run\'s reward functions as episode["scoring"].'
+    )
     system_prompt: str | None = Field(default=None, description="A system message before a text.")
     reward_function: str = Field(
         default="earl_core.environments.rewards:exact_match",
@@ -90,7 +93,11 @@ class PromptEnvironment:
             for key, number in details.items()
             if isinstance(number, Real) and math.isfinite(number)
         }
-        info = {"outcome": outcome, "metrics": metrics}
+        info: dict[str, Any] = {"outcome": outcome, "metrics": metrics}
+        if columns := self.options.scoring_columns:
+            # A data set may hold dates and the like.
+            given = json.dumps({column: row[column] for column in columns}, default=str)
+            info["scoring"] = json.loads(given)
         return StepResult([], value, True, info)
 
     def close(self) -> None:
@@ -110,11 +117,14 @@ class PromptEnvironment:
         return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
 
     def _check_columns(self) -> None:
-        path, named = self.options.path, ("prompt_column", "answer_column")
-        columns = {option: getattr(self.options, option) for option in named}
+        path, options = self.options.path, self.options
+        columns = [("prompt_column", options.prompt_column)]
+        if options.answer_column is not None:
+            columns += [("answer_column", options.answer_column)]
+        columns += [("scoring_columns", column) for column in options.scoring_columns]
         for index, row in enumerate(self._rows):
-            for option, column in columns.items():
-                if column is not None and column not in row:
+            for option, column in columns:
+                if column not in row:
                     raise ConfigError(
                         f"row {index} of {path} has no column {column!r}; it has {', '.join(row)}",
                         remedy=f"correct the option {option}",

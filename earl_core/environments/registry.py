@@ -9,6 +9,7 @@ from typing import Any
 
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
+from earl_core.environments.reward_functions import NAME, RewardFunctions
 from earl_core.environments.tools.functions import load_tool
 from earl_core.environments.tools.mcp import open_servers
 from earl_core.environments.tools.toolbox import Toolbox
@@ -35,6 +36,8 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     options = _resolved(name, options or {})
     if name.startswith(PREFIX):
         return AgentEnvironment(name.removeprefix(PREFIX), options)
+    if name == NAME:
+        return RewardFunctions(**options)
     if name in BUILT_IN:
         # Own environments run where pydantic may not be.
         from earl_core.environments.options import parse_options
@@ -74,6 +77,8 @@ def environment_class(name: str) -> Any:
     """The class behind `name`, without making an environment. Raises ConfigError."""
     if name.startswith(PREFIX):
         return AgentEnvironment
+    if name == NAME:
+        return RewardFunctions
     if name in BUILT_IN:
         return import_object(BUILT_IN[name], "the environment")
     if ":" not in name:

@@ -20,6 +20,8 @@ FAILED_REASONS = frozenset(
 )
 """Finish reasons of failed episodes: they are counted, leave their group and are not trained."""
 
+_KEPT = ("outcome", "metrics", "scoring")
+
 
 @dataclass
 class Sample:
@@ -77,6 +79,10 @@ class Episode:
     finish_reason: str = ""
     info: dict[str, object] = field(default_factory=dict)
     environment: str = ""
+
+    def take(self, info: Mapping[str, object]) -> None:
+        """Keep of a step's info what concerns the whole episode; what comes later counts."""
+        self.info |= {key: info[key] for key in _KEPT if key in info}
 
     @property
     def failed(self) -> bool:
@@ -145,6 +151,10 @@ def rollout_rows(episodes: Iterable[Episode]) -> Rows:
         "finish_reason": [episode.finish_reason for episode, _, _ in rows],
         "environment": [episode.environment for episode, _, _ in rows],
         "outcome": [utf8(str(episode.info.get("outcome", ""))) for episode, _, _ in rows],
+        "scoring": [
+            json.dumps(episode.info["scoring"]) if "scoring" in episode.info else ""
+            for episode, _, _ in rows
+        ],
         # JSON escapes what is no UTF-8, which an environment may say.
         "texts": [json.dumps(sample.texts) for _, _, sample in rows],
     }
