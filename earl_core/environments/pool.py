@@ -197,7 +197,7 @@ class EnvironmentPool:
     def _archive(self, python: str, log_path: Path | None) -> Path:
         if not os.access(python, os.X_OK) or Path(python).is_dir():
             raise ConfigError(
-                f"the setting python of the section is {python!r}, which is no program",
+                f"the hosts' interpreter is {python!r}, which is no program",
                 remedy="name an interpreter, like path/to/venv/bin/python",
             )
         if log_path is not None:

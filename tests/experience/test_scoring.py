@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from earl_core.algorithms.moments import merge_statistics
 from earl_core.cluster.rpc import merge_results
 from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.environments.check import check_environments
+from earl_core.environments.registry import create
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.reward import merge_rewards
 from earl_core.experience.scoring import Scorer, Scores, scored_episodes
@@ -32,6 +36,7 @@ BRIEF = {"function": f"{HERE}:brief", "weight": -0.5, "options": {"most": 10}}
 RIGHT = {"function": f"{HERE}:right", "label": "truth", "weight": 2.0}
 BY_NUMBER = {"function": f"{HERE}:by_number"}
 SECRET = "a-key-of-the-judge"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def told(number: int, group: int) -> Episode:
@@ -176,6 +181,25 @@ def test_a_rank_alone_gives_the_same_scores_and_each_failure_costs_its_own(tmp_p
     assert found.failures[1].endswith("ConnectionError: nobody there")
 
 
+def test_functions_of_one_environment_of_several(tmp_path: Path) -> None:
+    raw = configuration(tmp_path).model_dump() | {"environment": None}
+    raw["environments"] = [{"name": "tic_tac_toe", "label": label} for label in ("a", "b")]
+    raw["reward"] = {"functions": [{**RIGHT, "environments": ["b"]}, BY_NUMBER]}
+    config = RunConfig.model_validate(raw)
+    store = ShardStore(tmp_path / "shm", 2**30)
+    episodes = [replace(EPISODES[number], environment="ab"[number == 7]) for number in (0, 7)]
+    rollout = written(store, "rollout", ROLLOUT_SCHEMA, [rollout_rows(episodes)])
+    with Batch(store, [rollout]) as batch:
+        found = asyncio.run(_scores(config, scored_episodes(batch), tmp_path / "rewards.log"))
+    assert found.given == {0: {"by_number": 0.25}, 7: {"truth": 0.0, "by_number": 0.25}}
+    moments = found.tally().moments
+    assert {name: each.count for name, each in moments.items()} == {"by_number": 2, "truth": 1}
+    raw["reward"]["environment_weight"] = 0
+    raw["reward"]["functions"].pop()
+    with pytest.raises(ValueError, match="no function has a weight in the environment 'a'"):
+        RunConfig.model_validate(raw)
+
+
 def test_too_many_failures_fail_the_stage_with_examples(tmp_path: Path) -> None:
     failing = {"function": f"{HERE}:never", "environments": []}
     with pytest.raises(EarlError) as raised:
@@ -293,6 +317,28 @@ def test_a_reward_model_scores_the_messages(tmp_path: Path) -> None:
     ((path, key, body),) = endpoint.asked
     assert (path, key, body["use_activation"]) == ("/classify", None, False)
     assert [each["role"] for each in body["messages"]] == ["user", "assistant"] * 2
+
+
+def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/how-to/own-reward.md").read_text()
+    (tmp_path / "my_rewards.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}')
+    path = {"path": str(tmp_path / "questions.jsonl")}
+    environment = create("prompt", {**shown["environment"]["options"], **path})
+    assert environment.reset(0, 0)
+    assert environment.step("2").info["scoring"] == {"answer": "2"}
+    with Endpoint((200, said("Well.\nScore: 7"))).serving() as endpoint:
+        *_, judge = functions = shown["reward"].pop("functions")
+        judge["options"]["base_url"] = endpoint.url
+        found = scores_of(tmp_path, functions, episodes=3, **shown["reward"])
+    brief = {0: 1 - 1 / 200, 1: 1 - 2 / 200, 2: 1 - 2 / 200}
+    assert found.given == {
+        number: {"exact": float(number == 2), "brief": brief[number], "helpful": 0.7}
+        for number in range(3)
+    }
 
 
 JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": "?"}
