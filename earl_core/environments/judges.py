@@ -129,7 +129,8 @@ def _field(episode: Mapping[str, Any], name: str) -> str:
     if name == "question":
         return str(messages[0]["content"])
     if name == "answer":
-        return str(next(each["content"] for each in reversed(messages) if _is_answer(each)))
+        answers = [each["content"] for each in messages if each["role"] == "assistant"]
+        return str(answers[-1])
     value: Any = episode
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -142,8 +143,13 @@ def _field(episode: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _is_answer(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "assistant"
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The key is for the endpoint that was named; a redirect is an error with its status."""
+
+    def redirect_request(self, *_: Any) -> None: ...
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def _post(url: str, key: str, body: Mapping[str, Any], timeout_seconds: float) -> Any:
@@ -153,7 +159,7 @@ def _post(url: str, key: str, body: Mapping[str, Any], timeout_seconds: float) -
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_seconds) as reply:
+        with _OPENER.open(request, timeout=timeout_seconds) as reply:
             return json.loads(reply.read())
     except urllib.error.HTTPError as error:
         said = error.read(_SHOWN).decode(errors="replace")

@@ -18,15 +18,19 @@ import pytest
 import yaml
 
 from earl_core.algorithms.moments import merge_statistics
+from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.rpc import merge_results
 from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.environments.check import check_environments
 from earl_core.environments.registry import create
 from earl_core.experience.advantage import ADVANTAGE_RULES
+from earl_core.experience.experience_worker import ExperienceWorker
 from earl_core.experience.reward import merge_rewards
 from earl_core.experience.scoring import Scorer, Scores, scored_episodes
-from earl_core.system.errors import ConfigError, EarlError
+from earl_core.run import RunDirectory
+from earl_core.run.stores import run_store
+from earl_core.system.errors import Cancelled, ConfigError, EarlError
 from earl_core.trajectory.samples import Episode, Sample, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.experience.test_distributed import Ranks, configuration, sealed, written
@@ -200,6 +204,30 @@ def test_functions_of_one_environment_of_several(tmp_path: Path) -> None:
         RunConfig.model_validate(raw)
 
 
+async def test_scoring_ends_when_its_call_is_cancelled(tmp_path: Path) -> None:
+    config = configuration(tmp_path, {"functions": [BY_NUMBER]})
+    run = RunDirectory.open(config)
+    store = run_store(run.path, config)
+    rollout = run.seal(rolled_out(store)).model_dump(mode="json")
+    context = WorkerContext(0, 1, "experience", tmp_path / "experience-0.log", stage="reward")
+    worker = ExperienceWorker(
+        context,
+        {"stage": "experience"},
+        config=config.model_dump(mode="json"),
+        run_directory=str(run.path),
+    )
+    try:
+        scoring = asyncio.create_task(worker.reward([rollout]))
+        await asyncio.sleep(0.1)
+        context.cancelled.set()
+        with pytest.raises(Cancelled, match="the reward was cancelled"):
+            await scoring
+    finally:
+        await worker.close()
+        run.finish()
+        run.close()
+
+
 def test_too_many_failures_fail_the_stage_with_examples(tmp_path: Path) -> None:
     failing = {"function": f"{HERE}:never", "environments": []}
     with pytest.raises(EarlError) as raised:
@@ -227,6 +255,8 @@ class Endpoint:
                     return  # without a word
                 data = json.dumps(answer).encode()
                 self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -291,6 +321,7 @@ def test_a_judge_is_asked_again_until_it_gives_a_score(
         ((200, said("I cannot say.")), "the judge gave no score: 'I cannot say.'"),
         ((200, said("Score: 11")), "the judge gave 11, which is not on the scale"),
         ((200, {"error": "?"}), "sent no chat completion"),
+        ((302, {}), "answered with status 302"),
         ((500, {"error": "broken"}), 'answered with status 500: {"error": "broken"}'),
         ((200, said("Score: 5")), "the episode has no 'nothing' there: it has ['answer']"),
     ],
