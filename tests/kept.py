@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
@@ -39,14 +41,19 @@ def seal_episodes(
         )
         for rank, episodes in enumerate(shards)
     ]
-    totals = {
-        episode.episode_id << SAMPLE_BITS | number: episode.total_reward
+    samples = {
+        episode.episode_id << SAMPLE_BITS | number: (episode.total_reward, sample.turn_rewards)
         for episodes in shards
         for episode in episodes
-        for number in range(len(episode.samples))
+        for number, sample in enumerate(episode.samples)
     }
-    ids = sorted(totals)
-    rows = Rows({"sample_id": ids, "reward": [totals[row] for row in ids]})
+    ids = sorted(samples)
+    rewards, turns = zip(*(samples[row] for row in ids), strict=True)
+    rows = Rows(
+        {"sample_id": ids, "reward": rewards, "turn_totals": turns},
+        {"turn_totals": np.array([len(row) for row in turns], np.int64)},
+        {"scores": ["{}"] * len(ids)},
+    )
     reward = store.publish(
         stage="reward", iteration=iteration, rank=0, schema=REWARD_SCHEMA, rows=rows
     )

@@ -18,10 +18,12 @@ from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.host_archive import write_host_archive
 from earl_core.environments.host_keeper import HostKeeper
 from earl_core.environments.host_process import HostLost, HostSettings
+from earl_core.environments.reward_functions import NAME
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from earl_core.config.environment import EnvironmentConfig
+    from earl_core.config.reward import RewardConfig
 
 _MAX_THREADS = 64
 
@@ -118,6 +120,26 @@ class EnvironmentPool:
             log_path=log_path,
         )
 
+    @classmethod
+    def of_rewards(
+        cls, reward: RewardConfig, *, hosts: int | None = None, log_path: Path | None
+    ) -> EnvironmentPool:
+        """Of a run's reward functions, each a prompt by its place. hosts: instead of its own
+        number."""
+        functions = [
+            {"label": each.title, "function": each.function, "options": each.options}
+            for each in reward.functions
+        ]
+        return cls(
+            NAME,
+            {"functions": functions, "timeout_seconds": reward.timeout_seconds},
+            hosts=hosts or reward.hosts,
+            concurrency=reward.concurrency,
+            step_timeout_seconds=reward.timeout_seconds,
+            python=reward.python,
+            log_path=log_path,
+        )
+
     async def start(self) -> None:
         """Starts the hosts. Raises ConfigError when the environment cannot be made."""
         starts = [asyncio.ensure_future(keeper.start()) for keeper in self._keepers]
@@ -206,7 +228,7 @@ class EnvironmentPool:
     def _archive(self, python: str, log_path: Path | None) -> Path:
         if not os.access(python, os.X_OK) or Path(python).is_dir():
             raise ConfigError(
-                f"environment.python is {python!r}, which is no program",
+                f"the hosts' interpreter is {python!r}, which is no program",
                 remedy="name an interpreter, like path/to/venv/bin/python",
             )
         if log_path is not None:

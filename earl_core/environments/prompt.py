@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -24,6 +25,7 @@ class PromptOptions(Options):
     split: of a data set that has several.
     prompt_column: a text, or a list of chat messages.
     answer_column: given to the reward function as row["answer"]; None: none is.
+    scoring_columns: given to the run's reward functions as episode["scoring"].
     system_prompt: a system message before a text.
     reward_function: import path of function(completion, row) -> float or (float, dict); with a
         third argument it gets the messages of the tools that were used.
@@ -33,6 +35,7 @@ class PromptOptions(Options):
     split: str | None = None
     prompt_column: str = "prompt"
     answer_column: str | None = "answer"
+    scoring_columns: tuple[str, ...] = ()
     system_prompt: str | None = None
     reward_function: str = "earl_core.environments.rewards:exact_match"
 
@@ -55,7 +58,7 @@ class PromptEnvironment:
                 remedy="name one",
             )
         self._told = len(inspect.signature(self._reward).parameters) > 2
-        named = (options.prompt_column, options.answer_column)
+        named = (options.prompt_column, options.answer_column, *options.scoring_columns)
         columns = tuple(column for column in named if column is not None)
         self._rows = read_rows(options.path, options.split, columns)
         self._messages(self._rows[0], 0)
@@ -93,7 +96,11 @@ class PromptEnvironment:
             for key, number in details.items()
             if isinstance(number, Real) and math.isfinite(number)
         }
-        info = {"outcome": outcome, "metrics": metrics}
+        info: dict[str, Any] = {"outcome": outcome, "metrics": metrics}
+        if columns := self.options.scoring_columns:
+            # A data set may hold dates and the like.
+            given = json.dumps({column: row[column] for column in columns}, default=str)
+            info["scoring"] = json.loads(given)
         return StepResult([], value, True, info)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
 from earl_core.environments.options import parse_options
+from earl_core.environments.reward_functions import NAME, RewardFunctions
 from earl_core.environments.tools.functions import load_tool
 from earl_core.environments.tools.mcp import open_servers
 from earl_core.environments.tools.toolbox import Toolbox
@@ -36,6 +37,8 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     options = _resolved(name, options or {})
     if name.startswith(PREFIX):
         return AgentEnvironment(name.removeprefix(PREFIX), options)
+    if name == NAME:
+        return RewardFunctions(**options)
     if name in BUILT_IN:
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))

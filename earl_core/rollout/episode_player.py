@@ -150,10 +150,7 @@ class EpisodePlayer:
     def observe(self, result: StepResult) -> None:
         """Take the reaction of the environment, or of tools, to the answer."""
         self._sample.turn_rewards[-1] = result.reward
-        info = self.episode.info
-        for key in ("outcome", "metrics"):
-            if key in result.info:
-                info[key] = result.info[key]
+        self.episode.take(result.info)
         self._note_observation(result.messages)
         limit = self._settings.max_tokens_per_episode
         if result.done:

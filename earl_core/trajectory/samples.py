@@ -20,6 +20,8 @@ FAILED_REASONS = frozenset(
 )
 """Finish reasons of failed episodes: they are counted, leave their group and are not trained."""
 
+_KEPT = ("outcome", "metrics", "scoring")
+
 
 class VersionSpan(NamedTuple):
     """The tokens `first` to `end` (not included) of an answer, sampled under one policy version."""
@@ -92,6 +94,10 @@ class Episode:
     info: dict[str, object] = field(default_factory=dict)
     environment: str = ""
 
+    def take(self, info: Mapping[str, object]) -> None:
+        """Keep of a step's info what concerns the whole episode; what comes later counts."""
+        self.info |= {key: info[key] for key in _KEPT if key in info}
+
     @property
     def failed(self) -> bool:
         """Whether the episode ended by a failure, which keeps it out of its group."""
@@ -159,6 +165,10 @@ def rollout_rows(episodes: Iterable[Episode]) -> Rows:
         "finish_reason": [episode.finish_reason for episode, _, _ in rows],
         "environment": [episode.environment for episode, _, _ in rows],
         "outcome": [utf8(str(episode.info.get("outcome", ""))) for episode, _, _ in rows],
+        "scoring": [
+            json.dumps(episode.info["scoring"]) if "scoring" in episode.info else ""
+            for episode, _, _ in rows
+        ],
         # JSON escapes what is no UTF-8, which an environment may say.
         "texts": [json.dumps(sample.texts) for _, _, sample in rows],
     }

@@ -86,16 +86,26 @@ def test_a_person_plays_against_it(earl: Earl, finished_run: Done) -> None:
     assert "1 game played" in shown.stdout or "'0' is not one of" in shown.stdout
 
 
-def test_serve_answers_openais_clients_that_know_the_key(earl: Earl, finished_run: Done) -> None:
+@pytest.mark.parametrize(
+    ("served", "key_file", "settings"),
+    [
+        ("done", "done/serve.key", ()),
+        ("model", "model.key", ("--set", "rollout.engine=torch", "--set", "rollout.threads=1")),
+    ],
+    ids=["a run", "a model"],
+)
+def test_serve_answers_openais_clients_that_know_the_key(
+    earl: Earl, finished_run: Done, served: str, key_file: str, settings: tuple[str, ...]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        refused = earl.run("serve", "done", "--port", port)
+        refused = earl.run("serve", served, "--port", port)
         assert refused.returncode == 2
         assert "choose another with --port" in refused.stderr
-    process = earl.start("serve", "done", "--port", port)
+    process = earl.start("serve", served, "--port", port, *settings)
     text, children = _read_until(process, "Ctrl-C ends it")
     assert f"base_url: http://127.0.0.1:{port}/v1" in text
-    key = earl.directory / "runs" / "done" / "serve.key"
+    key = earl.directory / "runs" / key_file
     assert key.stat().st_mode & 0o777 == 0o600
     address = {"base_url": f"http://127.0.0.1:{port}/v1", "max_retries": 8}
     with OpenAI(**address, api_key=key.read_text()) as api:  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import parse_config
+from earl_core.config.reward import RewardConfig
+from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.check import check_environments
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
@@ -41,7 +43,11 @@ class World:
 
 async def agent(task, base_url, api_key):
     return {"reward": 1.0, "metrics": {"pydantic": float(pydantic.VERSION)}}
+
+def score(episode):
+    return episode["turns"] + float(pydantic.VERSION)
 """
+ASKED = {"model": "m", "prompt": "How good?"}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +101,28 @@ def test_an_agent_runs_there_too(python: str) -> None:
         assert result.info == {"metrics": {"pydantic": 1.1}}
 
     in_pool(scenario, "agent:foreign_world:agent", tools=(), python=python)
+
+
+async def test_reward_functions_run_there_too(python: str) -> None:
+    reward = RewardConfig.model_validate(
+        {
+            "functions": [
+                {"function": "judge", "options": {"base_url": "http://127.0.0.1:1", **ASKED}},
+                {"function": "foreign_world:score"},
+            ],
+            "python": python,
+        }
+    )
+    pool = EnvironmentPool.of_rewards(reward, log_path=None)
+    await pool.start()
+    try:
+        await pool.reset(0, 1, 0)
+        assert (await pool.step(0, '{"turns": 2}')).reward == 3.1
+        await pool.reset(1, 0, 0)
+        with pytest.raises(EnvironmentFailed, match="Connection refused"):
+            await pool.step(1, '{"messages": []}')
+    finally:
+        await pool.stop()
 
 
 @pytest.mark.parametrize(

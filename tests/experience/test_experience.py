@@ -11,6 +11,7 @@ import pytest
 
 from earl_core.algorithms.moments import RankStatistics, merge_statistics
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.reward import RewardConfig
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
@@ -71,7 +72,7 @@ def rewarded(tmp_path: Path) -> tuple[ShardStore, Manifest, Manifest]:
     store = ShardStore(tmp_path, 2**30)
     rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_rows(EPISODES))
     with Batch(store, [rollout]) as batch:
-        columns, metrics, episodes = reward_rows(batch)
+        columns, metrics, episodes = reward_rows(batch, RewardConfig())
     assert episodes == 5
     assert metrics["mean"] == pytest.approx(np.mean([1.5, -1.0, 0.25, 1.0, 3.0]))
     return store, rollout, sealed(store, "reward", REWARD_SCHEMA, columns)
@@ -154,7 +155,7 @@ def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 2**30)
     rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_rows(EPISODES[2:3]))
     with Batch(store, [rollout]) as batch:
-        columns, _, _ = reward_rows(batch)
+        columns, _, _ = reward_rows(batch, RewardConfig())
     reward = sealed(store, "reward", REWARD_SCHEMA, columns)
     with Batch(store, [rollout, reward]) as batch, pytest.raises(EarlError, match="group_size"):
         advantages(batch, AlgorithmConfig())

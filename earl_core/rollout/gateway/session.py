@@ -165,9 +165,7 @@ class Session:
             episode.info["failure"] = "the agent ended without a single answer of the policy"
         else:
             self._last.turn_rewards[-1] = reward
-        for key in ("outcome", "metrics"):
-            if key in info:
-                episode.info[key] = info[key]
+        episode.take(info)
         return self._counted(episode)
 
     def fail(self, reason: str, detail: str) -> Episode:
