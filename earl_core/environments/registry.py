@@ -23,6 +23,8 @@ BUILT_IN: dict[str, str] = {
     "connect_four": "earl_core.environments.games.connect_four:ConnectFour",
     "prompt": "earl_core.environments.prompt:PromptEnvironment",
     "textarena": "earl_core.environments.textarena:TextArenaEnvironment",
+    "gymnasium": "earl_core.environments.gymnasium:GymnasiumEnvironment",
+    "reasoning_gym": "earl_core.environments.reasoning_gym:ReasoningGymEnvironment",
 }
 
 
