@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ BUILT_IN: dict[str, str] = {
     "connect_four": "earl_core.environments.games.connect_four:ConnectFour",
     "prompt": "earl_core.environments.prompt:PromptEnvironment",
     "textarena": "earl_core.environments.textarena:TextArenaEnvironment",
+    "openenv": "earl_core.environments.openenv:OpenEnv",
 }
 
 
@@ -37,8 +39,14 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
         return AgentEnvironment(name.removeprefix(PREFIX), options)
     if name in BUILT_IN:
         # Own environments run where pydantic may not be.
-        from earl_core.environments.options import parse_options
-
+        try:
+            from earl_core.environments.options import parse_options
+        except ImportError as error:
+            raise ConfigError(
+                f"the environment {name!r} needs pydantic, which {sys.executable} has not",
+                remedy="install it there, and what else the environment's page in docs/how-to "
+                "names",
+            ) from error
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment

@@ -44,6 +44,12 @@ async def agent(task, base_url, api_key):
 """
 
 
+OPENENV = {"name": "openenv", "python": None}
+"""In our own Python, beside which openenv cannot be installed."""
+
+HOSTED = {"environment": "tests.worlds:World", "action": "tests.worlds:Action"}
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter with a pydantic that EARL cannot use."""
@@ -103,7 +109,12 @@ def test_an_agent_runs_there_too(python: str) -> None:
         ({"python": "no/such/python"}, "is no program"),
         ({"python": "."}, "is no program"),
         ({"name": "no_such_module:World"}, "cannot be imported: ModuleNotFoundError"),
-        ({"name": "tic_tac_toe"}, "the environment 'tic_tac_toe' cannot be made: ImportError"),
+        ({"name": "tic_tac_toe"}, "the environment 'tic_tac_toe' needs pydantic, which"),
+        ({"name": "openenv"}, "the environment 'openenv' needs pydantic, which"),
+        ({**OPENENV, "options": HOSTED}, "has no package openenv"),
+        ({**OPENENV, "options": {"url": "http://127.0.0.1:9"}}, "does not tell the schema of its"),
+        ({**OPENENV, "options": {**HOSTED, "url": "http://x"}}, "give either url, or environment"),
+        ({**OPENENV, "options": {**HOSTED, "token": "env:HOME"}}, "a token is for a url"),
         ({"tools": ["calculator"]}, "tools need the packages transformers and jsonschema"),
         ({"python": "/bin/false"}, "the host process died as it started"),
     ],
