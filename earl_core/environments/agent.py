@@ -20,6 +20,10 @@ from earl_core.system.import_path import import_object
 PREFIX = "agent:"
 """Before the import path of an agent, where environments have their names."""
 
+UNTRAINED = "untrained"
+"""The model that an agent asks for where the policy is to answer and the answer not to be trained:
+an opponent, a simulated user."""
+
 
 class AgentEnvironment:
     """One episode of an agent, in the form of an environment of one step.
@@ -52,16 +56,17 @@ class AgentEnvironment:
         return [{"role": "user", "content": "begin"}]
 
     async def _step(self, text: str) -> StepResult:
-        return _result(await self._run(self._task, **json.loads(text)))
+        return episode_result(await self._run(self._task, **json.loads(text)))
 
     def _call(self, text: str) -> StepResult:
-        return _result(self._run(self._task, **json.loads(text)))
+        return episode_result(self._run(self._task, **json.loads(text)))
 
     def close(self) -> None:
         """It holds nothing."""
 
 
-def _result(value: Any) -> StepResult:
+def episode_result(value: Any) -> StepResult:
+    """What an agent returned, as the result of its one step. Raises WireError."""
     info: dict[str, Any] = {}
     if isinstance(value, Mapping):
         info = {str(key): each for key, each in value.items()}

@@ -23,6 +23,7 @@ BUILT_IN: dict[str, str] = {
     "prompt": "earl_core.environments.prompt:PromptEnvironment",
     "textarena": "earl_core.environments.textarena:TextArenaEnvironment",
     "openenv": "earl_core.environments.openenv:OpenEnv",
+    f"{PREFIX}verifiers": "earl_core.environments.verifiers:Verifiers",
 }
 
 
@@ -35,8 +36,6 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     Raises ConfigError when the name or an option is wrong.
     """
     options = _resolved(name, options or {})
-    if name.startswith(PREFIX):
-        return AgentEnvironment(name.removeprefix(PREFIX), options)
     if name in BUILT_IN:
         # Own environments run where pydantic may not be.
         try:
@@ -50,6 +49,8 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment
+    if name.startswith(PREFIX):
+        return AgentEnvironment(name.removeprefix(PREFIX), options)
     factory = environment_class(name)
     try:
         created = factory(**options)
@@ -80,14 +81,15 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def environment_class(name: str) -> Any:
     """The class behind `name`, without making an environment. Raises ConfigError."""
-    if name.startswith(PREFIX):
-        return AgentEnvironment
     if name in BUILT_IN:
         return import_object(BUILT_IN[name], "the environment")
+    if name.startswith(PREFIX):
+        return AgentEnvironment
     if ":" not in name:
+        known = (each for each in BUILT_IN if not each.startswith(PREFIX))
         raise ConfigError(
             f"there is no environment {name!r}",
-            remedy=f"use one of {', '.join(BUILT_IN)}, or the import path of a class of your own, "
+            remedy=f"use one of {', '.join(known)}, or the import path of a class of your own, "
             "like 'package.module:Class'",
         )
     return import_object(name, "the environment")

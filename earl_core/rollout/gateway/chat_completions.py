@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from earl_core.environments.agent import UNTRAINED
 from earl_core.environments.base import FunctionCall, Message, ToolCall
 from earl_core.environments.tools.toolbox import check_schema
 from earl_core.rollout.gateway.session import Answer, invalid
@@ -38,6 +39,7 @@ class ChatRequest:
     tools: Tools
     max_tokens: int | None
     model: str
+    trained: bool
     stream: bool
     usage: bool
     logprobs: bool
@@ -62,6 +64,7 @@ def parse(body: Any) -> ChatRequest:
         tools=_tools(body),
         max_tokens=budget(body),
         model=str(body.get("model", "")),
+        trained=body.get("model") != UNTRAINED,
         stream=bool(body.get("stream")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),

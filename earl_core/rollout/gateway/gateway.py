@@ -33,7 +33,7 @@ from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
 
 MODEL = "policy"
-"""The one model that there is; a request may name any."""
+"""The one model that there is; a request may name any. `agent.UNTRAINED` is the same one."""
 
 _MOST_BYTES = 64 << 20
 _BACKLOG = 4096
@@ -152,7 +152,9 @@ class Gateway:
     async def _chat_completions(self, request: Request) -> Response:
         def read(body: Any) -> tuple[chat_completions.ChatRequest, Locate]:
             asked = chat_completions.parse(body)
-            return asked, lambda branches: branches.prompt(asked.messages, asked.tools)
+            return asked, lambda branches: branches.prompt(
+                asked.messages, asked.tools, asked.trained
+            )
 
         asked, answer, name = await self._answered(request, read)
         if asked.stream:
@@ -163,7 +165,7 @@ class Gateway:
     async def _generate_tokens(self, request: Request) -> Response:
         def read(body: Any) -> tuple[generate.GenerateRequest, Locate]:
             asked = generate.parse(body, self._chat.vocabulary)
-            return asked, lambda branches: branches.prompt_tokens(asked.token_ids)
+            return asked, lambda branches: branches.prompt_tokens(asked.token_ids, asked.trained)
 
         return JSONResponse(generate.reply(*await self._answered(request, read)))
 

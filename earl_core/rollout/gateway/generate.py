@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from earl_core.environments.agent import UNTRAINED
 from earl_core.rollout.gateway import chat_completions
 from earl_core.rollout.gateway.session import Answer, invalid
 
@@ -24,6 +25,7 @@ class GenerateRequest:
     token_ids: list[int]
     max_tokens: int | None
     logprobs: bool
+    trained: bool
 
 
 def parse(body: Any, vocabulary: int) -> GenerateRequest:
@@ -46,7 +48,8 @@ def parse(body: Any, vocabulary: int) -> GenerateRequest:
     if sampling.get("n") not in (None, 1):
         raise invalid("sampling_params.n must be 1: a group's episodes are played side by side")
     budget = chat_completions.budget(sampling)
-    return GenerateRequest(ids, budget, sampling.get("logprobs") is not None)
+    trained = body.get("model") != UNTRAINED
+    return GenerateRequest(ids, budget, sampling.get("logprobs") is not None, trained)
 
 
 def reply(request: GenerateRequest, answer: Answer, name: str) -> dict[str, Any]:

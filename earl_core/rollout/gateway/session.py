@@ -116,7 +116,8 @@ class Session:
         if completion.finish_reason == "model_context":
             self._check_overflow(self._max_model_len + 1)
         message = self._branches.answer(prompt, completion)
-        self._last = prompt.branch.samples[-1]
+        if prompt.branch.trained:
+            self._last = prompt.branch.samples[-1]
         self._sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)
         self._meter.prompt_tokens += len(prompt.given)
@@ -132,7 +133,9 @@ class Session:
         episode = self._end(self._cut or "done")
         if self._last is None:
             episode.finish_reason = "environment_error"
-            episode.info["failure"] = "the agent ended without a single answer of the policy"
+            episode.info["failure"] = (
+                "the agent ended without a single answer of the policy that is trained"
+            )
         else:
             self._last.turn_rewards[-1] = reward
         for key in ("outcome", "metrics"):
