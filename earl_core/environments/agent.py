@@ -19,6 +19,10 @@ from earl_core.system.import_path import import_object
 PREFIX = "agent:"
 """Before the import path of an agent, where environments have their names."""
 
+MODEL, OPPONENT = "policy", "opponent"
+"""The models that an agent may ask. The second is the same policy, whose answers are recorded
+nowhere: an opponent, a simulated user. Any other name is the first's."""
+
 
 class AgentEnvironment:
     """One episode of an agent, in the form of an environment of one step.
@@ -51,16 +55,17 @@ class AgentEnvironment:
         return [{"role": "user", "content": "begin"}]
 
     async def _step(self, text: str) -> StepResult:
-        return _result(await self._run(self._task, **self.policy))
+        return episode_result(await self._run(self._task, **self.policy))
 
     def _call(self, text: str) -> StepResult:
-        return _result(self._run(self._task, **self.policy))
+        return episode_result(self._run(self._task, **self.policy))
 
     def close(self) -> None:
         """It holds nothing."""
 
 
-def _result(value: Any) -> StepResult:
+def episode_result(value: Any) -> StepResult:
+    """What an agent returned, as the result of its one step. Raises WireError."""
     info: dict[str, Any] = {}
     if isinstance(value, Mapping):
         info = {str(key): each for key, each in value.items()}

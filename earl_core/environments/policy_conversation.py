@@ -6,6 +6,7 @@ import http.client
 import json
 from urllib.parse import urlsplit
 
+from earl_core.environments.agent import OPPONENT
 from earl_core.environments.base import Message
 from earl_core.system.errors import EarlError
 
@@ -24,7 +25,7 @@ class PolicyConversation:
     def ask(self, *messages: Message) -> str:
         """The policy's answer to these messages, after those before. Raises `EarlError`."""
         self._messages += messages
-        body = json.dumps({"model": "opponent", "messages": self._messages})
+        body = json.dumps({"model": OPPONENT, "messages": self._messages})
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         connection = http.client.HTTPConnection(self._url.netloc, timeout=_SECONDS)
         try:

@@ -25,6 +25,8 @@ BUILT_IN: dict[str, str] = {
     "textarena": "earl_core.environments.textarena:TextArenaEnvironment",
     "gymnasium": "earl_core.environments.gymnasium:GymnasiumEnvironment",
     "reasoning_gym": "earl_core.environments.reasoning_gym:ReasoningGymEnvironment",
+    "openenv": "earl_core.environments.openenv:OpenEnv",
+    f"{PREFIX}verifiers": "earl_core.environments.verifiers:Verifiers",
 }
 
 
@@ -37,14 +39,14 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     Raises ConfigError when the name or an option is wrong.
     """
     options = _resolved(name, options or {})
-    if name.startswith(PREFIX):
-        return AgentEnvironment(name.removeprefix(PREFIX), options)
     if name == NAME:
         return RewardFunctions(**options)
     if name in BUILT_IN:
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment
+    if name.startswith(PREFIX):
+        return AgentEnvironment(name.removeprefix(PREFIX), options)
     factory = _own_class(name)
     try:
         created = factory(**options)
@@ -75,9 +77,10 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_class(name: str) -> Any:
     if ":" not in name:
+        known = (each for each in BUILT_IN if not each.startswith(PREFIX))
         raise ConfigError(
             f"there is no environment {name!r}",
-            remedy=f"use one of {', '.join(BUILT_IN)}, or the import path of a class of your own, "
+            remedy=f"use one of {', '.join(known)}, or the import path of a class of your own, "
             "like 'package.module:Class'",
         )
     return import_object(name, "the environment")

@@ -106,7 +106,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     parts = [configuration.references, configuration.model, configuration.stages]
     # Code of the user's runs in worker processes only; the controller checks it there.
     names = {each.played for each in settings.played.values()}
-    if names <= BUILT_IN.keys() - {"textarena"}:
+    if names <= BUILT_IN.keys() - {"textarena", "openenv", "agent:verifiers"}:
         parts.append(configuration.environment)
     for part in parts:
         list(part(settings))

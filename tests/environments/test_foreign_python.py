@@ -50,6 +50,12 @@ def score(episode):
 ASKED = {"model": "m", "prompt": "How good?"}
 
 
+OPENENV = {"name": "openenv", "python": None}
+"""In our own Python, beside which openenv cannot be installed."""
+
+HOSTED = {"environment": "tests.worlds:World", "action": "tests.worlds:Action"}
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter with a pydantic that EARL cannot use."""
@@ -96,8 +102,8 @@ def test_only_the_host_program_is_ours(python: str, tmp_path: Path) -> None:
 
 def test_an_agent_runs_there_too(python: str) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
-        await pool.reset(0, 0, 0)
-        result = await pool.step(0, '{"base_url": "x", "api_key": "y"}')
+        await pool.reset(0, 0, 0, {"base_url": "x", "api_key": "y"})
+        result = await pool.step(0, "")
         assert result.info == {"metrics": {"pydantic": 1.1}}
 
     in_pool(scenario, "agent:foreign_world:agent", tools=(), python=python)
@@ -135,6 +141,10 @@ async def test_reward_functions_run_there_too(python: str) -> None:
             {"name": "textarena", "options": {"game": "Nim-v0"}},
             "the environment textarena needs the package textarena",
         ),
+        ({**OPENENV, "options": HOSTED}, "has no package openenv"),
+        ({**OPENENV, "options": {"url": "http://127.0.0.1:9"}}, "does not tell the schema of its"),
+        ({**OPENENV, "options": {**HOSTED, "url": "http://x"}}, "give either url, or environment"),
+        ({**OPENENV, "options": {**HOSTED, "token": "env:HOME"}}, "a token is for a url"),
         ({"tools": ["calculator"]}, "tools need the packages transformers and jsonschema"),
         ({"python": "/bin/false"}, "the host process died as it started"),
     ],

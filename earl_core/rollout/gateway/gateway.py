@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from earl_core.environments.agent import MODEL, OPPONENT
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
@@ -31,10 +32,6 @@ from earl_core.rollout.gateway import chat_completions, generate
 from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Locate, Session, refused
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
-
-MODEL, OPPONENT = "policy", "opponent"
-"""The second is the same policy, whose answers are recorded nowhere. Any other name is the first's.
-"""
 
 _MOST_BYTES = 64 << 20
 _BACKLOG = 4096
