@@ -45,7 +45,7 @@ class Host:
     """Takes calls, each in a task of its own, and watches how long they run.
 
     timeout_seconds: deadline of a call, counted from its beginning. threads: most of them that run
-    synchronous calls.
+    synchronous calls. concurrent: whether calls may run at the same time.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Host:
         timeout_seconds: float,
         threads: int,
         tools: Toolbox,
+        concurrent: bool,
     ) -> None:
         self._timeout = timeout_seconds
         self._threads = ThreadPoolExecutor(threads, "environment")
         self._calls = Calls(partial(registry.create, name, options), self._threads, tools)
-        concurrent = getattr(registry.environment_class(name), "concurrent", True)
         self._turn: AbstractAsyncContextManager[Any] = nullcontext()
         if not concurrent:
             self._turn = asyncio.Lock()
@@ -156,12 +156,14 @@ def _serve(connection: socket.socket) -> None:
             why = f"the environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return
+    concurrent = bool(getattr(kind, "concurrent", True))
     # What other servers did is not undone.
     replayed = bool(getattr(kind, "deterministic", True)) and not start["mcp"]
     channel.send(
         {
             "kind": "ready",
             "deterministic": replayed,
+            "concurrent": concurrent,
             "tools": schemas,
             "characters": characters,
             # A look at all packages takes as long as the rest of the start.
@@ -169,7 +171,7 @@ def _serve(connection: socket.socket) -> None:
         }
     )
     connection.setblocking(False)
-    host = Host(name, options, start["timeout_seconds"], start["threads"], tools)
+    host = Host(name, options, start["timeout_seconds"], start["threads"], tools, concurrent)
     loop.run_until_complete(host.serve(connection))
 
 

@@ -100,6 +100,8 @@ class HostProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.deterministic = True
         """Whether a fresh process can play its episodes again."""
+        self.concurrent = True
+        """Whether several of its calls may run at the same time."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
         self.characters = ""
@@ -206,7 +208,8 @@ class HostProcess:
         kind = message["kind"]
         if kind == "ready":
             self.deterministic, self.tools = message["deterministic"], message["tools"]
-            self.characters, self.versions = message["characters"], message["versions"]
+            self.concurrent, self.characters = message["concurrent"], message["characters"]
+            self.versions = message["versions"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":
