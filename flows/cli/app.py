@@ -196,6 +196,20 @@ def doctor(
         raise typer.Exit(run_doctor(config))
 
 
+@app.command()
+def init(
+    directory: Annotated[
+        Path, typer.Argument(help="New or empty; its name becomes the package's.")
+    ],
+    debug: Debug = False,
+) -> None:
+    """Begin a project: an environment, a reward, a run file and a test that runs."""
+    with reported(debug):
+        from flows.cli.project import create_project
+
+        create_project(directory)
+
+
 @environments.command("check")
 def environment_check(
     target: Annotated[
