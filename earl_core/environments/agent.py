@@ -42,7 +42,7 @@ class AgentEnvironment:
         self._options = dict(options)
         self._task: dict[str, Any] = {}
         try:
-            inspect.signature(self._run).bind("task", "base_url", "api_key")
+            inspect.signature(self._run).bind("task", base_url="", api_key="")
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"the agent {path!r} is no function of (task, base_url, api_key): {error}"

@@ -156,6 +156,7 @@ def _serve(connection: socket.socket) -> None:
             why = f"the environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return
+    concurrent = bool(getattr(made, "concurrent", True))
     wants_policy = bool(getattr(made, "wants_policy", False))
     same = start["deterministic"] and getattr(made, "deterministic", True)
     # What other servers did is not undone, and what the policy answered not said again.
@@ -164,6 +165,7 @@ def _serve(connection: socket.socket) -> None:
         {
             "kind": "ready",
             "deterministic": bool(replayed),
+            "concurrent": concurrent,
             "wants_policy": wants_policy,
             "tools": schemas,
             "characters": characters,
@@ -172,7 +174,6 @@ def _serve(connection: socket.socket) -> None:
         }
     )
     connection.setblocking(False)
-    concurrent = bool(getattr(made, "concurrent", True))
     host = Host(name, options, start["timeout_seconds"], start["threads"], tools, concurrent)
     loop.run_until_complete(host.serve(connection))
 

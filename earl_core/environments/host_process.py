@@ -103,6 +103,8 @@ class HostProcess:
         """Whether a fresh process can play its episodes again."""
         self.wants_policy = False
         """Whether its environments ask the policy."""
+        self.concurrent = True
+        """Whether several of its calls may run at the same time."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
         self.characters = ""
@@ -209,8 +211,8 @@ class HostProcess:
         kind = message["kind"]
         if kind == "ready":
             self.deterministic, self.tools = message["deterministic"], message["tools"]
-            self.wants_policy = message["wants_policy"]
-            self.characters, self.versions = message["characters"], message["versions"]
+            self.concurrent, self.characters = message["concurrent"], message["characters"]
+            self.wants_policy, self.versions = message["wants_policy"], message["versions"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":

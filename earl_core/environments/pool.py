@@ -202,6 +202,18 @@ class EnvironmentPool:
         return "" if process is None else process.characters
 
     @property
+    def deterministic(self) -> bool:
+        """Whether episodes of a lost host can be replayed."""
+        process = self._keepers[0].process
+        return process is None or process.deterministic
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether a host may run several calls at the same time."""
+        process = self._keepers[0].process
+        return process is None or process.concurrent
+
+    @property
     def tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call, as OpenAI's API has them."""
         process = self._keepers[0].process

@@ -7,24 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rich.text import Text
-
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.system.finding import Finding, Level, refused
 from flows.cli.checks.configuration import check_configuration
-from flows.cli.checks.finding import Finding, Level, refused
 from flows.cli.checks.hosts import check_hosts
 from flows.cli.checks.machine import check_machine
 from flows.cli.checks.packages import check_packages
 from flows.cli.checks.services import check_services
 from flows.cli.checks.shared_memory import check_shared_memory
+from flows.cli.findings import show_findings
 from flows.cli.tables import make_console
-
-_MARKS: dict[Level, tuple[str, str]] = {
-    "good": ("✓", "green"),
-    "note": ("·", "cyan"),
-    "warning": ("!", "yellow"),
-    "blocks": ("✗", "bold red"),
-}
 
 
 def doctor(config: str | None) -> int:
@@ -32,13 +24,7 @@ def doctor(config: str | None) -> int:
     console = make_console()
     levels: Counter[Level] = Counter()
     for topic, findings in examine(config):
-        console.print(f"\n{topic}", style="bold")
-        for finding in findings:
-            levels[finding.level] += 1
-            mark, style = _MARKS[finding.level]
-            console.print(Text(f"  {mark} ", style).append(finding.text, style=""), soft_wrap=True)
-            if finding.advice:
-                console.print(Text(f"    → {finding.advice}"), soft_wrap=True)
+        levels += show_findings(console, topic, findings)
     console.print(
         f"\n{levels['blocks']} findings block a run, {levels['warning']} deserve a look.",
         style="bold",

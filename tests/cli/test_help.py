@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import ROOT, Earl
 
-COMMANDS = ("train", "resume", "evaluate", "play", "shards", "doctor")
+COMMANDS = ("init", "train", "resume", "evaluate", "play", "shards", "env", "doctor")
 
 
 def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:
@@ -23,7 +23,9 @@ def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:
     assert seconds < 10.0, "on an idle machine 0.4 s; prefect was probably imported"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "shards list", "shards show", "shards sweep"])
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, "shards list", "shards show", "shards sweep", "env check"]
+)
 def test_every_command_has_help(fresh_earl: Earl, command: str) -> None:
     shown = fresh_earl.run(*command.split(), "--help")
     assert shown.returncode == 0

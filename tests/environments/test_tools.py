@@ -271,3 +271,22 @@ def test_references_of_a_schema_are_not_fetched(monkeypatch: pytest.MonkeyPatch)
 
     result = asyncio.run(toolbox.use([call("f", a=1)], in_thread))  # type: ignore[list-item]
     assert "Unresolvable" in texts(result)[0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "function"}, "a tool is described by {'type': 'function'}"),
+        (
+            {"type": "function", "function": {"name": "f", "parameters": {"type": 7}}},
+            "the parameters of the tool 'f' are no JSON schema: 7 is not valid",
+        ),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_before_work_starts(
+    schema: dict[str, Any], message: str
+) -> None:
+    """Such as a server of tools may tell."""
+    with pytest.raises(ConfigError) as raised:
+        Toolbox([Tool(schema, print)], 1.0)
+    assert str(raised.value).startswith(message)

@@ -7,9 +7,11 @@ import ctypes
 import os
 import random
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -225,6 +227,24 @@ class Untold(Echo):
     characters = 7  # type: ignore[assignment]
 
 
+class Told(Unseeded):
+    """Says that it cannot be rebuilt."""
+
+    deterministic = False
+
+
+class Pausing(Counting):
+    """Never answers in time."""
+
+    def __init__(self, turns: int, pause: float) -> None:
+        super().__init__(turns)
+        self.pause = pause
+
+    def step(self, text: str) -> StepResult:
+        time.sleep(self.pause)
+        return super().step(text)
+
+
 class Refusing:
     """Cannot be made."""
 
@@ -259,3 +279,70 @@ def denying_trader(game: Any, observation: str, random_source: random.Random) ->
 
 def illegal_opponent(game: Any, observation: str, random_source: random.Random) -> str:
     return "[99 99]"
+
+
+class Trying:
+    """One turn; what is wrong with it is said by its option."""
+
+    kept: ClassVar[list[Any]] = []
+    made = 0
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.turns = 0
+        Trying.made += 1
+        if fault == "mute":
+            self.legal_answers = lambda: ["one"]
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        if self.fault == "seeds":
+            random.seed(seed)
+        if self.fault == "threads":
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        if self.fault == "files":
+            self.kept.append(open(os.devnull))  # noqa: SIM115
+        if self.fault == "processes":
+            self.kept.append(subprocess.Popen(["sleep", "1000"]))
+        if self.fault == "memory":
+            self.kept.append(bytearray(os.urandom(1 << 10)) * (2 << 10))
+        shown = seed if self.fault == "start" else prompt
+        return [{"role": "user", "content": f"what [now] {shown}"}]
+
+    def step(self, text: str) -> StepResult:
+        self.turns += 1
+        if self.fault == "raises":
+            int(text)
+        if self.fault == "waits":
+            ctypes.PyDLL(None).usleep(20_000)
+        if self.fault == "computes":
+            ended = time.thread_time() + 0.02
+            while time.thread_time() < ended:
+                pass
+        if self.fault == "sleeps":
+            time.sleep(0.02)
+        extra = {
+            "seeds": str(random.random()),
+            "counts": str(Trying.made),
+            "process": str(os.getpid()),
+            "vast": "x" * 30_000,
+        }.get(self.fault, "")
+        done = self.turns == 3 and self.fault != "endless"
+        reward = 0.0 if self.fault == "mute" else float(len(text))
+        info = {} if self.fault == "mute" else {"outcome": "end"}
+        return StepResult([{"role": "user", "content": f"more? {extra}"}], reward, done, info)
+
+    def close(self) -> None: ...
+
+
+class Held(Trying):
+    """Its coroutines keep the event loop while they wait."""
+
+    async def step(self, text: str) -> StepResult:  # type: ignore[override]
+        time.sleep(0.02)
+        return super().step(text)
+
+
+class Named(Trying):
+    """Names fewer characters than it shows."""
+
+    characters = "what [no]1"

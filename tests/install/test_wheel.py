@@ -43,6 +43,14 @@ def test_a_recipe_is_trained_by_name_beside_the_files_of_the_user(
         assert "of the user" not in shown
 
 
+def test_a_project_begins_from_the_wheel(installed_bin: Path, tmp_path: Path) -> None:
+    made = earl(installed_bin, tmp_path, "init", "guessing")
+    assert made.returncode == 0, made.stderr
+    checked = earl(installed_bin, tmp_path / "guessing", "env", "check", "run.yaml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "0 findings break training, 0 deserve a look" in checked.stdout
+
+
 def test_the_packages_of_the_user_may_come_first_on_the_path(
     installed_bin: Path, hostile: Path
 ) -> None:

@@ -228,6 +228,8 @@ def test_the_models_own_context_ends_an_episode() -> None:
 def test_what_is_no_agent_is_refused_before_work_starts() -> None:
     with pytest.raises(ConfigError, match=r"is no function of \(task, base_url, api_key\)"):
         check("agent:tests.rollout.agents:client")
+    with pytest.raises(ConfigError, match=r"no function of .*base_url"):
+        check("agent:tests.rollout.agents:misnamed")
     with pytest.raises(ConfigError, match="no_such"):
         check("agent:tests.rollout.agents:no_such")
 

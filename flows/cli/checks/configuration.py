@@ -18,7 +18,7 @@ from earl_core.environments.check import check_environments
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.lock import is_locked
 from earl_core.system.errors import ConfigError
-from flows.cli.checks.finding import Finding, refused
+from earl_core.system.finding import Finding, refused
 from flows.cli.checks.model import check_files
 
 

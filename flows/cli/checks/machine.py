@@ -12,8 +12,8 @@ import psutil
 
 from earl_core.control.hardware import read_hardware
 from earl_core.system.files import existing
+from earl_core.system.finding import Finding, judged
 from earl_core.system.import_path import installed
-from flows.cli.checks.finding import Finding, judged
 
 _GIB = 2**30
 _LEAST_MEMORY = 2 * _GIB

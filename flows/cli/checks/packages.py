@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, requires
 from packaging.requirements import Requirement
 
 from earl_core.config import RunConfig
+from earl_core.system.finding import Finding, Level, judged
 from earl_core.system.import_path import installed
-from flows.cli.checks.finding import Finding, Level, judged
 
 DISTRIBUTION = "earl-rl"
 

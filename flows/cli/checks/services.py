@@ -6,7 +6,7 @@ import socket
 import urllib.request
 from collections.abc import Iterator, Mapping
 
-from flows.cli.checks.finding import Finding
+from earl_core.system.finding import Finding
 from flows.server_access import DEFAULT_URL, healthy, is_mine
 
 _PREFECT_PORT, _MLFLOW_PORT = 4200, 5000

@@ -13,7 +13,7 @@ from earl_core.config.services import DispatchConfig
 from earl_core.run.stores import list_stores
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import check_user_directory, existing
-from flows.cli.checks.finding import Finding, Level, judged, refused
+from earl_core.system.finding import Finding, Level, judged, refused
 from flows.cli.shards import shards_command
 
 _MIB, _GIB = 2**20, 2**30

@@ -1,4 +1,4 @@
-"""One finding of `earl doctor`."""
+"""One finding of a check, such as `earl doctor` or `earl env check`."""
 
 from __future__ import annotations
 

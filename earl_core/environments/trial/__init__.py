@@ -1,0 +1,1 @@
+"""Trials of an environment: played by random texts, played again, measured, and judged."""

@@ -1,0 +1,130 @@
+"""A trial: episodes of random texts, each again in the same process, side by side and elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from earl_core.config.environment import EnvironmentConfig
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.trial.plays import Difference, Played, difference, play, replay
+from earl_core.environments.trial.usage import Usage, processor_seconds, settled_usage
+
+EPISODES = 18
+TURNS = 100
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was seen of an environment.
+
+    deterministic, concurrent, characters: what the class says of itself. played: the first plays,
+    one after the other. again, beside, elsewhere: the first difference of the same episodes played
+    once more in the same process, all at once, and in a fresh process. growth: of what the process
+    holds, for each episode; None where it was lost. in_turn, at_once: seconds of the second plays
+    and of those side by side. busy: the share of the latter in which the processor worked.
+    """
+
+    deterministic: bool
+    concurrent: bool
+    characters: str
+    turns: int
+    played: list[Played]
+    again: Difference | None
+    beside: Difference | None
+    elsewhere: Difference | None
+    growth: Usage | None
+    in_turn: float
+    at_once: float
+    busy: float
+
+    @property
+    def whole(self) -> list[Played]:
+        """The episodes that did not fail."""
+        return [each for each in self.played if each.failure is None]
+
+
+async def try_out(
+    environment: EnvironmentConfig, episodes: int = EPISODES, turns: int = TURNS
+) -> Trial | None:
+    """Play an environment; None for an agent, which needs a policy, once it was found.
+
+    turns: after so many an episode is given up. Fewer episodes are played where they take long.
+    Raises ConfigError when the environment cannot be made.
+    """
+    pool = await _started(environment, episodes)
+    try:
+        if environment.agent is not None:
+            return None
+        began, played = time.monotonic(), list[Played]()
+        while len(played) < episodes and (len(played) < 2 or time.monotonic() - began < _SECONDS):
+            played.append(await play(pool, len(played), turns))
+        whole = [each for each in played if each.failure is None]
+        second, growth, in_turn = await _again(pool, whole)
+        side, at_once, busy = await _at_once(pool, whole)
+    finally:
+        await pool.stop()
+    other = await _started(environment, 1)
+    try:
+        third = [await replay(other, number, each) for number, each in enumerate(whole)]
+    finally:
+        await other.stop()
+    return Trial(
+        deterministic=pool.deterministic,
+        concurrent=pool.concurrent,
+        characters=pool.characters,
+        turns=turns,
+        played=played,
+        again=_first(whole, second),
+        beside=_first(whole, side),
+        elsewhere=_first(whole, third),
+        growth=growth,
+        in_turn=in_turn,
+        at_once=at_once,
+        busy=busy,
+    )
+
+
+async def _started(environment: EnvironmentConfig, concurrency: int) -> EnvironmentPool:
+    pool = EnvironmentPool.of(environment, hosts=1, concurrency=concurrency, log_path=None)
+    await pool.start()
+    return pool
+
+
+async def _again(
+    pool: EnvironmentPool, whole: Sequence[Played]
+) -> tuple[list[Played], Usage | None, float]:
+    """The same episodes one after the other, what each has left behind, and the seconds."""
+    if not whole or not pool.host_pids:
+        return [], None, 0.0
+    (pid,) = pool.host_pids
+    before, began = await settled_usage(pid), time.monotonic()
+    second = [await replay(pool, number, each) for number, each in enumerate(whole)]
+    seconds = time.monotonic() - began
+    if pool.host_pids != [pid]:
+        return second, None, seconds
+    after = await settled_usage(pid)
+    return second, after.growth(before, len(whole)), seconds
+
+
+async def _at_once(
+    pool: EnvironmentPool, whole: Sequence[Played]
+) -> tuple[list[Played], float, float]:
+    """The same episodes side by side, the seconds, and in which share of them it computed."""
+    if not whole or not pool.host_pids:
+        return [], 0.0, 0.0
+    (pid,) = pool.host_pids
+    used, began = processor_seconds(pid), time.monotonic()
+    side = await asyncio.gather(*(replay(pool, n, each) for n, each in enumerate(whole)))
+    seconds = time.monotonic() - began
+    if pool.host_pids != [pid]:
+        return side, seconds, 0.0
+    return side, seconds, (processor_seconds(pid) - used) / seconds
+
+
+def _first(whole: Sequence[Played], later: Sequence[Played]) -> Difference | None:
+    pairs = zip(whole, later, strict=False)
+    return next((found for pair in pairs if (found := difference(*pair)) is not None), None)

@@ -1,0 +1,63 @@
+"""`earl env check`: try environments out before they are trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import yaml
+
+from earl_core.config import load_config
+from earl_core.config.environment import EnvironmentConfig
+from earl_core.environments.registry import BUILT_IN
+from earl_core.environments.trial.findings import examine
+from earl_core.system.errors import ConfigError
+from earl_core.system.finding import Level
+from flows.cli.findings import show_findings
+from flows.cli.tables import make_console
+
+
+def check(target: str, options: str | None, python: str | None, episodes: int, turns: int) -> int:
+    """Print what was found; 1 if something breaks training, else 0.
+
+    target: an environment's name or import path, or a run file or recipe, whose environments are
+    tried. options: YAML of the former. Raises ConfigError.
+    """
+    console = make_console()
+    levels: Counter[Level] = Counter()
+    for name, environment in _chosen(target, options, python).items():
+        levels += show_findings(console, name, examine(environment, episodes, turns))
+    console.print(
+        f"\n{levels['blocks']} findings break training, {levels['warning']} deserve a look.",
+        style="bold",
+    )
+    return 1 if levels["blocks"] else 0
+
+
+def _chosen(target: str, options: str | None, python: str | None) -> dict[str, EnvironmentConfig]:
+    if target in BUILT_IN or ":" in target:
+        given = _mapping(options)
+        return {target: EnvironmentConfig(name=target, options=given, python=python)}
+    if options is not None or python is not None:
+        raise ConfigError(
+            f"--options and --python are for one environment, and {target!r} is a configuration",
+            remedy="set them there",
+        )
+    config = load_config(target)
+    suites = {f"suite {each.label}": each for each in config.evaluation.suites}
+    played = {label or each.played: each for label, each in config.played.items()}
+    return {**played, **suites}
+
+
+def _mapping(options: str | None) -> dict[str, Any]:
+    if options is None:
+        return {}
+    try:
+        read = yaml.safe_load(options)
+    except yaml.YAMLError:
+        read = None
+    if not isinstance(read, dict):
+        raise ConfigError(
+            f"--options {options!r} is no mapping", remedy="write YAML, such as '{limit: 50}'"
+        )
+    return read

@@ -1,0 +1,1 @@
+"""A game, and how it is rewarded."""

@@ -1,0 +1,129 @@
+"""The code of the how-to pages, as it stands there: imported, played, computed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from earl_core.algorithms.aggregation import AGGREGATIONS, Totals
+from earl_core.algorithms.kl import KL_ESTIMATORS
+from earl_core.algorithms.objective import Objective
+from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
+from earl_core.config import load_config
+from earl_core.config.environment import EnvironmentConfig
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.trial.findings import examine
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.gateway.play import play_agents
+from earl_core.rollout.rollout_load import LoadMeter
+from tests.algorithms.central import compute_advantages
+from tests.environments.test_tools import call, calling, texts
+from tests.rollout.chat_models import CHATML, char_tokenizer
+from tests.rollout.test_gateway import answering, limits, specs
+
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Page:
+    """A page's Python files, written to a directory that is on the path, and its settings."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.settings: dict[str, Any] = {}
+        self.snippets: list[str] = []
+        for language, text in _BLOCK.findall((PAGES / name).read_text()):
+            if language == "yaml":
+                self.settings |= yaml.safe_load(text)
+            file = re.match(r"# ([\w/]+\.py)", text)
+            if language == "python" and file is None:
+                self.snippets.append(text)
+            elif language == "python" and file is not None:
+                (directory / file[1]).parent.mkdir(exist_ok=True)
+                (directory / file[1]).write_text(text)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_package", "my_tools", "my_agent", "my_algorithms"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_an_environment_of_ones_own(directory: Path) -> None:
+    page = Page("own-environment.md", directory)
+    findings = examine(EnvironmentConfig(**page.settings["environment"]), episodes=9)
+    assert [finding for finding in findings if finding.level in ("blocks", "warning")] == []
+    (snippet,) = page.snippets
+    exec(compile(snippet, "own-environment.md", "exec"), {})
+
+
+def test_tools_of_ones_own(directory: Path) -> None:
+    environment = EnvironmentConfig(**Page("own-tools.md", directory).settings["environment"])
+
+    async def run() -> list[str]:
+        pool = EnvironmentPool("tic_tac_toe", tools=environment.tools)
+        await pool.start()
+        try:
+            await pool.reset(0, 0, 0)
+            calls = call("price", item="tea", count=2), call("calculator", expression="1 + 1")
+            return texts(await pool.use_tools(0, calling(*calls)))
+        finally:
+            await pool.stop()
+
+    assert asyncio.run(run()) == ["6", "2"]
+
+
+def test_an_agent_of_ones_own(directory: Path) -> None:
+    environment = EnvironmentConfig(**Page("own-agent.md", directory).settings["environment"])
+
+    async def run() -> list[Any]:
+        pool = EnvironmentPool.of(environment, hosts=1, concurrency=4, log_path=None)
+        await pool.start()
+        try:
+            chat, meter = ChatTokenizer(char_tokenizer(CHATML)), LoadMeter(2)
+            return await play_agents(answering(), pool, chat, specs(2), limits(), meter=meter)
+        finally:
+            await pool.stop()
+
+    for episode in asyncio.run(run()):
+        assert (episode.finish_reason, len(episode.samples)) == ("done", 1)
+        assert episode.info["outcome"] == "wrong"
+
+
+def test_an_algorithm_of_ones_own(directory: Path) -> None:
+    page = Page("own-algorithm.md", directory)
+    overrides = [f"algorithm={yaml.safe_dump(page.settings['algorithm'], default_flow_style=True)}"]
+    algorithm = load_config("tictactoe_tiny", overrides).algorithm
+    estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
+    found = compute_advantages(estimator, [1.0, 0.0, 5.0, 5.0], [0, 0, 1, 1], [2, 1, 1, 1])
+    np.testing.assert_allclose(found, [0.5, 0.5, -0.125, 0.0, 0.0])
+
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    old, reference = torch.tensor([-1.0, -3.0, -3.0]), torch.tensor([-1.5, -2.0, -4.0])
+    advantages = torch.tensor([1.0, 1.0, -2.0])
+    objective = Objective(
+        POLICY_LOSSES.build(algorithm.policy_loss),
+        AGGREGATIONS.build(algorithm.aggregation),
+        KL_ESTIMATORS.build(algorithm.kl.estimator),
+        algorithm.kl.coefficient,
+    )
+    counts = torch.tensor([2, 1])
+    inputs = LossInputs(logprobs, old, advantages, torch.tensor([0, 0, 1]), 2)
+    result = objective.microbatch(inputs, counts, Totals(3, 2), reference_logprobs=reference)
+    result.loss.backward()  # type: ignore[no-untyped-call]
+    weights = np.array([0.5**0.5, 0.5**0.5, 1.0]) / 2
+    ratios = np.minimum(np.exp([0.0, 1.0, 0.0]), 2.0)
+    expected = -ratios * [1.0, 1.0, -2.0] + 0.01 * np.sign([0.5, 0.0, 1.0])
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), weights * expected, rtol=1e-6)
+    assert result.metrics["bounded_share"] == pytest.approx(1 / 3)
