@@ -90,8 +90,8 @@ def test_only_the_host_program_is_ours(python: str, tmp_path: Path) -> None:
 
 def test_an_agent_runs_there_too(python: str) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
-        await pool.reset(0, 0, 0)
-        result = await pool.step(0, '{"base_url": "x", "api_key": "y"}')
+        await pool.reset(0, 0, 0, {"base_url": "x", "api_key": "y"})
+        result = await pool.step(0, "")
         assert result.info == {"metrics": {"pydantic": 1.1}}
 
     in_pool(scenario, "agent:foreign_world:agent", tools=(), python=python)
