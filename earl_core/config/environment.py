@@ -98,8 +98,9 @@ class EnvironmentConfig(Settings):
     call_timeout_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="An answer for which an agent would wait longer at the gateway is refused, "
-        "and the engine's request cancelled. None: it waits as long as its episode may take.",
+        description="An answer for which an agent, or an environment that asks the policy, would "
+        "wait longer at the gateway is refused, and the engine's request cancelled. None: it waits "
+        "as long as its episode, or step, may take.",
     )
     episode_timeout_seconds: float | None = Field(
         default=None,
@@ -116,7 +117,7 @@ class EnvironmentConfig(Settings):
                 "path of an agent"
             )
         call, whole = self.call_timeout_seconds, self.agent_timeout_seconds
-        if call is not None and call >= whole:
+        if self.agent and call is not None and call >= whole:
             raise ValueError(
                 f"environment.call_timeout_seconds ({call:g}) must be below "
                 f"environment.episode_timeout_seconds ({whole:g}): lower the former"

@@ -3,8 +3,8 @@
 Environments are deterministic, so a fresh process gets the recorded texts of its episodes again. A
 host that a call over its deadline has cost names that call, whose episode fails. Nobody can say
 which call crashed a host or kept it silent: those that were under way are repeated in turn, and the
-one that costs the process again fails. An episode that cannot be replayed is lost, as are all of a
-class or configuration that sets `deterministic = False`.
+one that costs the process again fails. An episode that cannot be replayed is lost, as are all of an
+environment, or a configuration, with `deterministic = False`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ by rendering a dummy conversation and cutting after the dummy answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence, Sized
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -31,6 +32,7 @@ PLAIN_TEMPLATE = (
 """Used when neither the tokenizer nor the configuration has a chat template. The space before an
 answer is left to the model: most vocabularies join it to the first word."""
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MARK = "earlanswermark"
 _QUESTION: Message = {"role": "user", "content": "question"}
 _CACHED_ANSWER_LENGTH = 8
@@ -82,6 +84,8 @@ class ChatTokenizer:
         self._special = SpecialTokens(tokenizer)
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
+        names = tokenizer.get_vocab().items()
+        self._bytes = frozenset(number for name, number in names if _BYTE.fullmatch(name))
         self._first: _SizedCache[_Key, list[int]] = _SizedCache()
         self._following: _SizedCache[_Key, list[int]] = _SizedCache()
         self._texts: _SizedCache[tuple[int, ...], str] = _SizedCache()
@@ -138,6 +142,17 @@ class ChatTokenizer:
         if len(sampled) > _CACHED_ANSWER_LENGTH:
             return self._decode_answer(list(sampled))
         return self._texts.of(tuple(sampled), lambda: self._decode_answer(list(sampled)))
+
+    def beginning_of(self, sampled: Sequence[int]) -> str:
+        """The text that every answer has in front that begins with these tokens: no character that
+        the next tokens may complete."""
+        known = len(sampled)
+        # Bytes that a vocabulary has beside its words are decoded together, across what is dropped.
+        while known and (
+            sampled[known - 1] in self._bytes or sampled[known - 1] in self._special.ids
+        ):
+            known -= 1
+        return self.text_of(sampled[:known]).rstrip("\ufffd") if known else ""
 
     def raw_text_of(self, sampled: Sequence[int]) -> str:
         """An answer as a template wants it back: end-of-turn cut off, other specials kept."""

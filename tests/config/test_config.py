@@ -73,7 +73,7 @@ def with_(**changes: object) -> dict[str, object]:
             "environment.step_timeout_seconds: inf is not a finite",
         ),
         (
-            with_(environment__call_timeout_seconds=600),
+            with_(environment={"agent": "a:b", "call_timeout_seconds": 600}),
             "must be below environment.episode_timeout_seconds",
         ),
         (

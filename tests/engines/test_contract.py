@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +203,16 @@ def test_cancel_ends_running_answers_only(driver: Driver) -> None:
         np.testing.assert_allclose(first.logprobs, expected, atol=2e-4)
     driver.run(driver.engine.cancel([0]))
     assert driver.answer(PROMPTS[0]).finish_reason == "length"
+
+
+def test_tokens_are_told_as_they_are_sampled(driver: Driver) -> None:
+    pieces: list[Sequence[int]] = []
+    answer = driver.answer(PROMPTS[1], max_tokens=40, on_tokens=pieces.append)
+    told = [token for piece in pieces for token in piece]
+    assert answer.tokens == driver.answer(PROMPTS[1], max_tokens=40).tokens
+    assert told == answer.tokens[: len(told)]
+    # An engine that answers whole batches tells nothing before.
+    assert bool(told) is not driver.engine.lockstep
 
 
 def test_a_cancelled_caller_leaves_the_engine_usable(driver: Driver) -> None:

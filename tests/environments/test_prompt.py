@@ -87,7 +87,7 @@ def test_columns_for_reward_functions(tmp_path: Path) -> None:
     result = environment.step("Today.")
     assert result.reward == 0.0
     assert result.info["scoring"] == {"day": "2026-01-02", "notes": ["a", "b"]}
-    with pytest.raises(ConfigError, match="no column .hour.*correct the option"):
+    with pytest.raises(ConfigError, match=r"no column .hour.*correct the option"):
         create("prompt", {**options, "scoring_columns": ["hour"]})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,6 +16,7 @@ OUT_OF_MEMORY_ADVICE = (
     "lower rollout.max_running_requests or the number of engines, or give the machine more memory"
 )
 
+OnTokens = Callable[[Sequence[int]], None]
 EngineFinishReason = Literal["stop", "length", "model_context", "cancelled"]
 
 
@@ -28,7 +29,8 @@ class GenerationRequest:
     whole prompt. `max_tokens` counts sampled tokens; none means up to the model's context.
     `temperature` lies between 0 (greedy) and 2. The draw of the n-th token depends on `seed` (0 to
     2**63 - 1), n and the logits only. A sampled token among `stop_token_ids` ends the answer; no
-    other token does.
+    other token does. `on_tokens` gets the sampled tokens piece by piece, in the event loop, where
+    the engine can tell; whatever it did not get is in the completion only.
     """
 
     sequence_id: int
@@ -37,6 +39,7 @@ class GenerationRequest:
     temperature: float
     seed: int
     stop_token_ids: tuple[int, ...] = ()
+    on_tokens: OnTokens | None = None
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,9 @@ class VllmEngine(BaseEngine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE
+            if request.on_tokens
+            else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.tokens)}
@@ -303,7 +305,12 @@ class VllmEngine(BaseEngine):
         self._totals["requests"] += 1
         if queue is None:
             return Completion([], [], exhausted, [VersionSpan(version, 0, 0)])
-        output = await queue.get()
+        output, told = await queue.get(), 0
+        while not output.finished:
+            so_far = output.outputs[0].token_ids
+            if request.on_tokens:
+                request.on_tokens(so_far[told:])
+            told, output = len(so_far), await queue.get()
         answer = output.outputs[0]
         tokens, logprobs = list(answer.token_ids), list(answer.logprobs.logprobs)
         if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):

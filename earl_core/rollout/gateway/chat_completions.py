@@ -85,21 +85,49 @@ def reply(request: ChatRequest, answer: Answer, name: str) -> dict[str, Any]:
     return body
 
 
-def events(request: ChatRequest, answer: Answer, name: str) -> Iterator[str]:
-    """The same as server-sent events. The answer comes in one piece: it is recorded first."""
-    head = _head(request, name, "chat.completion.chunk")
-    values = logprobs(answer) if request.logprobs else None
-    delta = _said(answer)
-    for index, call in enumerate(delta.get("tool_calls", ())):
-        call["index"] = index
-    for change, reason in ((delta, None), ({}, answer.finish_reason)):
-        choice: dict[str, Any] = {"index": 0, "delta": change, "finish_reason": reason}
-        if reason is None and values is not None:
+class Chunks:
+    """A reply as server-sent events: pieces of text, and what is known when the answer is whole:
+    the rest of the text, calls of tools, log-probs, the reason of its end."""
+
+    def __init__(self, request: ChatRequest, name: str) -> None:
+        self._request = request
+        self._head = _head(request, name, "chat.completion.chunk")
+        self._begun: dict[str, Any] = {"role": "assistant"}
+
+    def piece(self, text: str) -> str:
+        """The event of the next piece."""
+        return self._choice({"content": text})
+
+    def end(self, answer: Answer, sent: str) -> Iterator[str]:
+        """The last events. sent: the text of all pieces."""
+        delta = _said(answer)
+        del delta["role"]
+        content = delta.pop("content")
+        delta["content"] = content and content[len(sent) :]
+        for index, call in enumerate(delta.get("tool_calls", ())):
+            call["index"] = index
+        yield self._choice(delta, values=logprobs(answer) if self._request.logprobs else None)
+        yield self._choice({}, answer.finish_reason)
+        if self._request.usage:
+            yield _event({**self._head, "choices": [], "usage": _usage(answer)})
+        yield "data: [DONE]\n\n"
+
+    def error(self, body: dict[str, Any]) -> str:
+        """The event of a refusal after the first piece. body: as `error_body` makes it."""
+        return _event(body)
+
+    def _choice(
+        self,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        values: dict[str, Any] | None = None,
+    ) -> str:
+        if reason is None:
+            delta, self._begun = self._begun | delta, {}
+        choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": reason}
+        if values is not None:
             choice["logprobs"] = values
-        yield _event({**head, "choices": [choice]})
-    if request.usage:
-        yield _event({**head, "choices": [], "usage": _usage(answer)})
-    yield "data: [DONE]\n\n"
+        return _event({**self._head, "choices": [choice]})
 
 
 def error_body(status: int, code: str, message: str) -> dict[str, Any]:

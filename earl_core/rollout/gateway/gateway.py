@@ -14,8 +14,8 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,38 +29,25 @@ from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway import chat_completions, generate
-from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Locate, Session, refused
+from earl_core.rollout.gateway.batches import Batches
+from earl_core.rollout.gateway.pending import Growth, PendingAnswer
+from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Call, Session, refused
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
 
 _MOST_BYTES = 64 << 20
 _BACKLOG = 4096
-_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.003, 0.25, 0.1
-"""A lockstep engine begins when no request came for this share of the last batch's seconds, between
-these: a batch takes hardly longer than one answer, and agents ask one after the other."""
-
-
 _STANDING_BRANCHES = 256
 _STANDING_SECONDS = 0.25
-
-
-class _Request(Protocol):
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def max_tokens(self) -> int | None: ...
-
-
-Asked = TypeVar("Asked", bound=_Request)
+_PIECE_SECONDS = 0.1
+"""Between two pieces of an answer that is streamed."""
 
 
 class Gateway:
     """Sessions in front of one engine. An asynchronous context manager; all of it belongs to one
     event loop.
 
-    port: on 127.0.0.1; 0: a free one. askers: how many may ask now, for a lockstep engine, whose
-    batch then waits for all of them, but `patience` seconds at most; None: nobody knows. failed:
+    port: on 127.0.0.1; 0: a free one. askers, patience: of a lockstep engine's `Batches`. failed:
     gets what ends the rollout: errors of the engine, and `ContextOverflow`.
     """
 
@@ -75,12 +62,9 @@ class Gateway:
         patience: float = 0.0,
     ) -> None:
         self._port = port
-        self._askers, self._patience = askers, patience
         self._engine, self._chat, self._settings, self._meter = engine, chat, settings, meter
         self._sessions: dict[str, Session] = {}
-        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
-        self._answering: asyncio.Task[None] | None = None
-        self._pause = _SHORTEST_PAUSE
+        self._batches = Batches(engine, askers, patience)
         self._stood = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -108,9 +92,7 @@ class Gateway:
         self._server.should_exit = True
         await asyncio.wait({self._serving})
         self._socket.close()
-        if self._answering is not None:
-            self._answering.cancel()
-            await asyncio.wait({self._answering})
+        await self._batches.close()
 
     def open(self, spec: EpisodeSpec, trained: bool = True) -> Session:
         """A new session of an episode. trained: see `Session`."""
@@ -160,34 +142,87 @@ class Gateway:
         return JSONResponse({"object": "list", "data": models})
 
     async def _chat_completions(self, request: Request) -> Response:
-        def read(body: Any) -> tuple[chat_completions.ChatRequest, Locate]:
-            asked = chat_completions.parse(body)
-            return asked, lambda branches: branches.prompt(asked.messages, asked.tools)
-
-        asked, answer, name = await self._answered(request, read)
-        if asked.stream:
-            parts = chat_completions.events(asked, answer, name)
-            return StreamingResponse(parts, media_type="text/event-stream")
-        return JSONResponse(chat_completions.reply(asked, answer, name))
+        with self._watched():
+            session = self._session(request)
+            asked = chat_completions.parse(await _body(request))
+            growth = Growth(self._chat)
+            # With tools the text is known at the end, when it is known what are calls.
+            grows = asked.stream and not asked.tools and not self._engine.lockstep
+            call = Call(
+                lambda branches: branches.prompt(asked.messages, asked.tools),
+                asked.max_tokens,
+                asked.model == OPPONENT,
+                growth.add if grows else None,
+            )
+            pending = self._pending(session, call)
+            answer = await self._begun(request, pending, growth if grows else None)
+            if asked.stream:
+                chunks = chat_completions.Chunks(asked, _named(session))
+                parts = self._pieces(pending, growth, chunks)
+                return StreamingResponse(parts, media_type="text/event-stream")
+            assert answer is not None
+            return JSONResponse(chat_completions.reply(asked, answer, _named(session)))
 
     async def _generate_tokens(self, request: Request) -> Response:
-        def read(body: Any) -> tuple[generate.GenerateRequest, Locate]:
-            asked = generate.parse(body, self._chat.vocabulary)
-            return asked, lambda branches: branches.prompt_tokens(asked.token_ids)
-
-        return JSONResponse(generate.reply(*await self._answered(request, read)))
-
-    async def _answered(
-        self, request: Request, read: Callable[[Any], tuple[Asked, Locate]]
-    ) -> tuple[Asked, Answer, str]:
-        """The request, its answer, and a name for that."""
-        try:
+        with self._watched():
             session = self._session(request)
-            asked, locate = read(await _body(request))
-            answering = session.complete(
-                locate, asked.max_tokens, self._generate, asked.model == OPPONENT
+            asked = generate.parse(await _body(request), self._chat.vocabulary)
+            call = Call(
+                lambda branches: branches.prompt_tokens(asked.token_ids),
+                asked.max_tokens,
+                asked.model == OPPONENT,
             )
-            answer = await self._unless_gone(request, answering)
+            answer = await self._begun(request, self._pending(session, call), None)
+            assert answer is not None
+            return JSONResponse(generate.reply(asked, answer, _named(session)))
+
+    def _pending(self, session: Session, call: Call) -> PendingAnswer:
+        answering = session.complete(call, self._generate)
+        return PendingAnswer(answering, self._settings.call_seconds, self._meter)
+
+    async def _begun(
+        self, request: Request, pending: PendingAnswer, growth: Growth | None
+    ) -> Answer | None:
+        """The answer, or None when it has begun to grow; when the client goes away before, the
+        request has not been."""
+        gone = asyncio.ensure_future(_gone(request))
+        begun = False
+        try:
+            seconds = None if growth is None else _PIECE_SECONDS
+            while (answer := await pending.wait(seconds, gone)) is None:
+                if gone.done():
+                    raise ClientDisconnect
+                if growth is not None and growth.begun:
+                    break
+            begun = True
+            return answer
+        finally:
+            gone.cancel()
+            if not begun:
+                await pending.give_up()
+
+    async def _pieces(
+        self, pending: PendingAnswer, growth: Growth, chunks: chat_completions.Chunks
+    ) -> AsyncIterator[str]:
+        """The events of an answer, as it grows. Where nobody reads on, the request has not been."""
+        try:
+            with self._watched():
+                while (answer := await pending.wait(_PIECE_SECONDS)) is None:
+                    if piece := growth.piece():
+                        yield chunks.piece(piece)
+                for event in chunks.end(answer, growth.sent):
+                    yield event
+        except HTTPException as error:
+            await pending.give_up()
+            yield chunks.error(_refusal_body(error))
+        finally:
+            await pending.give_up()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """What is raised here and is no refusal ends the rollout."""
+        try:
+            yield
         except HTTPException:
             raise
         except ClientDisconnect:
@@ -197,7 +232,6 @@ class Gateway:
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise refused(500, "rollout_failed", "the rollout has failed") from error
-        return asked, answer, f"{session.name}-{secrets.token_hex(4)}"
 
     def _session(self, request: Request) -> Session:
         """The session that the request may use."""
@@ -207,87 +241,17 @@ class Gateway:
             raise refused(401, "invalid_api_key", "no session of a running episode has it")
         return session
 
-    async def _unless_gone(
-        self, request: Request, answering: Coroutine[Any, Any, Answer]
-    ) -> Answer:
-        """The answer; when the client goes away before it, or its time is over, the request has not
-        been."""
-        limit = self._settings.call_seconds
-        answer = asyncio.ensure_future(answering)
-        gone = asyncio.ensure_future(_gone(request))
-        try:
-            await asyncio.wait({answer, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
-            if gone.done():
-                raise ClientDisconnect
-            self._meter.calls_timed_out += 1
-            told = f"the answer took over {limit:g} s (environment.call_timeout_seconds)"
-            # Not 408 or 504, after which clients ask again.
-            raise refused(400, "call_timeout", told)
-        finally:
-            for task in (answer, gone):
-                task.cancel()
-            await asyncio.wait({answer, gone})
-
     async def _generate(self, request: GenerationRequest) -> Completion:
         self._meter.requests_running(1)
         started = time.perf_counter()
         try:
             if self._engine.lockstep:
-                return await self._together(request)
+                return await self._batches.ask(request)
             (completion,) = await self._engine.generate([request])
             return completion
         finally:
             self._meter.requests_running(-1)
             self._meter.generation_wait += time.perf_counter() - started
-
-    async def _together(self, request: GenerationRequest) -> Completion:
-        """An answer of an engine that wants whole batches: of all requests that wait."""
-        reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, reply))
-        if self._answering is None or self._answering.done():
-            self._answering = asyncio.create_task(self._answer_waiting())
-        try:
-            return await reply
-        except asyncio.CancelledError:
-            await self._engine.cancel([request.sequence_id])
-            raise
-
-    async def _answer_waiting(self) -> None:
-        while self._waiting:
-            await self._gather()
-            batch = [each for each in self._waiting if not each[1].done()]
-            # An order that is not that of arrival.
-            batch.sort(key=lambda each: each[0].sequence_id)
-            self._waiting.clear()
-            if not batch:
-                continue
-            began = time.perf_counter()
-            try:
-                completions = await self._engine.generate([request for request, _ in batch])
-            except Exception as error:
-                for _, reply in batch:
-                    if not reply.done():
-                        reply.set_exception(error)
-                continue
-            pause = _PAUSE_SHARE * (time.perf_counter() - began)
-            self._pause = min(max(pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-            for (_, reply), completion in zip(batch, completions, strict=True):
-                if not reply.done():
-                    reply.set_result(completion)
-
-    async def _gather(self) -> None:
-        """Wait for the requests that come at the same time."""
-        if self._askers is not None:
-            over = time.monotonic() + self._patience
-            while len(self._waiting) < self._askers() and time.monotonic() < over:
-                await asyncio.sleep(_SHORTEST_PAUSE)
-            return
-        seen = 0
-        while seen != len(self._waiting):
-            seen = len(self._waiting)
-            await asyncio.sleep(self._pause)
 
 
 class _Server(uvicorn.Server):
@@ -318,8 +282,16 @@ async def _gone(request: Request) -> None:
         pass
 
 
+def _named(session: Session) -> str:
+    """A name for an answer."""
+    return f"{session.name}-{secrets.token_hex(4)}"
+
+
+def _refusal_body(error: HTTPException) -> dict[str, Any]:
+    code = (error.headers or {}).get(ERROR_CODE, "not_found")
+    return chat_completions.error_body(error.status_code, code, error.detail)
+
+
 async def _refusal(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = (error.headers or {}).get(ERROR_CODE, "not_found")
-    body = chat_completions.error_body(error.status_code, code, error.detail)
-    return JSONResponse(body, error.status_code, error.headers)
+    return JSONResponse(_refusal_body(error), error.status_code, error.headers)

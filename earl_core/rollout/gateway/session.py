@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from earl_core.environments.base import Message
 from earl_core.rollout.chat import ChatTokenizer
-from earl_core.rollout.engines.engine import Completion, GenerationRequest
+from earl_core.rollout.engines.engine import Completion, GenerationRequest, OnTokens
 from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.branches import Branches, Prompt
 from earl_core.rollout.rollout_load import LoadMeter
@@ -47,6 +47,17 @@ def refused(status: int, code: str, message: str) -> HTTPException:
 def invalid(message: str) -> HTTPException:
     """What is raised for a request with a field that is wrong."""
     return refused(400, "invalid_request", message)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request. locate: finds its place among the branches. opponent: on that side, which is
+    recorded nowhere. on_tokens: see `GenerationRequest`."""
+
+    locate: Locate
+    max_tokens: int | None
+    opponent: bool = False
+    on_tokens: OnTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -117,18 +128,15 @@ class Session:
         """Whether a request waits for its answer."""
         return self._asking > 0
 
-    async def complete(
-        self, locate: Locate, max_tokens: int | None, generate: Generate, opponent: bool = False
-    ) -> Answer:
-        """The policy's answer. locate: finds the request's place among the branches. opponent: on
-        that side, which is recorded nowhere.
+    async def complete(self, call: Call, generate: Generate) -> Answer:
+        """The policy's answer.
 
         Raises what `refused` makes, `ContextOverflow`, and what `generate` raises; when it is
         cancelled the same request may come again."""
-        side = self._opponent if opponent or not self._trained else self._policy
-        prompt = self._prompt(side, locate)
+        side = self._opponent if call.opponent or not self._trained else self._policy
+        prompt = self._prompt(side, call.locate)
         try:
-            request = self._request(side, prompt, max_tokens)
+            request = self._request(side, prompt, call)
             with self._waiting():
                 completion = await generate(request)
             if completion.finish_reason == "cancelled":
@@ -226,7 +234,7 @@ class Session:
         side.calls += 1
         return prompt
 
-    def _request(self, side: _Side, prompt: Prompt, max_tokens: int | None) -> GenerationRequest:
+    def _request(self, side: _Side, prompt: Prompt, call: Call) -> GenerationRequest:
         tokens = prompt.tokens
         if len(tokens) >= self._max_model_len:
             self._check_overflow(len(tokens) + 1)
@@ -238,7 +246,7 @@ class Session:
             )
         settings = self._settings
         left = None if side.most_tokens is None else side.most_tokens - side.sampled
-        budgets = [each for each in (max_tokens, settings.max_tokens_per_turn, left) if each]
+        budgets = [each for each in (call.max_tokens, settings.max_tokens_per_turn, left) if each]
         return GenerationRequest(
             sequence_id=self._sequence_id(side, prompt.branch.number),
             tokens=tokens,
@@ -246,6 +254,7 @@ class Session:
             temperature=settings.temperature,
             seed=side.branches.draw_seed(prompt.branch),
             stop_token_ids=self._chat.stop_token_ids,
+            on_tokens=call.on_tokens,
         )
 
     def _spent(self, side: _Side, cut: str, budget: str) -> HTTPException:

@@ -1,0 +1,77 @@
+"""An answer that is not there yet: its deadline, and the text that it surely begins with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.gateway.session import Answer, refused
+from earl_core.rollout.rollout_load import LoadMeter
+
+
+class PendingAnswer:
+    """limit: seconds that it may take; None: any."""
+
+    def __init__(
+        self, answering: Coroutine[Any, Any, Answer], limit: float | None, meter: LoadMeter
+    ) -> None:
+        self._task = asyncio.ensure_future(answering)
+        self._limit, self._meter = limit, meter
+        self._began = time.monotonic()
+
+    async def wait(self, seconds: float | None, *others: asyncio.Future[None]) -> Answer | None:
+        """The answer; None after so many seconds, or when one of the others is done, before it.
+
+        Raises what the answering raises, and `HTTPException` when its time is over.
+        """
+        left = None
+        if self._limit is not None:
+            left = max(self._began + self._limit - time.monotonic(), 0.0)
+        waiting: set[asyncio.Future[Any]] = {self._task, *others}
+        await asyncio.wait(
+            waiting,
+            timeout=min((each for each in (seconds, left) if each is not None), default=None),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if self._task.done():
+            return self._task.result()
+        if self._limit is not None and time.monotonic() >= self._began + self._limit:
+            self._meter.calls_timed_out += 1
+            told = f"the answer took over {self._limit:g} s (environment.call_timeout_seconds)"
+            # Not 408 or 504, after which clients ask again.
+            raise refused(400, "call_timeout", told)
+        return None
+
+    async def give_up(self) -> None:
+        """The request has not been, unless the answer is there."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+
+class Growth:
+    """The tokens that the engine has sampled of an answer so far."""
+
+    def __init__(self, chat: ChatTokenizer) -> None:
+        self._chat = chat
+        self._tokens: list[int] = []
+        self.sent = ""
+        """All pieces so far."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are any."""
+        return bool(self._tokens)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take the next ones."""
+        self._tokens += tokens
+
+    def piece(self) -> str:
+        """What is known of the answer's text beyond the pieces so far."""
+        text = self._chat.beginning_of(self._tokens)
+        piece = text[len(self.sent) :]
+        self.sent += piece
+        return piece
