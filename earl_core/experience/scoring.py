@@ -167,7 +167,8 @@ class Scorer:
         retries = self._config.reward.retries
         # The place is held during the pauses, so that what is overloaded is asked less.
         async with slots:
-            for attempt in itertools.count():
+            attempt = 0
+            while True:
                 number = next(self._numbers)
                 try:
                     await self._pool.reset(number, place, 0)
@@ -181,4 +182,4 @@ class Scorer:
                     with suppress(EnvironmentFailed):
                         await self._pool.close(number)
                 await asyncio.sleep(min(2.0**attempt, _LONGEST_PAUSE))
-        raise AssertionError("unreachable")
+                attempt += 1
