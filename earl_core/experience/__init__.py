@@ -1,1 +1,2 @@
-"""Rewards per episode and advantages per token, on the CPU. Imports no torch."""
+"""Rewards per episode, scores of reward functions among them, and advantages per token, on the CPU.
+Imports no torch."""

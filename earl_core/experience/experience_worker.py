@@ -35,7 +35,8 @@ class ExperienceWorker(RunWorker):
         super().__init__(*arguments, **named)
         self._shards = self._reads()
         log = self._context.log_path
-        self._scorer = Scorer(self._config, log.with_name(f"{log.stem}-rewards.log"))
+        record = self._run_directory / "reward_functions.json"
+        self._scorer = Scorer(self._config, log.with_name(f"{log.stem}-rewards.log"), record)
 
     async def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`.

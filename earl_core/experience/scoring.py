@@ -33,6 +33,7 @@ from earl_core.dispatch.reads.batch import Batch
 from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.experience.reward import ScoreTally
+from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import transcript
 
 logger = logging.getLogger(__name__)
@@ -100,11 +101,12 @@ def _readable(episode: dict[str, Any]) -> dict[str, Any]:
 class Scorer:
     """Runs a run's reward functions in processes of their own, from its first use until `close`.
 
-    log_path: to which their output is appended.
+    log_path: to which their output is appended. record: gets the versions of a foreign Python's
+    packages.
     """
 
-    def __init__(self, config: RunConfig, log_path: Path) -> None:
-        self._config, self._log = config, log_path
+    def __init__(self, config: RunConfig, log_path: Path, record: Path) -> None:
+        self._config, self._log, self._record = config, log_path, record
         self._pool: EnvironmentPool | None = None
         self._numbers = itertools.count()
 
@@ -115,9 +117,7 @@ class Scorer:
         them have failed than may, `ConfigError` when the functions cannot be run.
         """
         if self._pool is None:
-            pool = EnvironmentPool.of_rewards(self._config.reward, log_path=self._log)
-            await pool.start()
-            self._pool = pool
+            await self._start()
         found, slots = Scores(), asyncio.Semaphore(self._config.reward.concurrency)
         try:
             async with asyncio.TaskGroup() as group:
@@ -133,6 +133,14 @@ class Scorer:
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.stop()
+
+    async def _start(self) -> None:
+        pool = EnvironmentPool.of_rewards(self._config.reward, log_path=self._log)
+        await pool.start()
+        self._pool = pool
+        if (python := self._config.reward.python) is not None:
+            versions = {"interpreter": python, **pool.versions}
+            write_atomic(self._record, json.dumps(versions, indent=1).encode())
 
     async def _episode(
         self,
@@ -167,7 +175,8 @@ class Scorer:
         retries = self._config.reward.retries
         # The place is held during the pauses, so that what is overloaded is asked less.
         async with slots:
-            for attempt in itertools.count():
+            attempt = 0
+            while True:
                 number = next(self._numbers)
                 try:
                     await self._pool.reset(number, place, 0)
@@ -181,4 +190,4 @@ class Scorer:
                     with suppress(EnvironmentFailed):
                         await self._pool.close(number)
                 await asyncio.sleep(min(2.0**attempt, _LONGEST_PAUSE))
-        raise AssertionError("unreachable")
+                attempt += 1

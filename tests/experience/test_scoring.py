@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from earl_core.algorithms.moments import merge_statistics
 from earl_core.cluster.rank_process import WorkerContext
@@ -23,7 +18,6 @@ from earl_core.cluster.rpc import merge_results
 from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.environments.check import check_environments
-from earl_core.environments.registry import create
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.experience_worker import ExperienceWorker
 from earl_core.experience.reward import merge_rewards
@@ -39,8 +33,6 @@ HERE = "tests.experience.scoring_functions"
 BRIEF = {"function": f"{HERE}:brief", "weight": -0.5, "options": {"most": 10}}
 RIGHT = {"function": f"{HERE}:right", "label": "truth", "weight": 2.0}
 BY_NUMBER = {"function": f"{HERE}:by_number"}
-SECRET = "a-key-of-the-judge"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def told(number: int, group: int) -> Episode:
@@ -76,7 +68,7 @@ def scores_of(
 
 
 async def _scores(config: RunConfig, episodes: list[dict[str, Any]], log: Path) -> Scores:
-    scorer = Scorer(config, log)
+    scorer = Scorer(config, log, log.with_suffix(".json"))
     try:
         return await scorer.score(episodes, 10)
     finally:
@@ -189,6 +181,7 @@ def test_functions_of_one_environment_of_several(tmp_path: Path) -> None:
     raw = configuration(tmp_path).model_dump() | {"environment": None}
     raw["environments"] = [{"name": "tic_tac_toe", "label": label} for label in ("a", "b")]
     raw["reward"] = {"functions": [{**RIGHT, "environments": ["b"]}, BY_NUMBER]}
+    raw["reward"]["python"] = sys.executable
     config = RunConfig.model_validate(raw)
     store = ShardStore(tmp_path / "shm", 2**30)
     episodes = [replace(EPISODES[number], environment="ab"[number == 7]) for number in (0, 7)]
@@ -197,6 +190,8 @@ def test_functions_of_one_environment_of_several(tmp_path: Path) -> None:
         found = asyncio.run(_scores(config, scored_episodes(batch), tmp_path / "rewards.log"))
     assert found.given == {0: {"by_number": 0.25}, 7: {"truth": 0.0, "by_number": 0.25}}
     moments = found.tally().moments
+    record = json.loads((tmp_path / "rewards.json").read_text())
+    assert (record["interpreter"], record["numpy"]) == (sys.executable, np.__version__)
     assert {name: each.count for name, each in moments.items()} == {"by_number": 2, "truth": 1}
     raw["reward"]["environment_weight"] = 0
     raw["reward"]["functions"].pop()
@@ -237,139 +232,6 @@ def test_too_many_failures_fail_the_stage_with_examples(tmp_path: Path) -> None:
         raised.value
     )
     assert str(raised.value).count("RuntimeError: no score of win") == 3
-
-
-class Endpoint:
-    """A server of models that answers the requests given to it, by what `answers` say in turn."""
-
-    def __init__(self, *answers: tuple[int, Any]) -> None:
-        self.asked: list[tuple[str, str | None, Any]] = []
-        endpoint, left = self, list(answers)
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                endpoint.asked.append((self.path, self.headers["Authorization"], body))
-                status, answer = left.pop(0) if len(left) > 1 else left[0]
-                if not status:
-                    return  # without a word
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", "/elsewhere")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    @contextmanager
-    def serving(self) -> Iterator[Endpoint]:
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._server.shutdown()
-            thread.join()
-            self._server.server_close()
-
-
-def said(text: str) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
-
-
-def test_a_judge_is_asked_again_until_it_gives_a_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JUDGE_KEY", SECRET)
-    good = said("Score 3 would be harsh. Score: 7.5")
-    overloaded = (429, {"error": "slow down"})
-    with Endpoint((0, None), overloaded, (200, good)).serving() as endpoint:
-        judge = {
-            "function": "judge",
-            "options": {
-                "base_url": f"{endpoint.url}/v1/",
-                "api_key": "env:JUDGE_KEY",
-                "model": "large",
-                "prompt": '{question}: {answer} for {scoring.answer}? {"score": 1}\n{conversation}',
-                "scale": [0, 10],
-                "request": {"max_tokens": 9},
-            },
-        }
-        found = scores_of(tmp_path, [judge], episodes=3, concurrency=1, retries=2)
-    assert found.failures == {}
-    assert found.given == {number: {"judge": 0.75} for number in range(3)}
-    # One after the other, the first one three times.
-    assert len(endpoint.asked) == 5
-    path, key, body = endpoint.asked[-1]
-    assert (path, key) == ("/v1/chat/completions", f"Bearer {SECRET}")
-    text = body.pop("messages")[0]["content"]
-    assert text.startswith(
-        'question 0: xx for xx? {"score": 1}\nuser: question 0\n\nassistant: yes'
-    )
-    assert body == {"model": "large", "max_tokens": 9, "temperature": 0.0}
-    assert SECRET not in (tmp_path / "rewards.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        ((200, said("I cannot say.")), "the judge gave no score: 'I cannot say.'"),
-        ((200, said("Score: 11")), "the judge gave 11, which is not on the scale"),
-        ((200, {"error": "?"}), "sent no chat completion"),
-        ((302, {}), "answered with status 302"),
-        ((500, {"error": "broken"}), 'answered with status 500: {"error": "broken"}'),
-        ((200, said("Score: 5")), "the episode has no 'nothing' there: it has ['answer']"),
-    ],
-)
-def test_a_judge_that_gives_no_score_gives_no_reward(
-    tmp_path: Path, answer: tuple[int, Any], why: str
-) -> None:
-    prompt = "{scoring.nothing}" if "nothing" in why else "How good?"
-    with Endpoint(answer).serving() as endpoint:
-        options = {"base_url": endpoint.url, "model": "m", "prompt": prompt}
-        judge = {"function": "judge", "options": options}
-        found = scores_of(tmp_path, [judge, RIGHT], episodes=1)
-    assert found.given == {}
-    assert why in found.failures[0]
-
-
-def test_a_reward_model_scores_the_messages(tmp_path: Path) -> None:
-    answer = {"data": [{"index": 0, "label": "LABEL_0", "probs": [-3.5], "num_classes": 1}]}
-    with Endpoint((200, answer)).serving() as endpoint:
-        options = {"base_url": endpoint.url, "model": "scalar"}
-        model = {"function": "reward_model", "options": options}
-        found = scores_of(tmp_path, [model], episodes=1)
-    assert found.given == {0: {"reward_model": -3.5}}
-    ((path, key, body),) = endpoint.asked
-    assert (path, key, body["use_activation"]) == ("/classify", None, False)
-    assert [each["role"] for each in body["messages"]] == ["user", "assistant"] * 2
-
-
-def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/how-to/own-reward.md").read_text()
-    (tmp_path / "my_rewards.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("JUDGE_KEY", SECRET)
-    shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
-    (tmp_path / "questions.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}')
-    path = {"path": str(tmp_path / "questions.jsonl")}
-    environment = create("prompt", {**shown["environment"]["options"], **path})
-    assert environment.reset(0, 0)
-    assert environment.step("2").info["scoring"] == {"answer": "2"}
-    with Endpoint((200, said("Well.\nScore: 7"))).serving() as endpoint:
-        *_, judge = functions = shown["reward"].pop("functions")
-        judge["options"]["base_url"] = endpoint.url
-        found = scores_of(tmp_path, functions, episodes=3, **shown["reward"])
-    brief = {0: 1 - 1 / 200, 1: 1 - 2 / 200, 2: 1 - 2 / 200}
-    assert found.given == {
-        number: {"exact": float(number == 2), "brief": brief[number], "helpful": 0.7}
-        for number in range(3)
-    }
 
 
 JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": "?"}
