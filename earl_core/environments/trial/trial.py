@@ -25,7 +25,7 @@ class Trial:
     one after the other. again, beside, elsewhere: the first difference of the same episodes played
     once more in the same process, all at once, and in a fresh process. growth: of what the process
     holds, for each episode; None where it was lost. in_turn, at_once: seconds of the second plays
-    and of those side by side. busy: the share of the latter in which the processor worked.
+    and of those side by side. computed: seconds of the processor in the latter.
     """
 
     deterministic: bool
@@ -39,7 +39,7 @@ class Trial:
     growth: Usage | None
     in_turn: float
     at_once: float
-    busy: float
+    computed: float
 
     @property
     def whole(self) -> list[Played]:
@@ -64,7 +64,7 @@ async def try_out(
             played.append(await play(pool, len(played), turns))
         whole = [each for each in played if each.failure is None]
         second, growth, in_turn = await _again(pool, whole)
-        side, at_once, busy = await _at_once(pool, whole)
+        side, at_once, computed = await _at_once(pool, whole)
     finally:
         await pool.stop()
     other = await _started(environment, 1)
@@ -84,7 +84,7 @@ async def try_out(
         growth=growth,
         in_turn=in_turn,
         at_once=at_once,
-        busy=busy,
+        computed=computed,
     )
 
 
@@ -113,7 +113,7 @@ async def _again(
 async def _at_once(
     pool: EnvironmentPool, whole: Sequence[Played]
 ) -> tuple[list[Played], float, float]:
-    """The same episodes side by side, the seconds, and in which share of them it computed."""
+    """The same episodes side by side, the seconds, and those of the processor."""
     if not whole or not pool.host_pids:
         return [], 0.0, 0.0
     (pid,) = pool.host_pids
@@ -122,7 +122,7 @@ async def _at_once(
     seconds = time.monotonic() - began
     if pool.host_pids != [pid]:
         return side, seconds, 0.0
-    return side, seconds, (processor_seconds(pid) - used) / seconds
+    return side, seconds, processor_seconds(pid) - used
 
 
 def _first(whole: Sequence[Played], later: Sequence[Played]) -> Difference | None:
