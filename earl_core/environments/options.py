@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -34,6 +35,15 @@ def parse_options(model: type[OptionsT], options: Mapping[str, Any], environment
         raise ConfigError(
             f"the options of environment {environment!r} are wrong:\n  " + "\n  ".join(lines)
         ) from error
+
+
+def lacking(package: str, error: ImportError) -> ConfigError:
+    """What is raised where the hosts' Python has not what an adapter needs."""
+    return ConfigError(
+        f"{sys.executable} has no package {package} ({error})",
+        remedy=f"install it there, {sys.executable} -m pip install {package}, or name by "
+        "environment.python an interpreter that has it",
+    )
 
 
 def _line(model: type[Options], item: Any) -> str:

@@ -156,6 +156,16 @@ def test_conversations_of_a_session_are_samples_of_their_own() -> None:
     assert meter.generated_tokens == 4 * 7 * 3
 
 
+def test_answers_of_the_untrained_model_are_in_no_sample() -> None:
+    episodes, meter, _ = asyncio.run(played(answering(), "against_itself", 4, limits()))
+    check_columns(episodes)
+    for episode in episodes:
+        (sample,) = episode.samples
+        assert len(sample.turn_starts) == 2
+        assert sample.turn_rewards == [0.0, 0.5]
+    assert meter.generated_tokens == 4 * 4 * 3
+
+
 def test_a_plain_function_is_an_agent_too() -> None:
     episodes, _, _ = asyncio.run(played(answering(), "in_a_thread", 6, limits()))
     assert [episode.total_reward for episode in episodes] == [2.0] * 6

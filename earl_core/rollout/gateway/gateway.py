@@ -37,6 +37,9 @@ MODEL = "policy"
 
 _MOST_BYTES = 64 << 20
 _BACKLOG = 4096
+_IDLE_SECONDS = 3600
+"""A connection is kept: an agent may be long with a tool, and its client need not ask again when a
+request meets the end of its connection."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_SHARE = 0.003, 0.25, 0.1
 """A lockstep engine begins when no request came for this share of the last batch's seconds, between
 these: a batch takes hardly longer than one answer, and agents ask one after the other."""
@@ -94,6 +97,7 @@ class Gateway:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=_IDLE_SECONDS,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
