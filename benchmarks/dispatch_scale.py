@@ -209,7 +209,13 @@ STAGES = {
     "reward": REWARD_SCHEMA,
     "advantage": ADVANTAGE_SCHEMA,
 }
-_TURN_COLUMNS = {"turn_starts", "policy_version_first", "policy_version_last", "turn_rewards"}
+_TURN_COLUMNS = {
+    "turn_starts",
+    "policy_version_first",
+    "policy_version_last",
+    "turn_rewards",
+    "turn_totals",
+}
 _TURNS, _REASON_BYTES = 4, 4
 
 

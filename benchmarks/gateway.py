@@ -26,7 +26,7 @@ from earl_core.rollout.engines.engine import Completion, Engine, GenerationReque
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.system.import_path import import_object
-from earl_core.trajectory.samples import EpisodeSpec
+from earl_core.trajectory.samples import EpisodeSpec, VersionSpan
 
 SIDES = {
     "loop": ("benchmarks.gateway_talk:Talk", play),
@@ -44,7 +44,10 @@ class Instant:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         counts = [request.max_tokens or 1 for request in requests]
-        return [Completion([self._token] * n, [-1.0] * n, "length", 0) for n in counts]
+        return [
+            Completion([self._token] * n, [-1.0] * n, "length", [VersionSpan(0, 0, n)])
+            for n in counts
+        ]
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
         pass

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from earl_core.config import check_references
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
+from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_tree
 from flows.overrides import Overrides
@@ -36,6 +37,7 @@ def play_held_out(
             episodes or settings.episodes,
             settings.temperature if temperature is None else temperature,
         )
+        suites = player.play_suites() if settings.suites else {"suites": {}, "metrics": {}}
     return {
         "run": run,
         "checkpoint": found.label,
@@ -44,7 +46,8 @@ def play_held_out(
         "episodes": result["episodes"],
         "failed": result["failed"],
         "outcomes": result["outcomes"],
-        "metrics": result["metrics"],
+        "suites": suites["suites"],
+        "metrics": {**result["metrics"], **suites["metrics"]},
     }
 
 
@@ -62,7 +65,7 @@ async def evaluate(
     ] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any] | State[Any]:
-    """Count the outcomes of held-out games with 95 % intervals.
+    """Count the outcomes of held-out games with 95 % intervals, and play all suites of the run.
 
     The prompts and seeds are those of the evaluations inside `train`, so that equal numbers of
     episodes compare like with like. The run is not locked and may be training.
@@ -82,6 +85,10 @@ async def _evaluate(
         for name, parts in result["outcomes"].items()
     ]
     name = Path(run).resolve().name.lower().replace("_", "-").replace(".", "-")
+    if result["suites"]:
+        await acreate_table_artifact(
+            redact_tree(suite_rows(result["suites"])), key=f"{name}-suites"
+        )
     await acreate_table_artifact(
         redact_tree(rows),
         key=f"{name}-evaluation",

@@ -28,7 +28,10 @@ def advantage(given: StageInputs) -> dict[str, Any]:
 
     statistics = merge_statistics(in_every_rank("advantage_statistics"))
     result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
-    failed = given.manifests["rollout"].metrics.get("episodes_failed", 0.0)
+    failed = sum(
+        given.manifests[stage].metrics.get("episodes_failed", 0.0)
+        for stage in ("rollout", "reward")
+    )
     prompts = controller.config.rollout.prompts_per_iteration
     metrics = with_failures(result["metrics"], failed, prompts, statistics["groups"])
     return {**result, "metrics": metrics}
@@ -39,8 +42,9 @@ def with_failures(
 ) -> dict[str, float]:
     """The advantage stage's metrics, with the failed episodes, which no rank sees.
 
-    They leave the rollout before its shards are written. groups: with an episode that was played;
-    where groups are compared, those that failed wholly are added to `groups_dropped`.
+    Those of the rollout leave before its shards are written, those that could not be scored before
+    rewards are. groups: with an episode that has a reward; where groups are compared, those that
+    failed wholly are added to `groups_dropped`.
     """
     counted = {**metrics, "episodes_failed": failed}
     if groups is not None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.cluster.rpc import merge_results
-from earl_core.experience.reward import REWARD_RULES
+from earl_core.experience.reward import merge_rewards
 from tasks.stage import StageInputs, stage_task
 
 
 @stage_task
 def reward(given: StageInputs) -> dict[str, Any]:
-    """Add up the rewards of each episode's turns."""
-    results = given.controller.groups.call(
+    """Add up the rewards of each episode's turns and the scores of the reward functions."""
+    controller = given.controller
+    results = controller.groups.call(
         given.plan["experience"],
         "experience",
         "reward",
@@ -20,4 +20,4 @@ def reward(given: StageInputs) -> dict[str, Any]:
         stage="reward",
         manifests=given.references("rollout"),
     )
-    return merge_results(results, REWARD_RULES)
+    return merge_rewards(results, controller.config)

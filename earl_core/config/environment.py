@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from earl_core.config.settings import Options, Settings
 
+_AGENT_SECONDS = 600.0
+
 
 class McpConfig(Settings):
     """A server of tools: one that each environment host starts, or one that runs somewhere."""
@@ -90,8 +92,20 @@ class EnvironmentConfig(Settings):
         description="A reset or step that takes longer fails its episode. A coroutine is "
         "cancelled; otherwise its host ends, whose other episodes are replayed.",
     )
-    episode_timeout_seconds: float = Field(
-        default=600.0, gt=0, description="An agent that runs longer is ended; its episode fails."
+    start_timeout_seconds: float = Field(
+        default=120.0, gt=0, description="For a host to import the environment and make one."
+    )
+    call_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="An answer for which an agent would wait longer at the gateway is refused, "
+        "and the engine's request cancelled. None: it waits as long as its episode may take.",
+    )
+    episode_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="An agent that runs longer is ended, an environment asked no more; the episode "
+        "fails. None: 600 s for an agent, and no limit for an environment, whose steps have one.",
     )
 
     @model_validator(mode="after")
@@ -100,6 +114,12 @@ class EnvironmentConfig(Settings):
             raise ValueError(
                 "give either environment.name, an environment, or environment.agent, the import "
                 "path of an agent"
+            )
+        call, whole = self.call_timeout_seconds, self.agent_timeout_seconds
+        if call is not None and call >= whole:
+            raise ValueError(
+                f"environment.call_timeout_seconds ({call:g}) must be below "
+                f"environment.episode_timeout_seconds ({whole:g}): lower the former"
             )
         tools = self.tools or self.mcp
         if self.agent and tools:
@@ -114,6 +134,11 @@ class EnvironmentConfig(Settings):
                 "the episode fails: raise the latter"
             )
         return self
+
+    @property
+    def agent_timeout_seconds(self) -> float:
+        """How long an agent may run."""
+        return self.episode_timeout_seconds or _AGENT_SECONDS
 
     @property
     def played(self) -> str:

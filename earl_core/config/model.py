@@ -24,7 +24,8 @@ class ModelConfig(Settings):
     builder: str | None = Field(
         default=None,
         description="`package.module:function` that makes the model when `path` does not exist; "
-        "called as function(directory, **builder_options) in a worker process.",
+        "called as function(directory, **builder_options) in a worker process. One that has a "
+        "parameter `environments` gets those of the run, as a list of their settings.",
     )
     builder_options: Options = Field(default_factory=dict)
     chat_template: str | None = Field(

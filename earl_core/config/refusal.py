@@ -15,6 +15,7 @@ _REFERRING = {
     r"environments?(\.\d+)?\.mcp\.\d+\.(variables|headers)": "environment.mcp",
     r"evaluation\.options": "evaluation.options",
     r"evaluation\.suites\.\d+\.(options|mcp\.\d+\.(variables|headers))": "evaluation.suites",
+    r"reward\.functions\.\d+\.options": "reward.functions",
     r"model\.builder_options": "model.builder_options",
     r"dispatch\.spill_url": "dispatch.spill_url",
     r"tracking\.uri": "tracking.uri",

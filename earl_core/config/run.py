@@ -28,6 +28,7 @@ from earl_core.config.environment import (
 )
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
+from earl_core.config.reward import RewardConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
@@ -69,6 +70,7 @@ class RunConfig(Settings):
     )
     rollout: RolloutConfig
     cluster: ClusterConfig = ClusterConfig()
+    reward: RewardConfig = RewardConfig()
     experience: ExperienceConfig = ExperienceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     update: UpdateConfig = UpdateConfig()
@@ -132,6 +134,7 @@ class RunConfig(Settings):
             twice = sorted({title for title in titles if titles.count(title) > 1})
             if twice:
                 raise ValueError(f"{what} have the label {twice[0]!r} twice: give each its own")
+        self.reward.check_environments(self.played)
         return self
 
     @model_validator(mode="after")
@@ -238,6 +241,8 @@ _SUPERVISION = (
     "deterministic",
     "tool_timeout_seconds",
     "step_timeout_seconds",
+    "start_timeout_seconds",
+    "call_timeout_seconds",
     "episode_timeout_seconds",
 )
 """Of an environment: how it is run, not what is played."""
@@ -252,7 +257,13 @@ STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
         "rollout.group_size",
     ),
     "reference": ("model.path", "rollout.temperature", "update.precision"),
-    "reward": (),
+    "reward": (
+        "reward.functions",
+        "reward.environment_weight",
+        "reward.python",
+        "reward.max_failed_share",
+        "rollout.max_failed_share",
+    ),
     "advantage": ("algorithm.advantage", "algorithm.kl"),
     "update": (
         "seed",

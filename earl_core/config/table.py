@@ -38,6 +38,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ),
         ("episodes in all", str(episodes * config.iterations), "x iterations"),
         *_stage_rows(config),
+        *_reward_rows(config),
         ("precision of the update", update.precision, "update.precision"),
         ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
         ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),
@@ -53,6 +54,13 @@ def _played_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         (f"environment {each.title}", f"{each.weight / whole:.0%} of the prompts", "environments")
         for each in config.environments
     ]
+
+
+def _reward_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    functions, own = config.reward.functions, config.reward.environment_weight
+    parts = [("the environment's", own), *((each.title, each.weight) for each in functions)]
+    text = ", ".join(f"{weight:g} x {title}" for title, weight in parts)
+    return [("reward", text, "reward")] if functions or own != 1 else []
 
 
 def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -8,7 +8,6 @@ the policy by OpenAI's API at `base_url`, and returns the episode's reward: a nu
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +19,9 @@ from earl_core.system.import_path import import_object
 PREFIX = "agent:"
 """Before the import path of an agent, where environments have their names."""
 
-UNTRAINED = "untrained"
-"""The model that an agent asks for where the policy is to answer and the answer not to be trained:
-an opponent, a simulated user."""
+MODEL, OPPONENT = "policy", "opponent"
+"""The models that an agent may ask. The second is the same policy, whose answers are recorded
+nowhere: an opponent, a simulated user. Any other name is the first's."""
 
 
 class AgentEnvironment:
@@ -32,11 +31,11 @@ class AgentEnvironment:
     "seed": seed, **options}. Raises ConfigError when it is no such function.
     """
 
-    deterministic = False
-    """What it has played cannot be played again: the policy's answers are not in it."""
+    wants_policy = True
+    policy: Mapping[str, str]
 
     step: Any
-    """Runs the agent to its end. Takes a text, base_url and api_key as JSON."""
+    """Runs the agent to its end; the text says nothing."""
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
         self._run = import_object(path, "the agent")
@@ -56,10 +55,10 @@ class AgentEnvironment:
         return [{"role": "user", "content": "begin"}]
 
     async def _step(self, text: str) -> StepResult:
-        return episode_result(await self._run(self._task, **json.loads(text)))
+        return episode_result(await self._run(self._task, **self.policy))
 
     def _call(self, text: str) -> StepResult:
-        return episode_result(self._run(self._task, **json.loads(text)))
+        return episode_result(self._run(self._task, **self.policy))
 
     def close(self) -> None:
         """It holds nothing."""

@@ -53,7 +53,8 @@ class StepResult:
     done: whether the episode is over.
     info: anything JSON can hold. At the end of an episode `info["outcome"]` (str: win, draw, loss,
         illegal, ...) is counted into the metrics; `info["metrics"]` (dict of real numbers between
-        -1e30 and 1e30, by name) is averaged.
+        -1e30 and 1e30, by name) is averaged; `info["scoring"]` is given to the run's reward
+        functions with the episode.
 
     A result that is otherwise costs its own episode only: "invalid_result".
     """
@@ -76,11 +77,18 @@ class Environment(Protocol):
     that two of its objects must not run at the same time in one process (it uses global state, such
     as the `random` module). The pool then runs the calls of one host one after the other. With
     `deterministic = False` it says that its episodes cannot be replayed: those of a lost host are
-    played anew.
+    played anew. With `wants_policy = True` it gets, as the attribute `policy` before `reset`, the
+    policy's address, a dict of `base_url` and `api_key`: it may ask there, by OpenAI's API, for
+    answers that nobody is trained on, such as an opponent's moves; its episodes cannot be replayed
+    then. It is None where there is no policy: in `earl env check`, and while a small model is made.
 
     A class may set `tools = ("look_up", ...)`: names of methods that the model may call, beside the
     tools of the run file; see `environments.tools.functions`. With a method
     `tools_used(messages)` it is told of each answer with calls and their results.
+
+    Two more are for a small model of its own (`earl_core.models.tiny`) and for `earl env check`.
+    `characters: str` has every character of its messages and of the answers. A method
+    `legal_answers()` returns a list of texts that `step` would take now; it changes nothing.
     """
 
     def reset(self, prompt: int, seed: int) -> list[Message]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from earl_core.environments.base import Environment, EnvironmentFailed, Message, StepResult
-from earl_core.environments.results import first_messages, step_result
+from earl_core.environments.results import first_messages, legal_answers, step_result
 from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import redact
 from earl_core.system.frames import WireError, encode
@@ -30,8 +30,9 @@ _RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 @dataclass(eq=False)
 class Call:
-    """A request of the pool: its kind ("reset", "step", "tools" or "close"), its number `call`, and
-    the arguments of the method; of "tools" the assistant's message.
+    """A request of the pool: its kind ("reset", "step", "legal", "tools" or "close"), its number
+    `call`, and the arguments of the method; of "reset" the policy's address, or None, too; of
+    "tools" the assistant's message.
 
     seconds: how long it has run. overdue: why it was cancelled, if it was. thread,
     coroutine: in which thread its synchronous code runs now, or which coroutine; neither while it
@@ -99,10 +100,16 @@ class Calls:
             if call.kind == "close":
                 await self._close(call)
                 return None
+            environment: Any
             if call.kind == "reset":
                 environment = await self._in_thread(call, self._create)
                 self._environments[call.episode] = environment
-                value = first_messages(await self._invoke(call, environment.reset, *call.arguments))
+                prompt, seed, policy = call.arguments
+                if getattr(environment, "wants_policy", False):
+                    environment.policy = policy
+                value = first_messages(await self._invoke(call, environment.reset, prompt, seed))
+            elif call.kind == "legal":
+                value = legal_answers(await self._legal(call))
             elif call.kind == "tools":
                 value = step_result(await self._use_tools(call, *call.arguments))
             else:
@@ -118,6 +125,10 @@ class Calls:
             detail = f"{call.overdue}\n{traceback.format_exc()}".lstrip()
         await self._close(call)
         return failure(call, reason, detail)
+
+    async def _legal(self, call: Call) -> Any:
+        method = getattr(self._environments[call.episode], "legal_answers", None)
+        return [] if method is None else await self._invoke(call, method)
 
     async def _use_tools(self, call: Call, message: Message) -> StepResult:
         environment: Any = self._environments[call.episode]

@@ -1,4 +1,4 @@
-"""A run's environments are made once, before anything else of the run starts."""
+"""Environments and reward functions are made once, before anything else of the run starts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from earl_core.system import fault_points
 
 
 async def check_environments(config: RunConfig) -> None:
-    """Start and end a host of each environment, and one of the evaluation's if its options differ:
-    the user's code runs there and nowhere else. Raises `ConfigError`."""
+    """Start and end a host of each environment, one of the evaluation's if its options differ, and
+    one of the reward functions: the user's code runs there and nowhere else. Raises
+    `ConfigError`."""
     evaluated = config.evaluated if config.evaluation.options else {}
     suites = config.evaluation.suites
-    for environment in (*config.played.values(), *evaluated.values(), *suites):
-        pool = EnvironmentPool.of(environment, hosts=1, concurrency=1, log_path=None)
+    pools = [
+        EnvironmentPool.of(environment, hosts=1, concurrency=1, log_path=None)
+        for environment in (*config.played.values(), *evaluated.values(), *suites)
+    ]
+    if config.reward.functions:
+        pools.append(EnvironmentPool.of_rewards(config.reward, hosts=1, log_path=None))
+    for pool in pools:
         await pool.start()
         await pool.stop()
 
@@ -25,7 +31,7 @@ class Check(RunWorker):
     """The rank that does it, so that the controller need not."""
 
     async def check(self) -> dict[str, Any]:
-        """Raise `ConfigError` unless the environments can be made."""
+        """Raise `ConfigError` unless the environments and reward functions can be made."""
         fault_points.point("experience.check", 0)
         await check_environments(self._config)
         return {}

@@ -3,8 +3,9 @@
 Frames are those of `earl_core.system.frames`. To the host:
 
     start   name, options, timeout_seconds, threads    once, first
-    reset   call, episode, arguments [prompt, seed]    answered by "answer" or "failed"
-    step    call, episode, arguments [text]            answered by "answer" or "failed"
+    reset   call, episode, [prompt, seed, policy]      answered by "answer" or "failed"
+    step    call, episode, [text] as arguments         answered by "answer" or "failed"
+    legal   call, episode, [] as arguments             answered by "answer" or "failed"
     close   episode                                    not answered
     stop                                               close all, then exit
 
@@ -12,7 +13,8 @@ From the host:
 
     ready                                              once, first
     refused why                                        in its place
-    answer  call, value                                {messages} or {messages, reward, done, info}
+    answer  call, value                                {messages}, {messages, reward, done, info}
+                                                       or {answers}
     failed  call, reason, detail                       after reason "timeout" the host is replaced
     alive                                              now and then, while its event loop turns
 """

@@ -146,30 +146,33 @@ def _serve(connection: socket.socket) -> None:
     loop = asyncio.new_event_loop()
     try:
         made = registry.check(name, options)
-        kind = registry.environment_class(name)
+        characters = registry.characters_of(made, name)
         given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
-        tools = loop.run_until_complete(registry.toolbox(*given, seconds, kind))
-        schemas = tools.with_methods(kind).schemas
+        tools = loop.run_until_complete(registry.toolbox(*given, seconds, made))
+        schemas = tools.with_methods(made).schemas
     except BaseException as error:
         why = str(error)
         if not isinstance(error, ConfigError):
             why = f"the environment {name!r} cannot be made: {type(error).__name__}: {error}"
         channel.send({"kind": "refused", "why": redact(why)})
         return
-    # What other servers did is not undone.
+    wants_policy = bool(getattr(made, "wants_policy", False))
     same = start["deterministic"] and getattr(made, "deterministic", True)
-    replayed = bool(same) and not start["mcp"]
+    # What other servers did is not undone, and what the policy answered not said again.
+    replayed = same and not (start["mcp"] or wants_policy)
     channel.send(
         {
             "kind": "ready",
-            "deterministic": replayed,
+            "deterministic": bool(replayed),
+            "wants_policy": wants_policy,
             "tools": schemas,
+            "characters": characters,
             # A look at all packages takes as long as the rest of the start.
             "versions": {} if start["own_packages"] else _versions(),
         }
     )
     connection.setblocking(False)
-    concurrent = getattr(made, "concurrent", True)
+    concurrent = bool(getattr(made, "concurrent", True))
     host = Host(name, options, start["timeout_seconds"], start["threads"], tools, concurrent)
     loop.run_until_complete(host.serve(connection))
 

@@ -20,7 +20,7 @@ import os
 import sys
 
 if sys.version_info < (3, 11):
-    sys.exit(f"environment.python is {sys.version.split()[0]}: give a Python from 3.11 on")
+    sys.exit(f"the hosts' Python is {sys.version.split()[0]}: give one from 3.11 on")
 sys.path.append(os.getcwd())
 
 from earl_core.environments.host import main

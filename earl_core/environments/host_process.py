@@ -101,8 +101,12 @@ class HostProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.deterministic = True
         """Whether a fresh process can play its episodes again."""
+        self.wants_policy = False
+        """Whether its environments ask the policy."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
+        self.characters = ""
+        """All that the environment names."""
         self.versions: dict[str, str] = {}
         """Of its Python and the packages there, if they are others than ours."""
         self.timed_out = False
@@ -134,8 +138,8 @@ class HostProcess:
         except TimeoutError:
             tail = await host.abandon()
             raise HostLost(
-                f"the environment {settings.name!r} was not ready after {limit:g} s; its host's "
-                f"log ends:\n{tail}"
+                f"the environment {settings.name!r} was not ready after {limit:g} s "
+                f"(environment.start_timeout_seconds); its host's log ends:\n{tail}"
             ) from None
         except HostLost as error:
             lost = host.lost
@@ -205,7 +209,8 @@ class HostProcess:
         kind = message["kind"]
         if kind == "ready":
             self.deterministic, self.tools = message["deterministic"], message["tools"]
-            self.versions = message["versions"]
+            self.wants_policy = message["wants_policy"]
+            self.characters, self.versions = message["characters"], message["versions"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":

@@ -10,13 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Coroutine
+from dataclasses import field
 from typing import Any, ClassVar
-
-from pydantic import Field, model_validator
 
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.openenv_sessions import Hosted, Invalid, Observed, Remote, Session
-from earl_core.environments.options import Options
+from earl_core.environments.options import Options, at_least
 
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _MCP = ("Action", "CallToolAction", "ListToolsAction")
@@ -24,50 +23,42 @@ _MCP = ("Action", "CallToolAction", "ListToolsAction")
 
 
 class OpenEnvOptions(Options):
-    """Options of the OpenEnv adapter."""
+    """Options of the OpenEnv adapter.
 
-    url: str | None = Field(
-        default=None, pattern="^https?://", description="A server; an episode is a session there."
-    )
-    token: str | None = Field(
-        default=None, description="Sent to the server as bearer token: env:NAME or file:PATH."
-    )
-    environment: str = Field(
-        default="", description="Instead of a url: import path of a subclass of Environment."
-    )
-    action: str = Field(
-        default="", description="Import path of the class of its actions, with an environment."
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="Given to the constructor of the environment."
-    )
-    reset: dict[str, Any] = Field(
-        default_factory=dict, description="Given to reset, beside seed and index."
-    )
-    tasks: int | None = Field(
-        default=None,
-        ge=1,
-        description="reset also gets index, the prompt's number modulo this: for environments with "
-        "a data set.",
-    )
-    instructions: str | None = Field(
-        default=None, description="Told in the first message in place of the actions' JSON schema."
-    )
-    allowed_errors: int = Field(
-        default=2, ge=0, description="Invalid actions forgiven per turn before the episode ends."
-    )
-    illegal_reward: float = Field(
-        default=-1.0, description="Reward of an answer that ends the episode as invalid."
-    )
+    url: a server; an episode is a session there.
+    token: sent to the server as bearer token: env:NAME or file:PATH.
+    environment: instead of a url: import path of a subclass of Environment.
+    action: import path of the class of its actions, with an environment.
+    options: given to the constructor of the environment.
+    reset: given to reset, beside seed and index.
+    tasks: reset also gets index, the prompt's number modulo this: for environments with a data set.
+    instructions: told in the first message in place of the actions' JSON schema.
+    allowed_errors: invalid actions forgiven per turn before the episode ends.
+    illegal_reward: of an answer that ends the episode as invalid.
+    """
 
-    @model_validator(mode="after")
-    def _one_of_both(self) -> OpenEnvOptions:
+    url: str | None = None
+    token: str | None = None
+    environment: str = ""
+    action: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    reset: dict[str, Any] = field(default_factory=dict)
+    tasks: int | None = None
+    instructions: str | None = None
+    allowed_errors: int = 2
+    illegal_reward: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}: begin it with http:// or https://")
         hosted = [self.environment, self.action]
         if (any(hosted) or self.options) if self.url else not all(hosted):
             raise ValueError("give either url, or environment and action, both import paths")
         if self.token and not self.url:
             raise ValueError("a token is for a url: give that, or drop it")
-        return self
+        at_least("allowed_errors", self.allowed_errors, 0)
+        if self.tasks is not None:
+            at_least("tasks", self.tasks, 1)
 
 
 class OpenEnv:

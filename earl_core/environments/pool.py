@@ -18,10 +18,12 @@ from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.host_archive import write_host_archive
 from earl_core.environments.host_keeper import HostKeeper
 from earl_core.environments.host_process import HostLost, HostSettings
+from earl_core.environments.reward_functions import NAME
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from earl_core.config.environment import EnvironmentConfig
+    from earl_core.config.reward import RewardConfig
 
 _MAX_THREADS = 64
 
@@ -83,6 +85,9 @@ class EnvironmentPool:
             log_path=log_path,
             program=program,
         )
+        self.step_timeout_seconds = step_timeout_seconds
+        self.threads = hosts * threads
+        """How many synchronous calls run at the same time, over all hosts."""
         self._keepers = [HostKeeper(settings) for _ in range(hosts)]
         self._place: dict[int, HostKeeper] = {}
         self._started = False
@@ -103,14 +108,35 @@ class EnvironmentPool:
             environment.options,
             hosts=hosts or environment.hosts,
             concurrency=concurrency,
-            step_timeout_seconds=environment.episode_timeout_seconds
+            step_timeout_seconds=environment.agent_timeout_seconds
             if agent
             else environment.step_timeout_seconds,
+            start_timeout_seconds=environment.start_timeout_seconds,
             deterministic=environment.deterministic,
             tools=environment.tools,
             mcp=[server.model_dump() for server in environment.mcp],
             tool_timeout_seconds=environment.tool_timeout_seconds,
             python=environment.python,
+            log_path=log_path,
+        )
+
+    @classmethod
+    def of_rewards(
+        cls, reward: RewardConfig, *, hosts: int | None = None, log_path: Path | None
+    ) -> EnvironmentPool:
+        """Of a run's reward functions, each a prompt by its place. hosts: instead of its own
+        number."""
+        functions = [
+            {"label": each.title, "function": each.function, "options": each.options}
+            for each in reward.functions
+        ]
+        return cls(
+            NAME,
+            {"functions": functions, "timeout_seconds": reward.timeout_seconds},
+            hosts=hosts or reward.hosts,
+            concurrency=reward.concurrency,
+            step_timeout_seconds=reward.timeout_seconds,
+            python=reward.python,
             log_path=log_path,
         )
 
@@ -133,14 +159,19 @@ class EnvironmentPool:
         self._place.clear()
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers))
 
-    async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]:
-        """Begins an episode. Raises EnvironmentFailed, ValueError when the id is in use."""
+    async def reset(
+        self, episode_id: int, prompt: int, seed: int, policy: Mapping[str, str] | None = None
+    ) -> list[Message]:
+        """Begins an episode. policy: its address, where the pool `wants_policy`.
+
+        Raises EnvironmentFailed, ValueError when the id is in use.
+        """
         self._check_started()
         if episode_id in self._place:
             raise ValueError(f"episode {episode_id} is open: close it before a reset")
         keeper = min(self._keepers, key=len)
         self._place[episode_id] = keeper
-        value = await self._call(episode_id, keeper, "reset", [prompt, seed])
+        value = await self._call(episode_id, keeper, "reset", [prompt, seed, policy])
         messages: list[Message] = value["messages"]
         return messages
 
@@ -149,20 +180,38 @@ class EnvironmentPool:
 
         Raises ValueError for an episode that is not open, is over, or has another call under way.
         """
-        return await self._go_on(episode_id, "step", text)
+        return StepResult(**await self._go_on(episode_id, "step", text))
 
     async def use_tools(self, episode_id: int, message: Message) -> StepResult:
         """Runs the calls of an assistant's message; raises as `step` does.
 
         The result has a message for each call, and in `info["tool_errors"]` how many failed.
         """
-        return await self._go_on(episode_id, "tools", message)
+        return StepResult(**await self._go_on(episode_id, "tools", message))
+
+    async def legal_answers(self, episode_id: int) -> list[str]:
+        """Texts that the environment takes now, if its class names them; raises as `step` does."""
+        value = await self._go_on(episode_id, "legal")
+        answers: list[str] = value["answers"]
+        return answers
+
+    @property
+    def characters(self) -> str:
+        """All that the environment names, each once, sorted; empty where it names none."""
+        process = self._keepers[0].process
+        return "" if process is None else process.characters
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call, as OpenAI's API has them."""
         process = self._keepers[0].process
         return [] if process is None else process.tools
+
+    @property
+    def wants_policy(self) -> bool:
+        """Whether the environments, or agents, ask the policy."""
+        process = self._keepers[0].process
+        return process is not None and process.wants_policy
 
     @property
     def versions(self) -> dict[str, str]:
@@ -179,7 +228,7 @@ class EnvironmentPool:
     def _archive(self, python: str, log_path: Path | None) -> Path:
         if not os.access(python, os.X_OK) or Path(python).is_dir():
             raise ConfigError(
-                f"environment.python is {python!r}, which is no program",
+                f"the hosts' interpreter is {python!r}, which is no program",
                 remedy="name an interpreter, like path/to/venv/bin/python",
             )
         if log_path is not None:
@@ -198,12 +247,12 @@ class EnvironmentPool:
         """How many hosts had to be replaced since the start."""
         return sum(keeper.restarts for keeper in self._keepers)
 
-    async def _go_on(self, episode_id: int, kind: str, said: Any) -> StepResult:
+    async def _go_on(self, episode_id: int, kind: str, *said: Any) -> dict[str, Any]:
         self._check_started()
         keeper = self._place.get(episode_id)
         if keeper is None:
             raise ValueError(f"episode {episode_id} is not open: begin it with a reset")
-        return StepResult(**await self._call(episode_id, keeper, kind, [said]))
+        return await self._call(episode_id, keeper, kind, list(said))
 
     async def _call(
         self, episode_id: int, keeper: HostKeeper, kind: str, arguments: list[Any]

@@ -6,13 +6,11 @@ import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from earl_core.environments.base import Message, StepResult
+from earl_core.environments.data_set import Row, read_rows
 from earl_core.environments.options import Options
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_object
@@ -21,19 +19,25 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 class PromptOptions(Options):
-    """Options of the prompt environment."""
+    """Options of the prompt environment.
 
-    path: str = Field(description="A .jsonl or .parquet file: a path or any fsspec URL.")
-    prompt_column: str = Field(default="prompt", description="A text, or a list of chat messages.")
-    answer_column: str | None = Field(
-        default="answer", description='Given to the reward function as row["answer"].'
-    )
-    system_prompt: str | None = Field(default=None, description="A system message before a text.")
-    reward_function: str = Field(
-        default="earl_core.environments.rewards:exact_match",
-        description="Import path of function(completion, row) -> float or (float, dict); with a "
-        "third argument it gets the messages of the tools that were used.",
-    )
+    path: a data set, as `data_set.read_rows` takes it: a path or any fsspec URL.
+    split: of a data set that has several.
+    prompt_column: a text, or a list of chat messages.
+    answer_column: given to the reward function as row["answer"]; None: none is.
+    scoring_columns: given to the run's reward functions as episode["scoring"].
+    system_prompt: a system message before a text.
+    reward_function: import path of function(completion, row) -> float or (float, dict); with a
+        third argument it gets the messages of the tools that were used.
+    """
+
+    path: str
+    split: str | None = None
+    prompt_column: str = "prompt"
+    answer_column: str | None = "answer"
+    scoring_columns: tuple[str, ...] = ()
+    system_prompt: str | None = None
+    reward_function: str = "earl_core.environments.rewards:exact_match"
 
 
 class PromptEnvironment:
@@ -54,14 +58,16 @@ class PromptEnvironment:
                 remedy="name one",
             )
         self._told = len(inspect.signature(self._reward).parameters) > 2
-        self._rows = read_rows(options.path)
-        self._row: dict[str, Any] | None = None
+        named = (options.prompt_column, options.answer_column, *options.scoring_columns)
+        columns = tuple(column for column in named if column is not None)
+        self._rows = read_rows(options.path, options.split, columns)
+        self._messages(self._rows[0], 0)
+        self._row: Row | None = None
         self._used: list[Message] = []
-        self._check_columns()
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         index = prompt % len(self._rows)
-        row = dict(self._rows[index])
+        row = self._rows[index]
         messages = self._messages(row, index)
         if self.options.answer_column is not None:
             row["answer"] = row[self.options.answer_column]
@@ -90,7 +96,11 @@ class PromptEnvironment:
             for key, number in details.items()
             if isinstance(number, Real) and math.isfinite(number)
         }
-        info = {"outcome": outcome, "metrics": metrics}
+        info: dict[str, Any] = {"outcome": outcome, "metrics": metrics}
+        if columns := self.options.scoring_columns:
+            # A data set may hold dates and the like.
+            given = json.dumps({column: row[column] for column in columns}, default=str)
+            info["scoring"] = json.loads(given)
         return StepResult([], value, True, info)
 
     def close(self) -> None:
@@ -109,18 +119,6 @@ class PromptEnvironment:
             )
         return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
 
-    def _check_columns(self) -> None:
-        path, named = self.options.path, ("prompt_column", "answer_column")
-        columns = {option: getattr(self.options, option) for option in named}
-        for index, row in enumerate(self._rows):
-            for option, column in columns.items():
-                if column is not None and column not in row:
-                    raise ConfigError(
-                        f"row {index} of {path} has no column {column!r}; it has {', '.join(row)}",
-                        remedy=f"correct the option {option}",
-                    )
-        self._messages(self._rows[0], 0)
-
 
 def _is_message(value: Any) -> bool:
     return (
@@ -128,51 +126,3 @@ def _is_message(value: Any) -> bool:
         and value.get("role") in _ROLES
         and isinstance(value.get("content"), str)
     )
-
-
-@lru_cache(maxsize=8)
-def read_rows(path: str) -> tuple[dict[str, Any], ...]:
-    """Reads a .jsonl or .parquet file through fsspec; once per process, every episode shares it.
-
-    Raises ConfigError when the file is missing, empty or malformed.
-    """
-    import fsspec
-
-    suffix = path.rsplit(".", 1)[-1].lower()
-    if suffix not in ("jsonl", "parquet"):
-        raise ConfigError(
-            f"the option path is {path!r}: name a file that ends in .jsonl or .parquet"
-        )
-    try:
-        with fsspec.open(path, "rb") as stream:
-            if suffix == "jsonl":
-                rows = _read_jsonl(stream, path)
-            else:
-                import pyarrow.parquet as pq
-
-                rows = pq.read_table(stream).to_pylist()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"the prompts at {path!r} cannot be read: {type(error).__name__}: {error}",
-            remedy="check the path",
-        ) from error
-    if not rows:
-        raise ConfigError(f"the file {path!r} holds no rows: it needs at least one")
-    return tuple(rows)
-
-
-def _read_jsonl(stream: Any, path: str) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"line {number} of {path} is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"line {number} of {path} is no JSON object, like {{...}}")
-        rows.append(row)
-    return rows

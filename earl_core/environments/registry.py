@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
+from earl_core.environments.options import parse_options
+from earl_core.environments.reward_functions import NAME, RewardFunctions
 from earl_core.environments.tools.functions import load_tool
 from earl_core.environments.tools.mcp import open_servers
 from earl_core.environments.tools.toolbox import Toolbox
@@ -22,6 +23,8 @@ BUILT_IN: dict[str, str] = {
     "connect_four": "earl_core.environments.games.connect_four:ConnectFour",
     "prompt": "earl_core.environments.prompt:PromptEnvironment",
     "textarena": "earl_core.environments.textarena:TextArenaEnvironment",
+    "gymnasium": "earl_core.environments.gymnasium:GymnasiumEnvironment",
+    "reasoning_gym": "earl_core.environments.reasoning_gym:ReasoningGymEnvironment",
     "openenv": "earl_core.environments.openenv:OpenEnv",
     f"{PREFIX}verifiers": "earl_core.environments.verifiers:Verifiers",
 }
@@ -36,22 +39,15 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     Raises ConfigError when the name or an option is wrong.
     """
     options = _resolved(name, options or {})
+    if name == NAME:
+        return RewardFunctions(**options)
     if name in BUILT_IN:
-        # Own environments run where pydantic may not be.
-        try:
-            from earl_core.environments.options import parse_options
-        except ImportError as error:
-            raise ConfigError(
-                f"the environment {name!r} needs pydantic, which {sys.executable} has not",
-                remedy="install it there, and what else the environment's page in docs/how-to "
-                "names",
-            ) from error
         factory = import_object(BUILT_IN[name], "the environment")
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment
     if name.startswith(PREFIX):
         return AgentEnvironment(name.removeprefix(PREFIX), options)
-    factory = environment_class(name)
+    factory = _own_class(name)
     try:
         created = factory(**options)
     except ConfigError:
@@ -79,12 +75,7 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"an option of the environment {name!r}: {error}") from None
 
 
-def environment_class(name: str) -> Any:
-    """The class behind `name`, without making an environment. Raises ConfigError."""
-    if name in BUILT_IN:
-        return import_object(BUILT_IN[name], "the environment")
-    if name.startswith(PREFIX):
-        return AgentEnvironment
+def _own_class(name: str) -> Any:
     if ":" not in name:
         known = (each for each in BUILT_IN if not each.startswith(PREFIX))
         raise ConfigError(
@@ -106,6 +97,17 @@ def check(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     if inspect.iscoroutine(closing):
         asyncio.run(closing)
     return cast("Environment", environment)
+
+
+def characters_of(environment: Environment, name: str) -> str:
+    """The characters that the environment names, each once. Raises ConfigError."""
+    named = getattr(environment, "characters", "")
+    if not isinstance(named, str):
+        raise ConfigError(
+            f"the attribute `characters` of the environment {name!r} is no text: {named!r:.200}",
+            remedy="make it a text that has every character of its messages and of the answers",
+        )
+    return "".join(sorted(set(named)))
 
 
 async def toolbox(

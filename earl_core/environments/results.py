@@ -36,6 +36,15 @@ def step_result(result: Any) -> dict[str, Any]:
     return _as_json({"messages": messages, "reward": reward, "done": done, "info": info})
 
 
+def legal_answers(answers: Any) -> dict[str, Any]:
+    """What `legal_answers` returned as JSON: `answers`. Raises WireError."""
+    if not isinstance(answers, (list, tuple)) or not all(isinstance(x, str) for x in answers):
+        raise WireError(f"legal_answers() must return a list of texts, not {answers!r:.200}.")
+    for answer in answers:
+        _check_text("A legal answer", answer)
+    return {"answers": list(answers)}
+
+
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
     """As the pool will see it: with lists for tuples and texts for all keys."""
     try:

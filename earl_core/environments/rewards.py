@@ -41,6 +41,11 @@ def number_by_tools(
     return right or 0.1 * called, {"correct": right, "called": float(called)}
 
 
+def nothing(completion: str, row: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """0, for prompts without an answer: the functions of the section `reward` score them."""
+    return 0.0, {"outcome": "answered"}
+
+
 def _answer(row: dict[str, Any]) -> Any:
     if "answer" not in row:
         raise KeyError("the row has no answer: set the environment's answer_column")

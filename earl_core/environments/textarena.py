@@ -1,4 +1,4 @@
-"""Adapter for textarena games (the extra `textarena`): one player, or two with an opponent.
+"""Adapter for textarena games (the extra `textarena`): one player, or several with opponents.
 
 textarena's games draw from the global `random` (a few from NumPy's); each episode has a random
 state of its own, put in place around every call, so episodes neither disturb each other nor their
@@ -9,49 +9,50 @@ from __future__ import annotations
 
 import difflib
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-from pydantic import Field
-
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.options import Options
+from earl_core.environments.options import Options, at_least
 from earl_core.environments.textarena_moves import legal_move
 from earl_core.system.errors import ConfigError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import import_object, import_package
 
 _GLOBAL_RANDOM = threading.Lock()
+_MOST_PLAYERS = 6
 _MAX_CONSECUTIVE_OPPONENT_MOVES = 1000
 
 
 class TextArenaOptions(Options):
-    """Options of the textarena adapter."""
+    """Options of the textarena adapter.
 
-    game: str = Field(description='A game of textarena by its id, such as "Nim-v0".')
-    game_options: dict[str, Any] = Field(
-        default_factory=dict, description="Passed to textarena.make."
-    )
-    agent_side: Literal["both", "first", "second"] = Field(
-        default="both", description="both: even prompts are player 0, odd ones player 1."
-    )
-    opponent: str = Field(
-        default="random",
-        description="random: a random legal move, where the game tells them; or the import path of "
-        "function(game, observation, random) -> str.",
-    )
-    allowed_errors: int = Field(
-        default=0, ge=0, description="Illegal answers forgiven per turn before the game is lost."
-    )
-    illegal_reward: float | None = Field(
-        default=-1.0,
-        description="Reward of a game lost by an illegal answer; null: the game's own.",
-    )
-    add_brackets: bool = Field(
-        default=True, description="Put an answer that has no [brackets] into brackets."
-    )
+    game: a game of textarena by its id, such as "Nim-v0".
+    game_options: passed to textarena.make.
+    players: how many; None: as few as the game has.
+    agent_side: both: prompt n is player n modulo the number of players. first: player 0. second: 1.
+    opponent: random: a random legal move, where the game tells them; or the import path of
+        function(game, observation, random) -> str.
+    allowed_errors: illegal answers forgiven per turn before the game is lost.
+    illegal_reward: of a game lost by an illegal answer; None: the game's own.
+    add_brackets: put an answer that has no [brackets] into brackets.
+    """
+
+    game: str
+    game_options: dict[str, Any] = field(default_factory=dict)
+    players: int | None = None
+    agent_side: Literal["both", "first", "second"] = "both"
+    opponent: str = "random"
+    allowed_errors: int = 0
+    illegal_reward: float | None = -1.0
+    add_brackets: bool = True
+
+    def __post_init__(self) -> None:
+        at_least("allowed_errors", self.allowed_errors, 0)
+        at_least("players", 1 if self.players is None else self.players, 1)
 
 
 class TextArenaEnvironment:
@@ -69,13 +70,14 @@ class TextArenaEnvironment:
 
     def __init__(self, options: TextArenaOptions) -> None:
         self.options = options
+        _textarena()
         self._opponent: Callable[[Any, str, random.Random], str] = legal_move
         if options.opponent != "random":
             self._opponent = import_object(options.opponent, "the option opponent")
         with self._own_random(f"textarena/check/{options.game}"):
             self._game = _make_game(options)
-            self._players = _count_players(self._game, options.game)
-            if self._players == 2 and options.opponent == "random":
+            self._players = _count_players(self._game, options)
+            if self._players > 1 and options.opponent == "random":
                 _check_opponent(self._game, options)
         self._agent = 0
         self._random_state: tuple[Any, Any] | None = None
@@ -85,8 +87,8 @@ class TextArenaEnvironment:
     def reset(self, prompt: int, seed: int) -> list[Message]:
         side = self.options.agent_side
         self._agent = 0
-        if self._players == 2:
-            self._agent = prompt % 2 if side == "both" else int(side == "second")
+        if self._players > 1:
+            self._agent = prompt % self._players if side == "both" else int(side == "second")
         with self._own_random(f"textarena/start/{self.options.game}/{prompt}"):
             self._game.reset(num_players=self._players, seed=_seed(f"{prompt}"))
         self._moves = random.Random(f"textarena/moves/{prompt}/{seed}")
@@ -123,10 +125,12 @@ class TextArenaEnvironment:
                 return
             other = state.current_player_id
             observation = _text(state.get_current_player_observation(), other)
+            drawn = _random_state()
             move = self._opponent(self._game, observation, self._moves)
+            _set_random_state(drawn)
             state.error_allowance = 0
             self._game.step(move)
-            if state.done and state.game_info[other]["invalid_move"]:
+            if state.game_info[other]["invalid_move"]:
                 raise RuntimeError(
                     f"the opponent's move {move!r} is illegal in {self.options.game}: give an "
                     "opponent that plays legal moves by the option opponent"
@@ -143,17 +147,19 @@ class TextArenaEnvironment:
         self._done = True
         rewards, game_info = self._game.close()
         mine = game_info[self._agent]
-        reward = float(rewards[self._agent])
         reason = str(mine.get("reason", ""))
-        if mine["invalid_move"]:
+        illegal = bool(mine["invalid_move"])
+        # Some games then give a text as the reward.
+        forfeit = self.options.illegal_reward if illegal else None
+        reward = float(rewards[self._agent]) if forfeit is None else forfeit
+        if illegal:
             outcome = "illegal"
-            if self.options.illegal_reward is not None:
-                reward = self.options.illegal_reward
         elif self._players == 1:
             outcome = "win" if reward >= 1 else "loss"
         else:
             outcome = "win" if reward > 0 else "loss" if reward < 0 else "draw"
-        info = {"outcome": outcome, "reason": reason, "side": ("first", "second")[self._agent]}
+        side = ("first", "second")[self._agent] if self._agent < 2 else f"player {self._agent}"
+        info = {"outcome": outcome, "reason": reason, "side": side}
         seen = self._observe()[0]["content"]
         return StepResult([{"role": "user", "content": f"{seen}\n{reason}"}], reward, True, info)
 
@@ -164,8 +170,7 @@ class TextArenaEnvironment:
             outside = _random_state()
             try:
                 if seed is not None:
-                    random.seed(seed)
-                    np.random.seed(_seed(seed))
+                    _seed_random(seed)
                 elif self._random_state is not None:
                     _set_random_state(self._random_state)
                 yield
@@ -174,11 +179,22 @@ class TextArenaEnvironment:
                 _set_random_state(outside)
 
 
+def _seed_random(seed: str) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(_seed(seed))
+
+
 def _random_state() -> tuple[Any, Any]:
+    import numpy as np
+
     return random.getstate(), np.random.get_state()
 
 
 def _set_random_state(state: tuple[Any, Any]) -> None:
+    import numpy as np
+
     random.setstate(state[0])
     np.random.set_state(state[1])
 
@@ -187,14 +203,13 @@ def _seed(text: str) -> int:
     return random.Random(f"textarena/{text}").getrandbits(32)
 
 
+def _textarena() -> Any:
+    remedy = "pip install 'earl-rl[textarena]'"
+    return import_package("textarena", "the environment textarena", remedy)
+
+
 def _make_game(options: TextArenaOptions) -> Any:
-    try:
-        import textarena
-    except ImportError as error:
-        raise ConfigError(
-            "the environment textarena needs the package textarena",
-            remedy="pip install 'earl-rl[textarena]'",
-        ) from error
+    textarena = _textarena()
     # The variants differ only in wrappers; "-raw" has none, and so sends what is new, unaltered.
     name = options.game if options.game.endswith("-raw") else f"{options.game}-raw"
     known = textarena.envs.registration.ENV_REGISTRY
@@ -205,6 +220,15 @@ def _make_game(options: TextArenaOptions) -> Any:
         raise ConfigError(f"textarena has no game {options.game!r}", remedy=hint)
     try:
         return textarena.make(name, **options.game_options)
+    except LookupError as error:
+        found = re.search(r"Resource \W*(?:\[\d+m)?(\w+)", str(error))
+        if found is None:
+            raise
+        raise ConfigError(
+            f"the game {options.game!r} of textarena needs NLTK's data {found[1]}, which is not "
+            "here and could not be downloaded",
+            remedy=f"run: python -m nltk.downloader {found[1]}",
+        ) from error
     except SyntaxError as error:
         raise ConfigError(
             f"the game {options.game!r} of textarena needs Python 3.12 or later",
@@ -217,22 +241,21 @@ def _make_game(options: TextArenaOptions) -> Any:
         ) from error
 
 
-def _count_players(game: Any, name: str) -> int:
-    import textarena
-
-    reasons = []
-    for players, kind in ((1, textarena.SinglePlayerState), (2, textarena.TwoPlayerState)):
+def _count_players(game: Any, options: TextArenaOptions) -> int:
+    single, reasons = _textarena().SinglePlayerState, []
+    for players in range(1, _MOST_PLAYERS + 1) if options.players is None else [options.players]:
         try:
             game.reset(num_players=players, seed=0)
         except Exception as error:
             reasons.append(f"{players}: {type(error).__name__}: {error}")
             continue
-        if isinstance(game.state, kind):
+        if (players == 1) == isinstance(game.state, single):
             return players
+    asked = options.players or f"1 to {_MOST_PLAYERS}"
     raise ConfigError(
-        f"the game {name!r} of textarena is neither for one nor for two players, or does not start "
+        f"the game {options.game!r} of textarena does not start with {asked} players "
         f"({'; '.join(reasons)})",
-        remedy="use another game",
+        remedy="give another number in the option players, or use another game",
     )
 
 

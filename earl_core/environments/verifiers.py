@@ -17,11 +17,9 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
-from pydantic import Field
-
-from earl_core.environments.agent import UNTRAINED, episode_result
+from earl_core.environments.agent import MODEL, OPPONENT, episode_result
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.options import Options, lacking
+from earl_core.environments.options import Options, at_least, lacking
 from earl_core.system.errors import ConfigError, EarlError
 
 logger = logging.getLogger(__name__)
@@ -30,30 +28,31 @@ _MOST_TASKS = 1024
 
 
 class VerifiersOptions(Options):
-    """Options of the verifiers adapter."""
+    """Options of the verifiers adapter.
 
-    env: dict[str, Any] = Field(
-        description="verifiers' own configuration of an environment, what --env.* sets there: "
-        "{taskset: {id: ...}, ...} and, by their names, its seats."
-    )
-    seats: tuple[str, ...] = Field(
-        default=(),
-        description="Which are trained; needed where there are several. The others are played by "
-        "the same policy, unless they have a model of their own, and are not trained.",
-    )
-    tasks: int | None = Field(
-        default=None,
-        ge=1,
-        description="How many of the taskset's tasks are played, which the prompts take in turn. "
-        f"None: all, of an endless one {_MOST_TASKS}.",
-    )
+    env: verifiers' own configuration of an environment, what --env.* sets there: {taskset: {id:
+        ...}, ...} and, by their names, its seats.
+    seats: which are trained; needed where there are several. The others are played by the same
+        policy, unless they have a model of their own, and are not trained.
+    tasks: how many of the taskset's tasks are played, which the prompts take in turn; None: all, of
+        an endless one 1,024.
+    """
+
+    env: dict[str, Any]
+    seats: tuple[str, ...] = ()
+    tasks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tasks is not None:
+            at_least("tasks", self.tasks, 1)
 
 
 class Verifiers:
     """One episode. Its reward is the mean score of the traces of the trained seats."""
 
     options_model: ClassVar[type[VerifiersOptions]] = VerifiersOptions
-    deterministic: ClassVar[bool] = False
+    wants_policy: ClassVar[bool] = True
+    policy: Mapping[str, str]
 
     def __init__(self, options: VerifiersOptions) -> None:
         self._world = _World.of(options)
@@ -65,8 +64,8 @@ class Verifiers:
         return [{"role": "user", "content": "begin"}]
 
     async def step(self, text: str) -> StepResult:
-        """Play it. text: base_url and api_key as JSON."""
-        return episode_result(await self._world.play(self._task, **json.loads(text)))
+        """Play it; the text says nothing."""
+        return episode_result(await self._world.play(self._task, **self.policy))
 
     def close(self) -> None:
         """It holds nothing."""
@@ -81,7 +80,7 @@ class _World:
     @classmethod
     def of(cls, options: VerifiersOptions) -> _World:
         """Raises ConfigError."""
-        key = options.model_dump_json()
+        key = repr(options)
         with cls._making:
             if key not in cls._made:
                 cls._made[key] = cls(options)
@@ -128,7 +127,7 @@ class _World:
         variable = f"EARL_API_KEY_{next(self._keys)}"
         os.environ[variable] = api_key
         config = self._verifiers.EvalClientConfig(base_url=base_url, api_key_var=variable)
-        context = self._verifiers.ModelContext(model="policy", client=config)
+        context = self._verifiers.ModelContext(model=MODEL, client=config)
         try:
             async with self._served():
                 (slot,) = self._env.slots(task)
@@ -172,7 +171,7 @@ class _World:
                 unasked.append(key)
             own = seat.get("client") or default.client or default.model
             if key not in trained and own is None:
-                seat.setdefault("model", UNTRAINED)
+                seat.setdefault("model", OPPONENT)
         harnesses = verifiers.resolve_env_config(config).agent_harnesses()
         for key in unasked:
             if verifiers.load_harness(harnesses[key]).EXECUTES_CODE:

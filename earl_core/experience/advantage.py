@@ -151,7 +151,7 @@ def _turns(batch: Batch, rows: np.ndarray, episodes: np.ndarray) -> Turns:
             sampled = int(mask[start:end].sum())
             counts.append(sampled)
             anchors.append((int(groups[row]), tokens[start : end - sampled].tobytes()))
-        rewards.append(batch.row("turn_rewards", row).astype(np.float64))
+        rewards.append(batch.row("turn_totals", row).astype(np.float64))
         index += [episode] * len(starts)
     joined = np.concatenate([np.empty(0), *rewards])
     return Turns.checked(joined, index, counts, anchors)

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -19,7 +20,8 @@ from earl_core.dispatch.reads.batch import join, sample_ids
 from earl_core.dispatch.reads.plan import Layout, make_plan
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
-from earl_core.experience.reward import reward_rows
+from earl_core.experience.reward import ScoreTally, reward_rows
+from earl_core.experience.scoring import Scorer, scored_episodes
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.trajectory.samples import Rows
@@ -32,16 +34,33 @@ class ExperienceWorker(RunWorker):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._shards = self._reads()
+        log = self._context.log_path
+        self._scorer = Scorer(self._config, log.with_name(f"{log.stem}-rewards.log"))
 
-    def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Rewards of the rank's episodes in the rollout manifest."""
-        started = time.perf_counter()
+    async def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`.
+
+        Raises as `Scorer.score` does.
+        """
+        started, settings = time.perf_counter(), self._config.reward
+        given, tally = None, ScoreTally()
         with self._open(manifests) as batch:
             if not len(batch):
-                return self._result([], {}, 0, started)
-            rows, metrics, episodes = reward_rows(batch)
-        entry = self._publish("reward", REWARD_SCHEMA, rows)
-        return self._result([entry], metrics, episodes, started)
+                return {**self._result([], {}, 0, started), "scores": {}}
+            if settings.functions:
+                rollout = sample_ids(self._manifests(manifests)[0])
+                everyone = len(np.unique(rollout >> SAMPLE_BITS))
+                scoring = self._scorer.score(scored_episodes(batch), everyone)
+                scores = await self._unless_cancelled(scoring)
+                given, tally = scores.given, scores.tally()
+            rows, metrics, episodes = reward_rows(batch, settings, given)
+        entries = [self._publish("reward", REWARD_SCHEMA, rows)] if episodes else []
+        result = self._result(entries, metrics, episodes, started)
+        return {**result, "scores": tally.model_dump(mode="json")}
+
+    async def close(self) -> None:
+        """End the processes of the reward functions."""
+        await self._scorer.close()
 
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """What `advantage` must know of this rank's episodes in every rank; manifests as there."""
@@ -92,6 +111,11 @@ class ExperienceWorker(RunWorker):
                 units = batch.scalars("group_id")
         layout = Layout(data_parallel=ranks, hosts=self._hosts, keep_groups=True)
         plan = make_plan(parsed[:1], layout, groups=units)
+        for rewards in (manifest for manifest in parsed if manifest.stage == "reward"):
+            # Others could not be scored.
+            kept = np.isin(plan.sources.rows, sample_ids(rewards))
+            sources = plan.sources.take(np.flatnonzero(kept))
+            plan = replace(plan, sources=sources, owner=plan.owner[kept])
         sources = join(parsed, rows=plan.sources.rows)
         return self._shards.open(replace(plan, sources=sources), rank)
 

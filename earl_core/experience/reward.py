@@ -1,12 +1,26 @@
-"""The reward stage: one reward per episode, from the rewards of its turns."""
+"""The reward stage: one reward per episode, from the rewards of its turns and what reward functions
+gave.
+
+An episode that a function could not score has no reward, and so no row: the advantage stage, which
+reads the rows that both the rollout and the reward have, does not see it.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from earl_core.cluster.rpc import Rule
+import numpy as np
+from pydantic import BaseModel, Field
+
+from earl_core.algorithms.moments import Moments
+from earl_core.cluster.rpc import Rule, merge_results
+from earl_core.config import RunConfig
+from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.run.worker import READ_RULES
+from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
 
 REWARD_RULES: dict[str, Rule] = {
@@ -19,24 +33,121 @@ REWARD_RULES: dict[str, Rule] = {
 }
 """How the metrics of several ranks become one; their weight is their number of episodes."""
 
+_NAMED_FAILURES = 3
+_FAILURE_CHARACTERS = 1500
 
-def reward_rows(batch: Batch) -> tuple[Rows, dict[str, float], int]:
+Scored = Mapping[int, Mapping[str, float]]
+"""What functions gave, by label, of each episode."""
+
+
+def reward_rows(
+    batch: Batch, settings: RewardConfig, scored: Scored | None = None
+) -> tuple[Rows, dict[str, float], int]:
     """Rows of `REWARD_SCHEMA`, metrics, and the number of episodes they are over.
 
-    An episode's reward is the sum of its turns' rewards over all its samples, float64 before it
-    is stored as float32; each of the episode's samples carries it. The batch holds all samples of
-    its episodes, at least one.
+    An episode's reward is the sum of its turns' rewards over all its samples by the environment's
+    weight, and of its scores by those of the functions, float64 before it is stored as float32;
+    each of the episode's samples carries it. The batch holds all samples of its episodes, at least
+    one. scored: the episodes that have a reward; None: all, without scores.
     """
     episodes, inverse = np.unique(batch.scalars("episode_id"), return_inverse=True)
-    per_sample = np.array(
-        [batch.row("turn_rewards", index).sum(dtype=np.float64) for index in range(len(batch))]
+    turns = [
+        settings.environment_weight * rewards.astype(np.float64)
+        for rewards in batch.list_rows("turn_rewards")
+    ]
+    own = np.bincount(inverse, weights=[row.sum() for row in turns], minlength=len(episodes))
+    given = [{} if scored is None else scored.get(number) for number in episodes.tolist()]
+    weights = {each.title: each.weight for each in settings.functions}
+    added = np.array(
+        [sum(weights[label] * score for label, score in (each or {}).items()) for each in given],
+        dtype=np.float64,
     )
-    totals = np.bincount(inverse, weights=per_sample, minlength=len(episodes))
-    metrics = {
+    # Rows are sorted by sample_id, so an episode's last one holds its last turn.
+    last = len(inverse) - 1 - np.unique(inverse[::-1], return_index=True)[1]
+    for row, value in zip(last.tolist(), added.tolist(), strict=True):
+        turns[row][-1:] += value
+    totals, kept = own + added, np.array([each is not None for each in given])
+    rows = np.flatnonzero(kept[inverse])
+    chosen = inverse[rows].tolist()
+    texts = [json.dumps(each) for each in given]
+    metrics = _metrics(totals[kept]) if kept.any() else {}
+    return (
+        Rows(
+            {
+                "sample_id": batch.rows[rows],
+                "reward": totals[chosen],
+                "turn_totals": [turns[row] for row in rows.tolist()],
+            },
+            {"turn_totals": np.array([len(turns[row]) for row in rows.tolist()], np.int64)},
+            {"scores": [texts[episode] for episode in chosen]},
+        ),
+        metrics,
+        int(kept.sum()),
+    )
+
+
+def _metrics(totals: np.ndarray) -> dict[str, float]:
+    return {
         "mean": float(totals.mean()),
         "std": float(totals.std()),
         "min": float(totals.min()),
         "max": float(totals.max()),
     }
-    rows = Rows({"sample_id": batch.rows, "reward": totals[inverse]})
-    return rows, metrics, len(episodes)
+
+
+class ScoreTally(BaseModel):
+    """Of one rank: moments of what functions gave, by label, and of the metrics that they told, by
+    `label/name`; how many episodes have no reward, and why the first of them."""
+
+    moments: dict[str, Moments] = Field(default_factory=dict)
+    failed: int = 0
+    failures: list[str] = Field(default_factory=list)
+
+    @classmethod
+    def of(cls, numbers: Sequence[Mapping[str, float]], failures: Mapping[int, str]) -> ScoreTally:
+        """numbers: by name, of each episode that has a reward. failures: by episode."""
+        names = sorted({name for each in numbers for name in each})
+        moments = {
+            name: Moments.from_values([each[name] for each in numbers if name in each])
+            for name in names
+        }
+        named = sorted(failures.items())[:_NAMED_FAILURES]
+        told = [f"episode {number}: {why[-_FAILURE_CHARACTERS:]}" for number, why in named]
+        return cls(moments=moments, failed=len(failures), failures=told)
+
+    def check(self, episodes: int, config: RunConfig) -> None:
+        """Raise `EarlError` when too many of these episodes have no reward, or all."""
+        share = config.reward.max_failed_share
+        share = config.rollout.max_failed_share if share is None else share
+        if self.failed and (self.failed > share * episodes or self.failed == episodes):
+            raise EarlError(
+                f"{self.failed} of {episodes} episodes have no reward, because reward functions "
+                f"failed, and reward.max_failed_share allows a share of {share:g}",
+                remedy="repair the functions, or what they ask, and resume: the rollout is kept. "
+                "The first failures:\n  " + "\n  ".join(self.failures[:_NAMED_FAILURES]),
+                payload={"failed": self.failed, "episodes": episodes},
+            )
+
+
+def merge_rewards(results: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, Any]:
+    """What the ranks returned as one result. Raises `EarlError` when too many episodes have no
+    reward."""
+    merged = merge_results(results, REWARD_RULES)
+    if not config.reward.functions:
+        return merged
+    whole = ScoreTally()
+    for result in results:
+        part = ScoreTally.model_validate(result["scores"])
+        whole.failed += part.failed
+        whole.failures += part.failures
+        for name, moments in part.moments.items():
+            whole.moments[name] = whole.moments.get(name, Moments()).merge(moments)
+    whole.check(sum(result["weight"] for result in results) + whole.failed, config)
+    metrics = merged["metrics"] | {"episodes_failed": float(whole.failed)}
+    for name, moments in whole.moments.items():
+        if "/" in name:
+            metrics[f"of/{name}"] = moments.mean
+    for title in {each.title for each in config.reward.functions} & set(whole.moments):
+        moments = whole.moments[title]
+        metrics |= {f"of/{title}/mean": moments.mean, f"of/{title}/std": moments.std()}
+    return {**merged, "metrics": metrics}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,9 @@ class ModelBuilder(RunWorker):
             options = resolve(model.builder_options) if model.builder else {}
         except ConfigError as error:
             raise ConfigError(f"model.builder_options: {error}") from None
+        if "environments" in inspect.signature(build).parameters:
+            given = [each.model_dump(mode="json") for each in self._config.played.values()]
+            options = {"environments": given, **options}
         with _alone(path):
             if not (path / "config.json").is_file():
                 build(path, **options)

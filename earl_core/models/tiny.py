@@ -1,16 +1,15 @@
 """A tiny Llama with one token a character, made on the spot and warmed up on random legal play.
 
 For fast runs and tests: about two million parameters that already know how a move looks, so that
-reinforcement learning has something to start from. Observations are the compact boards of
-`earl_core.environments.games`; a conversation reads `<bos>>123|456|789=5<end>>1X3|...=`.
+reinforcement learning has something to start from. It serves every environment that names its
+characters; a conversation of tic-tac-toe reads `<bos>>123|456|789=5<end>>1X3|...=`.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from earl_core.environments.games.board_game import BoardGame, random_legal_game
-from earl_core.environments.registry import create
+from earl_core.config.environment import EnvironmentConfig
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
+from earl_core.models.legal_play import Game, legal_play
 from earl_core.pretrained.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.system.errors import ConfigError
@@ -41,7 +40,8 @@ _CHAT_TEMPLATE = (
 def build(
     directory: str | Path,
     *,
-    environment: Mapping[str, Any] | None = None,
+    environments: Sequence[Mapping[str, Any]],
+    characters: str = "",
     hidden: int = 192,
     layers: int = 4,
     heads: int = 4,
@@ -53,33 +53,33 @@ def build(
 ) -> None:
     """Make the model and its tokenizer as a Hugging Face directory; nothing if it is there.
 
-    environment: `name` and `options` of a built-in board game (default tic-tac-toe); its compact
-    style is used whatever the options say. warm_start_steps: supervised steps on the answers of
-    `warm_start_games` random legal games each; 0 leaves random weights. Equal arguments and
-    thread counts give equal bytes. The directory appears by a rename, complete or not at all.
-    Raises ConfigError for an environment without a compact alphabet.
+    environments: those of the run, dumped `EnvironmentConfig`s, whose characters become the tokens.
+    characters: further ones. All others are one unknown token. warm_start_steps: supervised steps
+    on the answers of `warm_start_games` random legal games each; 0 leaves random weights, and so do
+    environments that do not know their legal answers. Equal arguments and thread counts give equal
+    bytes. The directory appears by a rename, complete or not at all. Raises ConfigError for
+    environments that name no characters, or that fail.
     """
     target = Path(directory)
     if target.exists():
         return
-    wanted = dict(environment or {"name": "tic_tac_toe"})
-    game = create(wanted["name"], dict(wanted.get("options") or {}) | {"style": "compact"})
-    alphabet = getattr(sys.modules[type(game).__module__], "COMPACT_ALPHABET", None)
-    if not isinstance(game, BoardGame) or alphabet is None:
+    played = [EnvironmentConfig.model_validate(environment) for environment in environments]
+    told = legal_play(played, warm_start_steps * warm_start_games, seed)
+    if not (told.characters or characters):
+        names = ", ".join(repr(environment.played) for environment in played)
         raise ConfigError(
-            f"The tiny model can be made for the built-in board games, not for {wanted['name']!r}: "
-            "set model.builder_options.environment to tic_tac_toe or connect_four, or use another "
-            "model."
+            f"the tiny model has a token for each character, and {names} names none",
+            remedy="give the class an attribute `characters`, a text that has every character of "
+            "its messages and of the answers, or set model.builder_options.characters",
         )
-    tokenizer = character_tokenizer(alphabet)
+    tokenizer = character_tokenizer(told.characters + characters)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = narrow_llama(tokenizer, hidden, layers, heads, max_position_embeddings)
-        if warm_start_steps:
-            _warm_start(
-                model, tokenizer, game, warm_start_steps, warm_start_games,
-                warm_start_learning_rate, seed,
-            )  # fmt: skip
+        if told.games:
+            _warm_start(model, tokenizer, told.games, warm_start_games, warm_start_learning_rate)
+        else:
+            logger.info("Random weights: no environment names its legal answers, or none is asked.")
     write_model(target, model, tokenizer)
 
 
@@ -136,12 +136,12 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _legal_sample(chat: ChatTokenizer, game: BoardGame[Any], number: int, seed: int) -> Any:
-    """A random legal game as a sample, tokens exactly as the agent loop would lay them out."""
+def _sample(chat: ChatTokenizer, game: Game, number: int) -> TrainingSample:
+    """A game as a sample, tokens exactly as the agent loop would lay them out."""
     tokens: list[int] = []
     mask: list[int] = []
     answer: list[int] = []
-    for messages, text in random_legal_game(game, number, seed):
+    for messages, text in game:
         given = chat.next_prompt(answer, messages) if tokens else chat.first_prompt(messages)
         answer = [*chat.encode(text), chat.stop_token_ids[0]]
         tokens += given + answer
@@ -157,22 +157,22 @@ def _legal_sample(chat: ChatTokenizer, game: BoardGame[Any], number: int, seed: 
 def _warm_start(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    game: BoardGame[Any],
-    steps: int,
-    games: int,
+    games: list[Game],
+    games_per_step: int,
     learning_rate: float,
-    seed: int,
 ) -> None:
     """Supervised steps on the answers; the rate rises briefly, then falls to zero."""
+    steps = len(games) // games_per_step
     prepare_for_packing(model)
     chat = ChatTokenizer(tokenizer)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     for step in range(steps):
-        first = step * games
-        samples = [_legal_sample(chat, game, first + index, seed) for index in range(games)]
-        rows = sorted(range(games), key=lambda row: -len(samples[row].tokens))
+        first = step * games_per_step
+        seen = games[first : first + games_per_step]
+        samples = [_sample(chat, game, first + index) for index, game in enumerate(seen)]
+        rows = sorted(range(len(samples)), key=lambda row: -len(samples[row].tokens))
         packed = PackedTensors.from_microbatch(pack(samples, rows))
         logprobs, _ = logprobs_of_trained(model, packed, temperature=1.0)
         loss = -logprobs.mean()

@@ -15,10 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodePlayer, PlaySettings
@@ -34,9 +33,24 @@ RETRIES = 2
 """Of an episode that was lost by infrastructure."""
 
 
+class Environments(Protocol):
+    """What the loop wants of an `EnvironmentPool`, whose methods these are."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]: ...
+
+    async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]: ...
+
+    async def step(self, episode_id: int, text: str) -> StepResult: ...
+
+    async def use_tools(self, episode_id: int, message: Message) -> StepResult: ...
+
+    async def close(self, episode_id: int) -> None: ...
+
+
 async def play(
     engine: Engine,
-    pool: EnvironmentPool,
+    pool: Environments,
     chat: ChatTokenizer,
     specs: Sequence[EpisodeSpec],
     settings: PlaySettings,
@@ -77,13 +91,14 @@ async def play(
 @dataclass
 class _Loop:
     engine: Engine
-    pool: EnvironmentPool
+    pool: Environments
     settings: PlaySettings
     meter: LoadMeter
     players: list[EpisodePlayer]
     slots: asyncio.Semaphore
     _open: set[int] = field(default_factory=set)
     _lost: Counter[int] = field(default_factory=Counter)
+    _began: dict[int, float] = field(default_factory=dict)
 
     async def lockstep(self) -> None:
         """Waves of at most `max_live_episodes`; in each, all live episodes move turn by turn."""
@@ -138,6 +153,11 @@ class _Loop:
     def _request(self, player: EpisodePlayer) -> GenerationRequest | None:
         if player.begins_new_sample:
             self.engine.finish([player.spec.episode_id])
+        limit = self.settings.episode_seconds
+        if limit is not None and time.monotonic() - self._began[player.spec.episode_id] > limit:
+            setting = "environment.episode_timeout_seconds"
+            player.fail("environment_timeout", f"it took over {limit:g} s ({setting})")
+            return None
         return player.request()
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
@@ -154,6 +174,7 @@ class _Loop:
         spec = player.spec
         self._open.add(spec.episode_id)
         while not player.finished:
+            self._began[spec.episode_id] = time.monotonic()
             try:
                 messages = await self.pool.reset(
                     spec.episode_id, spec.prompt_id, spec.environment_seed

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from earl_core.environments.base import Message
+from earl_core.rollout.special_tokens import SpecialTokens
 from earl_core.rollout.tool_calls import NO_TOOLS, Answer, ToolParser, Tools, call_id, parser_of
 from earl_core.rollout.tool_prompt import in_words
 from earl_core.system.errors import ConfigError
@@ -78,13 +79,9 @@ class ChatTokenizer:
         self._template = tokenizer.chat_template or PLAIN_TEMPLATE
         self._tool_format = tool_format
         self.vocabulary = len(tokenizer)
+        self._special = SpecialTokens(tokenizer)
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
-        self._special = frozenset(tokenizer.all_special_ids) | frozenset(
-            token_id
-            for token_id, token in tokenizer.added_tokens_decoder.items()
-            if getattr(token, "special", False)
-        )
         self._first: _SizedCache[_Key, list[int]] = _SizedCache()
         self._following: _SizedCache[_Key, list[int]] = _SizedCache()
         self._texts: _SizedCache[tuple[int, ...], str] = _SizedCache()
@@ -145,7 +142,7 @@ class ChatTokenizer:
     def raw_text_of(self, sampled: Sequence[int]) -> str:
         """An answer as a template wants it back: end-of-turn cut off, other specials kept."""
         tokens = list(sampled)
-        while tokens and tokens[-1] in self.stop_token_ids and tokens[-1] in self._special:
+        while tokens and tokens[-1] in self.stop_token_ids and tokens[-1] in self._special.ids:
             tokens.pop()
         return self.answer_prefix + self._decode(tokens, skip_special_tokens=False)
 
@@ -173,7 +170,9 @@ class ChatTokenizer:
         tools: Tools = NO_TOOLS,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The template's text of a conversation, by default ending where an answer begins."""
+        """The template's text of a conversation, by default ending where an answer begins; for
+        `encode`, because special tokens that messages quote are replaced in it."""
+        messages = [self._special.quoted(message) for message in messages]
         used = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
         if used and not self._knows_tools:
             messages, tools = in_words(messages, tools, self._knows_system), NO_TOOLS
@@ -200,8 +199,8 @@ class ChatTokenizer:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of template text; special tokens in it are recognised, none are added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Token ids of template text; see `SpecialTokens.encode`."""
+        return self._special.encode(text)
 
     def _decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(
@@ -256,7 +255,7 @@ class ChatTokenizer:
 
     def _stop_tokens(self, stop: Sequence[str]) -> tuple[int, ...]:
         found: list[int] = []
-        if self._end_of_turn and self._end_of_turn[0] in self._special:
+        if self._end_of_turn and self._end_of_turn[0] in self._special.ids:
             found.append(self._end_of_turn[0])
         if self._tokenizer.eos_token_id is not None:
             found.append(int(self._tokenizer.eos_token_id))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from earl_core.rollout.agent_loop import live_slots, play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.episode_player import PlaySettings
+from earl_core.rollout.gateway.opponents import play_against_policy
+from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, EpisodeSpec
@@ -54,10 +56,17 @@ class EnvironmentPools:
         async def of(label: str) -> list[Episode]:
             environment, own = environments[label], parts[label]
             pool = await self._pool(environment, settings.max_live_episodes or len(own))
-            player = play
+            player: Callable[..., Coroutine[Any, Any, list[Episode]]] = play
             if environment.agent:
-                from earl_core.rollout.gateway.play import play_agents as player
-            return await player(engine, pool, chat, own, settings, meter=meter, slots=slots)
+                player = play_agents
+            elif pool.wants_policy:
+                player = play_against_policy
+            timed = replace(
+                settings,
+                call_seconds=environment.call_timeout_seconds,
+                episode_seconds=environment.episode_timeout_seconds,
+            )
+            return await player(engine, pool, chat, own, timed, meter=meter, slots=slots)
 
         if engine.lockstep:
             played = [await of(label) for label in parts]

@@ -25,7 +25,9 @@ class PlaySettings:
     temperature: 0 is greedy. max_failed_share: the rollout fails when more than this share of
     its episodes has failed. episodes: how many it has, where those played here are a part of it.
     max_live_episodes: episodes that are in play at the same time. positions: the model's own
-    position range, the only one that ends an episode; None: that of the engine.
+    position range, the only one that ends an episode; None: that of the engine. call_seconds: how
+    long an agent waits for an answer. episode_seconds: how long an episode of the built-in loop
+    takes.
     """
 
     max_turns: int
@@ -36,6 +38,8 @@ class PlaySettings:
     episodes: int | None = None
     max_live_episodes: int | None = None
     positions: int | None = None
+    call_seconds: float | None = None
+    episode_seconds: float | None = None
 
 
 def check_overflow(tokens: int, max_model_len: int, positions: int | None) -> None:
@@ -78,7 +82,7 @@ class EpisodePlayer:
         self._pending: list[int] = []
         self._new_sample = True
         self._sample = Sample()
-        self._answer = Completion([], [], "stop", -1)
+        self._answer = Completion([], [], "stop", [])
         self._turn = 0
         self._sampled = 0
         self._observation = ""
@@ -128,9 +132,7 @@ class EpisodePlayer:
         self._answer = completion
         answer = self._conversation.read(completion.tokens)
         shown = answer.raw if answer.calls or answer.error else answer.text
-        self._sample.answer(
-            completion.tokens, completion.logprobs, completion.policy_version, shown
-        )
+        self._sample.answer(completion.tokens, completion.logprobs, completion.spans, shown)
         self._turn += 1
         self._sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)
@@ -148,10 +150,7 @@ class EpisodePlayer:
     def observe(self, result: StepResult) -> None:
         """Take the reaction of the environment, or of tools, to the answer."""
         self._sample.turn_rewards[-1] = result.reward
-        info = self.episode.info
-        for key in ("outcome", "metrics"):
-            if key in result.info:
-                info[key] = result.info[key]
+        self.episode.take(result.info)
         self._note_observation(result.messages)
         limit = self._settings.max_tokens_per_episode
         if result.done:

@@ -16,7 +16,8 @@ class RolloutLoad:
 
     Waits are summed over episodes: a lockstep turn of n episodes that takes s seconds counts
     n * s, so that shares mean the same under both schedules. Tool errors: calls not read, refused
-    or raising."""
+    or raising. Calls timed out: of agents to the gateway. Opponent tokens: of the generated ones,
+    those that are not trained on because the policy said them as its own opponent."""
 
     seconds: float = 0.0
     generated_tokens: int = 0
@@ -28,6 +29,9 @@ class RolloutLoad:
     tool_calls: int = 0
     tool_errors: int = 0
     episodes_retried: int = 0
+    calls_timed_out: int = 0
+    opponent_calls: int = 0
+    opponent_tokens: int = 0
     request_seconds: float = 0.0
     busy_seconds: float = 0.0
     running_max: int = 0

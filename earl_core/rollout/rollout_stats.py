@@ -234,14 +234,17 @@ def _part_metrics(label: str, part: RolloutStats) -> dict[str, float]:
 
 
 def _load_metrics(tally: RolloutStats) -> dict[str, float]:
-    load, tools = tally.load, {}
+    load, rare = tally.load, {}
     if load.tool_calls or load.tool_errors:
-        tools = {
+        rare = {
             "tool_calls": float(load.tool_calls),
             "tool_errors": float(load.tool_errors),
             "tool_seconds": load.tool_share * load.seconds,
         }
-    return tools | {
+    for name in ("calls_timed_out", "opponent_calls", "opponent_tokens"):
+        if count := getattr(load, name):
+            rare[name] = float(count)
+    return rare | {
         "episodes_failed": float(tally.failed),
         "episodes_retried": float(load.episodes_retried),
         "generated_tokens": float(load.generated_tokens),

@@ -36,7 +36,6 @@ from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.stores import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
-from earl_core.system.errors import Cancelled
 from earl_core.system.memory import (
     OutOfMemory,
     give_back_free_memory,
@@ -49,8 +48,6 @@ from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.manifest import WeightsManifest
 
 logger = logging.getLogger(__name__)
-
-_CANCEL_SECONDS = 0.25
 
 
 class RolloutWorker(RunWorker):
@@ -302,21 +299,12 @@ class RolloutWorker(RunWorker):
         meter = LoadMeter(len(specs), self._context.report)
         reset_peaks(self._processes())
         playing = self._pools.play(engine, chat, environments, specs, settings, meter)
-        task = asyncio.ensure_future(playing)
         try:
-            while not task.done():
-                if self._context.cancelled.is_set():
-                    raise Cancelled("the rollout was cancelled; nothing of it is kept")
-                await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+            episodes = await self._unless_cancelled(playing)
             meter.progressed(last=True)
-            episodes = task.result()
         except (EngineLost, OutOfMemory):
             await self._drop_engine()
             raise
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
         meter.peak_memory_bytes = resident_peak_bytes(self._processes())
         give_back_free_memory()
         return episodes, RolloutStats.of(episodes, meter)

@@ -1,9 +1,10 @@
 """The episodes that a run keeps: `iterations/000012/episodes.parquet`, written from its shards.
 
 One row per sample, ascending by `sample_id`: the columns of the rollout
-(`earl_core.trajectory.schema`), `texts` as a list, and `reward`, the episode's. Texts and outcomes
-pass the redactor. Failed episodes have no samples, and are not there. The file is whole or absent,
-and names the data that it was made of. `EpisodeKeeper` writes it while the update goes on.
+(`earl_core.trajectory.schema`), `texts` as a list, and the episode's `reward` and `scores`, null
+where it could not be scored. Texts and outcomes pass the redactor, and so does `scoring`. Failed
+episodes have no samples, and are not there. The file is whole or absent, and names the data that it
+was made of. `EpisodeKeeper` writes it while the update goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from earl_core.dispatch import Manifest
@@ -31,8 +33,10 @@ from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
 NAME = "episodes.parquet"
 
 _TEXTS = pa.field("texts", pa.large_list(pa.large_string()), nullable=False)
-_REWARD = pa.field("reward", pa.float32(), nullable=False)
-SCHEMA = ROLLOUT_SCHEMA.set(ROLLOUT_SCHEMA.get_field_index("texts"), _TEXTS).append(_REWARD)
+_REWARDS = [pa.field("reward", pa.float32()), pa.field("scores", pa.large_string())]
+SCHEMA = pa.schema(
+    [*ROLLOUT_SCHEMA.set(ROLLOUT_SCHEMA.get_field_index("texts"), _TEXTS), *_REWARDS]
+)
 """Of the files."""
 
 _SOURCE = b"earl.source"
@@ -59,8 +63,7 @@ def write_episodes(
         return
     ids = np.unique([row >> SAMPLE_BITS for entry in rollout.shards for row in entry.row_ids])
     rewards = pa.concat_tables(stores.table(entry, path.parent) for entry in reward.shards)
-    samples = rewards["sample_id"].to_numpy()
-    order = np.argsort(samples)
+    samples = rewards["sample_id"]
     with writing_atomic(path) as descriptor, open(descriptor, "wb", closefd=False) as stream:
         schema = SCHEMA.with_metadata({_SOURCE: source})
         with pq.ParquetWriter(
@@ -71,9 +74,9 @@ def write_episodes(
                 if most is not None and len(ids) > most:
                     kept = np.searchsorted(table["episode_id"].to_numpy(), ids[most])
                     table = table.slice(0, kept)
-                rows = table["sample_id"].to_numpy()
-                found = order[np.searchsorted(samples, rows, sorter=order)]
-                table = table.append_column(_REWARD, rewards["reward"].take(found))
+                found = pc.index_in(table["sample_id"], samples)
+                for field in _REWARDS:
+                    table = table.append_column(field, rewards[field.name].take(found))
                 writer.write_table(_with_texts(table).cast(schema))
 
 
@@ -140,11 +143,11 @@ def _with_texts(table: pa.Table) -> pa.Table:
     """Texts as lists; what people read has no secrets in it."""
     lists = [json.loads(row) for row in table["texts"].to_pylist()]
     texts = [[redact(utf8(text)) for text in each] for each in lists]
-    outcomes = [redact(outcome) for outcome in table["outcome"].to_pylist()]
-    for name, values in (("texts", texts), ("outcome", outcomes)):
+    shown = {name: map(redact, table[name].to_pylist()) for name in ("outcome", "scoring")}
+    for name, values in {"texts": texts, **shown}.items():
         field = SCHEMA.field(name)
         table = table.set_column(
-            table.schema.get_field_index(name), field, pa.array(values, field.type)
+            table.schema.get_field_index(name), field, pa.array(list(values), field.type)
         )
     return table
 

@@ -5,10 +5,11 @@ By `PlanReads`, the one factory, they read each other's shards: here or from oth
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.rpc import Rule
@@ -19,10 +20,15 @@ from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.shards.manifest import Manifest, await_manifest, sealed_path
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.run.stores import run_store
+from earl_core.system.errors import Cancelled
 from earl_core.system.processes import host_name
 
 _SEEN_SECONDS = 60.0
 """For how long NFS may take a directory for unchanged (`acdirmax`)."""
+
+_CANCEL_SECONDS = 0.25
+
+Result = TypeVar("Result")
 
 
 class RunWorker:
@@ -63,6 +69,21 @@ class RunWorker:
             await_manifest(path, each["digest"], seconds)
             for path, each in zip(paths, references, strict=True)
         ]
+
+    async def _unless_cancelled(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, which is ended when the call is cancelled. Raises `Cancelled`."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                if self._context.cancelled.is_set():
+                    stage = self._context.stage
+                    raise Cancelled(f"the {stage} was cancelled; nothing of it is kept")
+                await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
     def _reads(self) -> PlanReads:
         """For the shards of this run, on whatever host they lie."""

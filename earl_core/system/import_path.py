@@ -62,6 +62,14 @@ def import_object(path: str, what: str) -> Any:
         ) from error
 
 
+def import_package(name: str, what: str, remedy: str) -> Any:
+    """The package that `what` needs. Raises `ConfigError` with the remedy where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs the package {name} ({error})", remedy=remedy) from error
+
+
 def load_object(path: str) -> Any:
     """What `package.module:name` names. Raises whatever importing it raises."""
     module, _, name = path.partition(":")

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,16 @@ FAILED_REASONS = frozenset(
     {"environment_error", "environment_timeout", "cancelled", "prompt_too_long"}
 )
 """Finish reasons of failed episodes: they are counted, leave their group and are not trained."""
+
+_KEPT = ("outcome", "metrics", "scoring")
+
+
+class VersionSpan(NamedTuple):
+    """The tokens `first` to `end` (not included) of an answer, sampled under one policy version."""
+
+    policy_version: int
+    first: int
+    end: int
 
 
 @dataclass
@@ -49,16 +59,22 @@ class Sample:
         self.rollout_logprobs.extend([0.0] * len(observation))
 
     def answer(
-        self, tokens: Sequence[int], logprobs: Sequence[float], policy_version: int, text: str = ""
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Sequence[VersionSpan],
+        text: str = "",
     ) -> None:
-        """Append the turn's sampled tokens with their log-probs, and their text."""
+        """Append the turn's sampled tokens with their log-probs, and their text.
+
+        spans: of the tokens, at least one, in order.
+        """
         self.texts.append(text)
         self.tokens.extend(tokens)
         self.loss_mask.extend([1] * len(tokens))
         self.rollout_logprobs.extend(logprobs)
-        if self.policy_version_first[-1] < 0:
-            self.policy_version_first[-1] = policy_version
-        self.policy_version_last[-1] = policy_version
+        self.policy_version_first[-1] = spans[0].policy_version
+        self.policy_version_last[-1] = spans[-1].policy_version
 
     @property
     def trained_tokens(self) -> int:
@@ -77,6 +93,10 @@ class Episode:
     finish_reason: str = ""
     info: dict[str, object] = field(default_factory=dict)
     environment: str = ""
+
+    def take(self, info: Mapping[str, object]) -> None:
+        """Keep of a step's info what concerns the whole episode; what comes later counts."""
+        self.info |= {key: info[key] for key in _KEPT if key in info}
 
     @property
     def failed(self) -> bool:
@@ -145,6 +165,10 @@ def rollout_rows(episodes: Iterable[Episode]) -> Rows:
         "finish_reason": [episode.finish_reason for episode, _, _ in rows],
         "environment": [episode.environment for episode, _, _ in rows],
         "outcome": [utf8(str(episode.info.get("outcome", ""))) for episode, _, _ in rows],
+        "scoring": [
+            json.dumps(episode.info["scoring"]) if "scoring" in episode.info else ""
+            for episode, _, _ in rows
+        ],
         # JSON escapes what is no UTF-8, which an environment may say.
         "texts": [json.dumps(sample.texts) for _, _, sample in rows],
     }

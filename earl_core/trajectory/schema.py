@@ -21,7 +21,8 @@ is 0, never NaN. Turn columns: `turn_starts` int32, the index of the turn's firs
 first and last sampled token; `turn_rewards` float32. Scalars: `sample_id`, `episode_id`,
 `group_id`, `prompt_id` int64; `turns` int32; `environment` string, its label where the run has
 several, else empty; `finish_reason` string; `outcome` string, as the
-environment called it, or empty; `texts` string, a JSON list: each turn's observation and answer,
+environment called it, or empty; `scoring` string, JSON that the environment gives to reward
+functions, or empty; `texts` string, a JSON list: each turn's observation and answer,
 and in an episode's last sample what the environment said at its end. Rows are sorted by
 `sample_id`. Later stages add columns for the same rows and never copy them.
 """
@@ -65,6 +66,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("environment", pa.large_string()),
         _field("finish_reason", pa.large_string()),
         _field("outcome", pa.large_string()),
+        _field("scoring", pa.large_string()),
         _field("texts", pa.large_string()),
         per_token("tokens", pa.int32()),
         per_token("loss_mask", pa.uint8()),
@@ -82,8 +84,17 @@ REFERENCE_SCHEMA = pa.schema(
 )
 """Log-probs of the same tokens under the frozen initial policy."""
 
-REWARD_SCHEMA = pa.schema([_field("sample_id", pa.int64()), _field("reward", pa.float32())])
-"""The episode's reward, repeated on each of its samples."""
+REWARD_SCHEMA = pa.schema(
+    [
+        _field("sample_id", pa.int64()),
+        _field("reward", pa.float32()),
+        _field("scores", pa.large_string()),
+        _per_turn("turn_totals", pa.float32()),
+    ]
+)
+"""The episode's reward, repeated on each of its samples; what each reward function gave, a JSON
+object by label; and the parts of the reward turn by turn: the environment's, and in the episode's
+last turn what the functions add. Episodes that could not be scored have no rows."""
 
 ADVANTAGE_SCHEMA = pa.schema(
     [_field("sample_id", pa.int64()), per_token("advantages", pa.float32())]

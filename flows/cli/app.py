@@ -164,7 +164,9 @@ def play(
 
 @app.command()
 def serve(
-    run: Run,
+    run: Annotated[
+        str, typer.Argument(help="Name of a run, or its directory; or a model directory.")
+    ],
     port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8001,
     checkpoint: Checkpoint = "last",
     temperature: Temperature = None,
@@ -172,14 +174,11 @@ def serve(
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
 ) -> None:
-    """Answer OpenAI's clients with a checkpoint, until Ctrl-C."""
+    """Answer OpenAI's clients with a checkpoint, or with any model, until Ctrl-C."""
     with reported(debug):
-        from earl_core.run.record import stored_config
         from flows.cli.policy_serve import serve as run_serve
-        from flows.cli.serving import find_run
 
-        path = find_run(run, runs_directory)
-        run_serve(path, stored_config(path, overrides or []), checkpoint, port, temperature)
+        run_serve((run, runs_directory), checkpoint, overrides or [], port, temperature)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from earl_core.control.policy_player import find_checkpoint
+from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
 from flows.cli.flow_command import FlowCommand, make_display
 from flows.cli.serving import find_run
@@ -42,7 +43,7 @@ def evaluate(
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """The outcomes of an evaluation, as a table."""
+    """The outcomes of an evaluation, and its suites, as tables."""
     metrics = result["metrics"]
     console.print(
         f"\n[bold]{result['run']}[/bold], {result['checkpoint']} (policy version "
@@ -60,3 +61,5 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         for name, parts in result["outcomes"].items()
     ]
     console.print(rows_table(rows))
+    if result["suites"]:
+        console.print(rows_table(suite_rows(result["suites"])))

@@ -1,4 +1,5 @@
-"""`earl serve`: a checkpoint behind the gateway, for OpenAI clients that know the key."""
+"""`earl serve`: a checkpoint, or any model, behind the gateway, for OpenAI clients that know the
+key."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ import socket
 import sys
 from pathlib import Path
 
-from earl_core.config import RunConfig
-from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
+from earl_core.config import RunConfig, parse_config
+from earl_core.config.load import apply_overrides
+from earl_core.control.policy_player import PlayedPolicy, PolicyPlayer, find_checkpoint
+from earl_core.run.record import stored_config
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import write_atomic
+from flows.cli.serving import find_run
 from flows.cli.tables import make_console
 
 KEY = "EARL_SERVE_KEY"
@@ -21,10 +25,26 @@ KEY = "EARL_SERVE_KEY"
 _FILE = "serve.key"
 
 
-def serve(path: Path, config: RunConfig, which: str, port: int, temperature: float | None) -> None:
-    """Serve until Ctrl-C. which: the checkpoint. temperature: of every answer; None as in the
-    run."""
-    checkpoint = find_checkpoint(path, config, which)
+def serve(
+    what: tuple[str, str],
+    which: str,
+    overrides: list[str],
+    port: int,
+    temperature: float | None,
+) -> None:
+    """Serve until Ctrl-C. what: a run's name or path, or a model directory; and the directory of
+    runs. which: the checkpoint. temperature: of every answer; None as in the run."""
+    path = Path(what[0])
+    if (path / "config.json").is_file():
+        if which != "last":
+            raise ConfigError(f"{path} is a model, which has no checkpoints: drop --checkpoint")
+        config, checkpoint = _of_model(path, overrides), PlayedPolicy(path, 0, "the model")
+        secret = Path(what[1]) / f"{path.resolve().name}.key"
+    else:
+        path = find_run(*what)
+        config = stored_config(path, overrides)
+        checkpoint = find_checkpoint(path, config, which)
+        secret = path / _FILE
     console = make_console()
     for text in checkpoint.damaged:
         console.print(text, style="yellow", highlight=False)
@@ -34,7 +54,7 @@ def serve(path: Path, config: RunConfig, which: str, port: int, temperature: flo
         raise ConfigError(
             f"port {port} cannot be listened on ({error.strerror}): choose another with --port"
         ) from None
-    key, place = _choose_key(path)
+    key, place = _choose_key(secret)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console.print(f"Loading {checkpoint.label} of {path.name} …", style="dim")
     try:
@@ -47,11 +67,24 @@ def serve(path: Path, config: RunConfig, which: str, port: int, temperature: flo
         console.print()
 
 
-def _choose_key(run: Path) -> tuple[str, str]:
-    """The key of the environment, else a new one in a file of the run; and where it stands."""
+def _of_model(path: Path, overrides: list[str]) -> RunConfig:
+    """A run's configuration as far as it concerns who only answers."""
+    raw = {
+        "name": "serve",
+        "iterations": 1,
+        "model": {"path": str(path)},
+        "environment": {"name": "prompt"},
+        "rollout": {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 1},
+    }
+    return parse_config(apply_overrides(raw, overrides), source=str(path))
+
+
+def _choose_key(secret: Path) -> tuple[str, str]:
+    """The key of the environment, else a new one in the file `secret`; and where it stands."""
     given = os.environ.get(KEY, "").strip()
     if given:
         return given, KEY
     key = secrets.token_urlsafe(24)
-    write_atomic(run / _FILE, key.encode())
-    return key, str(run / _FILE)
+    secret.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(secret, key.encode())
+    return key, str(secret)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from earl_core.config import dump_config
 from earl_core.dispatch import ManifestError
+from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from tasks.reports.selector_chart import selector_chart
@@ -71,6 +72,7 @@ def lacking(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
         for iteration in finished:
             if iteration > sent.get(kind, -1):
                 yield Thing(kind, iteration, thing(run, iteration))
+    yield from _suites(run, sent.get("suites", -1))
     whole = run.config.iterations
     drawn = [k for k in finished if (k + 1) % _CHART_EVERY == 0 or k + 1 >= whole]
     if drawn and drawn[-1] > sent.get("chart", -1):
@@ -93,6 +95,17 @@ def _evaluations(run: RunDirectory) -> Iterator[Numbers]:
         metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
         seconds = run.stage_path(found.iteration, "evaluation").stat().st_mtime
         yield Numbers(found.iteration, metrics, seconds)
+
+
+def _suites(run: RunDirectory, sent: int) -> Iterator[Thing]:
+    """One table of all evaluations, whenever it has grown."""
+    rows, last = [], -1
+    for found in run.evaluations():
+        for row in suite_rows(found.outputs.get("suites", {})):
+            rows.append({"iteration": found.iteration, **row})
+            last = found.iteration
+    if last > sent:
+        yield Thing("suites", last, lambda mlflow: mlflow.log_table(rows, "evaluation/suites.json"))
 
 
 def _batches(kind: str, numbers: list[Numbers]) -> Iterator[Thing]:

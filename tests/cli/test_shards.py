@@ -14,7 +14,7 @@ import pytest
 from earl_core.config import load_config
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
-from earl_core.trajectory.samples import Episode, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.cli.conftest import CONFIG, Earl
 
@@ -33,7 +33,7 @@ def stopped_run(fresh_earl: Earl) -> Path:
     run = RunDirectory.open(config)
     sample = Sample()
     sample.begin_turn([5, 40])
-    sample.answer([20, 6], [-0.7, -0.1], policy_version=3)
+    sample.answer([20, 6], [-0.7, -0.1], [VersionSpan(3, 0, 2)])
     sample.turn_rewards[-1] = 1.0
     episode = Episode(episode_id=7, group_id=1, prompt_id=1)
     episode.samples.append(sample)

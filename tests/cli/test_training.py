@@ -62,9 +62,13 @@ def test_evaluate_the_initial_model_with_other_settings(earl: Earl, finished_run
     shown = earl.run(
         "evaluate", "runs/done", "--checkpoint", "initial", "--episodes", "4",
         "--temperature", "0", "--set", "environment.options.opponent=perfect",
+        "--set", "evaluation.suites=[{label: easy, name: tic_tac_toe, options: {style: compact}, "
+        "prompts: 2, attempts: 2, passing_return: -2}]",
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     assert "the initial model (policy version 0): 4 held-out games" in shown.stdout
+    # A share of all, of two prompts: the interval says how little that is.
+    assert re.search(r"easy +4 +0 +[-.\d]+ ± [.\d]+ +100\.0% \(34\.2% - 100\.0%\)", shown.stdout)
 
 
 def test_watch_games_without_a_terminal(earl: Earl, finished_run: Done) -> None:
@@ -82,16 +86,26 @@ def test_a_person_plays_against_it(earl: Earl, finished_run: Done) -> None:
     assert "1 game played" in shown.stdout or "'0' is not one of" in shown.stdout
 
 
-def test_serve_answers_openais_clients_that_know_the_key(earl: Earl, finished_run: Done) -> None:
+@pytest.mark.parametrize(
+    ("served", "key_file", "settings"),
+    [
+        ("done", "done/serve.key", ()),
+        ("model", "model.key", ("--set", "rollout.engine=torch", "--set", "rollout.threads=1")),
+    ],
+    ids=["a run", "a model"],
+)
+def test_serve_answers_openais_clients_that_know_the_key(
+    earl: Earl, finished_run: Done, served: str, key_file: str, settings: tuple[str, ...]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        refused = earl.run("serve", "done", "--port", port)
+        refused = earl.run("serve", served, "--port", port)
         assert refused.returncode == 2
         assert "choose another with --port" in refused.stderr
-    process = earl.start("serve", "done", "--port", port)
+    process = earl.start("serve", served, "--port", port, *settings)
     text, children = _read_until(process, "Ctrl-C ends it")
     assert f"base_url: http://127.0.0.1:{port}/v1" in text
-    key = earl.directory / "runs" / "done" / "serve.key"
+    key = earl.directory / "runs" / key_file
     assert key.stat().st_mode & 0o777 == 0o600
     address = {"base_url": f"http://127.0.0.1:{port}/v1", "max_retries": 8}
     with OpenAI(**address, api_key=key.read_text()) as api:  # type: ignore[arg-type]

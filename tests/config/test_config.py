@@ -72,6 +72,28 @@ def with_(**changes: object) -> dict[str, object]:
             with_(environment__step_timeout_seconds=math.inf),
             "environment.step_timeout_seconds: inf is not a finite",
         ),
+        (
+            with_(environment__call_timeout_seconds=600),
+            "must be below environment.episode_timeout_seconds",
+        ),
+        (
+            with_(reward={"functions": [{"function": "judge"}, {"function": "a.b:judge"}]}),
+            "reward: reward.functions have the label 'judge' twice",
+        ),
+        (
+            with_(reward={"functions": [{"function": "judge", "environments": ["chat"]}]}),
+            "'judge' is for the environment 'chat', but the run has one environment",
+        ),
+        (
+            with_(
+                reward__environment_weight=0, reward__functions=[{"function": "a:b", "weight": 0}]
+            ),
+            "every reward would be 0",
+        ),
+        (
+            with_(reward={"functions": [{"function": "judge", "options": {"api_key": "sk-1"}}]}),
+            "reward.functions.0.options.api_key holds a secret",
+        ),
         (with_(deadlines={"stage": math.nan}), "deadlines.stage: nan is not a finite"),
         (with_(environment__options={"a": {"b": [1, math.nan]}}), "options: a.b.1 is nan"),
         (with_(environment__options={"day": date(2026, 1, 2)}), "options: day is of type date"),

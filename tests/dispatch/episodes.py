@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore, ShardWriter
-from earl_core.trajectory.samples import Episode, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, ROLLOUT_SCHEMA
 
 
@@ -15,7 +15,11 @@ def episode(number: int, turns: list[tuple[int, int]], reason: str = "done") -> 
     sample = Sample()
     for observed, answered in turns:
         sample.begin_turn(draw.integers(0, 99, observed).tolist())
-        sample.answer(draw.integers(0, 99, answered).tolist(), (-draw.random(answered)).tolist(), 3)
+        tokens, logprobs = (
+            draw.integers(0, 99, answered).tolist(),
+            (-draw.random(answered)).tolist(),
+        )
+        sample.answer(tokens, logprobs, [VersionSpan(3, 0, len(tokens))])
     if turns:
         sample.turn_rewards[-1] = float(number)
     return Episode(number, number // 2, number // 2, [sample], reason)

@@ -251,7 +251,6 @@ def settings(scratch: Path, model: Path, variant: int) -> dict[str, Any]:
             "path": str(model),
             "builder": "earl_core.models.tiny:build",
             "builder_options": {
-                "environment": {"name": "tic_tac_toe", "options": {"style": "compact"}},
                 "hidden": 64,
                 "layers": 2,
             },

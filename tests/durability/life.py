@@ -18,7 +18,7 @@ from earl_core.run.checkpoints import describe_state, verify_training_state
 from earl_core.run.recovery import take_newest_whole
 from earl_core.system.files import remove, sync, write_all
 from earl_core.tensors.errors import CheckpointError
-from earl_core.trajectory.samples import Episode, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 
 ITERATIONS = 2
@@ -98,7 +98,7 @@ class Life:
         def work(key: str) -> dict[str, object]:
             sample = Sample()
             sample.begin_turn(list(hashlib.sha256(f"{number} {stage} {read}".encode()).digest()))
-            sample.answer([3], [-0.5], 0)
+            sample.answer([3], [-0.5], [VersionSpan(0, 0, 1)])
             rows = rollout_rows([Episode(0, 0, 0, [sample], "done")])
             entry = self.run.store.publish(
                 stage=stage, iteration=number, rank=0, schema=ROLLOUT_SCHEMA, rows=rows

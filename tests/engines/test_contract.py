@@ -16,6 +16,7 @@ from earl_core.rollout.engines.engine import (
 from earl_core.rollout.errors import (
     WeightSyncError,
 )
+from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
@@ -239,7 +240,7 @@ def test_updated_weights_are_the_ones_that_answer_there_and_back(
     for item, answer in zip(long, driver.generate(long), strict=True):
         expected = model_logprobs(model, item.tokens, answer.tokens, 0.7)
         former = reference_logprobs(driver.directory, item.tokens, answer.tokens, 0.7)
-        assert answer.policy_version == 41
+        assert answer.spans == [VersionSpan(41, 0, len(answer.tokens))]
         np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
         assert np.abs(np.subtract(former, expected)).mean() > 0.1
     driver.run(driver.engine.load_weights(old))

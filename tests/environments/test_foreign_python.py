@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import parse_config
+from earl_core.config.reward import RewardConfig
+from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.check import check_environments
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
@@ -41,12 +43,13 @@ class World:
 
 async def agent(task, base_url, api_key):
     return {"reward": 1.0, "metrics": {"pydantic": float(pydantic.VERSION)}}
-"""
 
+def score(episode):
+    return episode["turns"] + float(pydantic.VERSION)
+"""
+ASKED = {"model": "m", "prompt": "How good?"}
 
 OPENENV = {"name": "openenv", "python": None}
-"""In our own Python, beside which openenv cannot be installed."""
-
 HOSTED = {"environment": "tests.worlds:World", "action": "tests.worlds:Action"}
 
 
@@ -96,11 +99,33 @@ def test_only_the_host_program_is_ours(python: str, tmp_path: Path) -> None:
 
 def test_an_agent_runs_there_too(python: str) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
-        await pool.reset(0, 0, 0)
-        result = await pool.step(0, '{"base_url": "x", "api_key": "y"}')
+        await pool.reset(0, 0, 0, {"base_url": "x", "api_key": "y"})
+        result = await pool.step(0, "")
         assert result.info == {"metrics": {"pydantic": 1.1}}
 
     in_pool(scenario, "agent:foreign_world:agent", tools=(), python=python)
+
+
+async def test_reward_functions_run_there_too(python: str) -> None:
+    reward = RewardConfig.model_validate(
+        {
+            "functions": [
+                {"function": "judge", "options": {"base_url": "http://127.0.0.1:1", **ASKED}},
+                {"function": "foreign_world:score"},
+            ],
+            "python": python,
+        }
+    )
+    pool = EnvironmentPool.of_rewards(reward, log_path=None)
+    await pool.start()
+    try:
+        await pool.reset(0, 1, 0)
+        assert (await pool.step(0, '{"turns": 2}')).reward == 3.1
+        await pool.reset(1, 0, 0)
+        with pytest.raises(EnvironmentFailed, match="Connection refused"):
+            await pool.step(1, '{"messages": []}')
+    finally:
+        await pool.stop()
 
 
 @pytest.mark.parametrize(
@@ -109,9 +134,12 @@ def test_an_agent_runs_there_too(python: str) -> None:
         ({"python": "no/such/python"}, "is no program"),
         ({"python": "."}, "is no program"),
         ({"name": "no_such_module:World"}, "cannot be imported: ModuleNotFoundError"),
-        ({"name": "tic_tac_toe"}, "the environment 'tic_tac_toe' needs pydantic, which"),
-        ({"name": "openenv"}, "the environment 'openenv' needs pydantic, which"),
-        ({**OPENENV, "options": HOSTED}, "has no package openenv"),
+        (
+            {"name": "textarena", "options": {"game": "Nim-v0"}},
+            "the environment textarena needs the package textarena",
+        ),
+        ({"name": "openenv", "options": HOSTED}, "bin/python has no package openenv"),
+        ({"name": None, "agent": "verifiers", "options": {"env": {}}}, "has no package verifiers"),
         ({**OPENENV, "options": {"url": "http://127.0.0.1:9"}}, "does not tell the schema of its"),
         ({**OPENENV, "options": {**HOSTED, "url": "http://x"}}, "give either url, or environment"),
         ({**OPENENV, "options": {**HOSTED, "token": "env:HOME"}}, "a token is for a url"),

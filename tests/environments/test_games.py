@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from earl_core.environments.base import Message
 from earl_core.environments.games import connect_four, tic_tac_toe
-from earl_core.environments.games.board_game import random_legal_game
 from earl_core.environments.registry import create
 from earl_core.system.errors import ConfigError
 
@@ -35,8 +36,19 @@ def play(environment: Any, prompt: int, seed: int, answers: list[str]) -> list[A
     return seen
 
 
+def legal_game(environment: Any, prompt: int, seed: int) -> Iterator[tuple[list[Message], str]]:
+    """Of each turn the new messages, and a random legal answer to them."""
+    chooser = random.Random(f"{environment.name}/legal/{prompt}/{seed}")
+    messages, done = environment.reset(prompt, seed), False
+    while not done:
+        answer = chooser.choice(environment.legal_answers())
+        yield messages, answer
+        result = environment.step(answer)
+        messages, done = result.messages, result.done
+
+
 def outcome(environment: Any, prompt: int, seed: int) -> str:
-    answers = [answer for _, answer in random_legal_game(environment, prompt, seed)]
+    answers = [answer for _, answer in legal_game(environment, prompt, seed)]
     return str(play(environment, prompt, seed, answers)[-1][3]["outcome"])
 
 
@@ -52,7 +64,7 @@ def test_legal_play_ends_legally_and_repeats(
     game: str, opponent: str, style: str, prompt: int, seed: int
 ) -> None:
     environment = make(game, opponent=opponent, style=style)
-    turns = random_legal_game(environment, prompt, seed)
+    turns = legal_game(environment, prompt, seed)
     answers = [answer for _, answer in turns]
     first = play(environment, prompt, seed, answers)
     second = play(make(game, opponent=opponent, style=style), prompt, seed, answers)
@@ -233,23 +245,24 @@ def test_sides_and_opening_moves() -> None:
     )
 
 
+@pytest.mark.parametrize("style", ["chat", "compact"])
 @pytest.mark.parametrize("game", GAMES)
-def test_compact_messages_use_the_published_alphabet(game: str) -> None:
-    alphabet = {"tic_tac_toe": tic_tac_toe, "connect_four": connect_four}[game].COMPACT_ALPHABET
-    environment = make(game, style="compact", illegal_action="retry", max_retries=9)
+def test_messages_use_the_named_characters(game: str, style: str) -> None:
+    environment = make(game, style=style, illegal_action="retry", max_retries=9)
     used: set[str] = set()
     for index in range(40):
-        for messages, answer in random_legal_game(environment, index, index):
+        for messages, answer in legal_game(environment, index, index):
             used |= set(answer).union(*(message["content"] for message in messages))
     environment.reset(0, 0)
     used |= set(environment.step("?").messages[0]["content"])
-    assert used <= set(alphabet)
-    assert len(set(alphabet)) == len(alphabet)
+    assert used <= set(environment.characters)
+    if style == "compact":
+        assert len(environment.characters) < 15
 
 
 def test_messages_are_short_and_the_rules_come_once() -> None:
     environment = make("tic_tac_toe")
-    turns = list(random_legal_game(environment, 1, 3))
+    turns = list(legal_game(environment, 1, 3))
     assert [message["role"] for message in turns[0][0]] == ["system", "user"]
     for messages, answer in turns[1:]:
         (message,) = messages
@@ -269,9 +282,9 @@ def test_messages_are_short_and_the_rules_come_once() -> None:
             r"unknown option 'oponent': use one of agent_side, answer_pattern",
         ),
         ({"rewards": {"won": 1}}, r"unknown option 'rewards.won': use one of draw, illegal, loss"),
-        ({"opponent": "strong"}, "'random', 'greedy' or 'perfect'"),
+        ({"opponent": "strong"}, "must be one of 'random', 'greedy', 'perfect'"),
         ({"rewards": {"win": float("nan")}}, "rewards.win"),
-        ({"answer_pattern": "("}, "not a regular expression"),
+        ({"answer_pattern": "("}, "no regular expression"),
         ({"answer_pattern": "(a)(b)"}, "several groups"),
         ({"max_retries": -1}, "max_retries"),
         ({"opponent_depth": 3}, "unknown option 'opponent_depth'"),

@@ -349,6 +349,9 @@ async def test_mistakes_show_at_the_start(tmp_path: Path) -> None:
         pool = EnvironmentPool(name, options, hosts=2, log_path=tmp_path / "hosts.log")
         with pytest.raises(ConfigError, match=match):
             await pool.start()
+    late = EnvironmentPool(f"{USER}:NeverReady", start_timeout_seconds=0.5)
+    with pytest.raises(ConfigError, match=r"was not ready after 0.5 s \(environment.start_tim"):
+        await late.start()
     with pytest.raises(RuntimeError, match="await start"):
         await EnvironmentPool("tic_tac_toe").reset(0, 0, 0)
 

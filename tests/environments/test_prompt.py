@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ def test_chat_prompts_and_other_columns(tmp_path: Path) -> None:
     assert environment.step("That makes 15.").reward == 1.0
 
 
+def test_columns_for_reward_functions(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    row = {"prompt": "When?", "day": date(2026, 1, 2), "notes": ["a", "b"]}
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    options = {
+        "path": str(path),
+        "answer_column": None,
+        "reward_function": "earl_core.environments.rewards:nothing",
+    }
+    environment = create("prompt", {**options, "scoring_columns": ["day", "notes"]})
+    environment.reset(0, 0)
+    result = environment.step("Today.")
+    assert result.reward == 0.0
+    assert result.info["scoring"] == {"day": "2026-01-02", "notes": ["a", "b"]}
+    with pytest.raises(ConfigError, match="correct the option scoring_columns"):
+        create("prompt", {**options, "scoring_columns": ["hour"]})
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
@@ -103,7 +122,7 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
 
     row = json.dumps(ROWS[0]) + "\n"
     match("cannot be read: FileNotFoundError")
-    match("ends in .jsonl or .parquet", row, name="a.csv")
+    match("end in .jsonl or .parquet", row, name="a.csv")
     match("holds no rows", "\n")
     match("line 2 of .* is no JSON:", row + "{broken")
     match("line 1 of .* is no JSON object", "3\n")

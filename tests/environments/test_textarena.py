@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -155,6 +156,44 @@ def test_own_opponents() -> None:
     assert result.reward == 0.0
 
 
+@pytest.mark.parametrize(
+    ("game", "answers", "options"),
+    [
+        ("ThreePlayerTicTacToe-v0", "listed", {}),
+        ("Poker-v0-small", "[call]", {"players": 3}),
+        ("ThreePlayerGOPS-v0", "listed", {}),
+        ("Breakthrough-v0-tiny", "[a9a9]", {}),
+        ("IteratedRockPaperScissors-v0", "[rock]", {}),
+        ("ColonelBlotto-v0-small", "[A20 B0 C0]", {}),
+    ],
+)
+def test_random_opponents_play_legal_moves(
+    game: str, answers: str, options: dict[str, Any]
+) -> None:
+    def episode(prompt: int, seed: int) -> list[Any]:
+        environment = make(game, **options)
+        seen: list[Any] = [environment.reset(prompt, seed)[0]["content"]]
+        deck = [f"[{card}]" for card in ("a", "k", "q", "j", *range(10, 1, -1))]
+        while True:
+            listed = re.findall(r"\[\w+\]", seen[-1].split("Available Moves:")[-1])
+            answer = answers if answers != "listed" else deck.pop() if "GOPS" in game else listed[0]
+            result = environment.step(answer)
+            seen.append(result.messages[0]["content"])
+            if result.done:
+                assert math.isfinite(result.reward)
+                return [*seen, result.reward, result.info]
+
+    seats = 2 + ("Three" in game or "players" in options)
+    played = [episode(prompt, prompt % 2) for prompt in range(2 * seats)]
+    sides = [each[-1]["side"] for each in played]
+    assert sides == ["first", "second", "player 2"][:seats] * 2
+    # What the opponents try on copies leaves no trace.
+    assert played == [episode(prompt, prompt % 2) for prompt in range(2 * seats)]
+    assert {each[-1]["outcome"] for each in played} <= (
+        {"illegal"} if answers == "[a9a9]" else {"win", "draw", "loss"}
+    )
+
+
 def test_an_illegal_opponent_does_not_pay_the_agent() -> None:
     environment = make("Nim-v0", agent_side="first", opponent=f"{USER}:illegal_opponent")
     environment.reset(0, 0)
@@ -166,8 +205,9 @@ def test_an_illegal_opponent_does_not_pay_the_agent() -> None:
     ("options", "match"),
     [
         ({"game": "Nimm-v0"}, "no game 'Nimm-v0': did you mean Nim-v0"),
-        ({"game": "Poker-v0"}, "neither for one nor for two players"),
-        ({"game": "SimpleNegotiation-v0"}, "does not tell its legal moves"),
+        ({"game": "Poker-v0", "players": 30}, r"does not start with 30 players \(30: Assertion"),
+        ({"game": "Poker-v0", "players": 0}, "option players is 0: give 1 or more"),
+        ({"game": "Taboo-v0"}, "does not tell its legal moves"),
         ({"game": "Nim-v0", "game_options": {"heaps": 3}}, "cannot be made with the game_options"),
         ({"game": "Nim-v0", "opponent": "strong"}, "option opponent"),
         ({"game": "Nim-v0", "sides": 2}, "unknown option 'sides'"),

@@ -194,11 +194,49 @@ class Unseeded(Counting):
         return super().step(text)
 
 
+class Echo:
+    """Names its characters, and its legal answers where it is told so."""
+
+    characters = "ab?"
+
+    def __init__(self, knows: bool = False) -> None:
+        if knows:
+            self.legal_answers = lambda: ["a", "bb"]
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        return [{"role": "user", "content": "?"}]
+
+    def step(self, text: str) -> StepResult:
+        return StepResult([], float(len(text)), True)
+
+    def close(self) -> None: ...
+
+
+class Failing(Echo):
+    """Knows no answers, which it says in a wrong way."""
+
+    def legal_answers(self) -> object:
+        return "ab"
+
+
+class Untold(Echo):
+    """Names what is no text."""
+
+    characters = 7  # type: ignore[assignment]
+
+
 class Refusing:
     """Cannot be made."""
 
     def __init__(self) -> None:
         raise OSError("no sandbox here")
+
+
+class NeverReady:
+    """Takes too long to be made."""
+
+    def __init__(self) -> None:
+        time.sleep(3600)
 
 
 class NotAnEnvironment:

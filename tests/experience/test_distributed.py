@@ -28,7 +28,7 @@ from earl_core.experience.reward import REWARD_RULES
 from earl_core.run import RunDirectory
 from earl_core.run.stores import run_store
 from earl_core.system.errors import EarlError
-from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
@@ -61,7 +61,8 @@ def played(
         sample = Sample()
         for count in counts:
             sample.begin_turn([1, 2])
-            sample.answer([3] * count, rng.uniform(-3, -0.1, count).tolist(), 0)
+            logprobs = rng.uniform(-3, -0.1, count).tolist()
+            sample.answer([3] * count, logprobs, [VersionSpan(0, 0, count)])
             sample.turn_rewards[-1] = int(rng.integers(-8, 9)) / 8
         samples.append(sample)
     return Episode(episode_id, group, group, samples, "done")
@@ -99,7 +100,12 @@ def made(store: ShardStore, episodes: list[Episode], seed: int) -> list[Manifest
     rewards = np.array([row[1].total_reward for row in rows], dtype=np.float32)
     rng = np.random.default_rng(seed)
     scored = [rng.uniform(-3, -0.1, len(row[2].tokens)) for row in rows]
-    reward: Columns = {"sample_id": ids, "reward": rewards}
+    reward: Columns = {
+        "sample_id": ids,
+        "reward": rewards,
+        "scores": ["{}"] * len(ids),
+        "turn_totals": list_column([row[2].turn_rewards for row in rows], "float32"),
+    }
     reference: Columns = {
         "sample_id": ids,
         "reference_logprobs": list_column(scored, "float32"),
@@ -264,7 +270,9 @@ def test_ranks_tell_each_other_moments_of_the_batch_alone() -> None:
     assert set(sent["reinforce_plus_plus"]["batch"]) == {"count", "mean", "m2"}
 
 
-def configuration(tmp_path: Path, **algorithm: Any) -> RunConfig:
+def configuration(
+    tmp_path: Path, reward: dict[str, Any] | None = None, **algorithm: Any
+) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "run",
@@ -275,6 +283,7 @@ def configuration(tmp_path: Path, **algorithm: Any) -> RunConfig:
             "rollout": {"prompts_per_iteration": 4, "group_size": 4, "max_turns": 5},
             "experience": {"ranks": 3},
             "algorithm": algorithm,
+            "reward": reward or {},
             "dispatch": {"directory": str(tmp_path / "shm")},
         }
     )

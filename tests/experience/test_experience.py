@@ -11,11 +11,12 @@ import pytest
 
 from earl_core.algorithms.moments import RankStatistics, merge_statistics
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.reward import RewardConfig
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
 from earl_core.system.errors import EarlError
-from earl_core.trajectory.samples import Episode, Rows, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
@@ -42,7 +43,7 @@ def played(episode_id: int, group: int, rewards: list[list[float]]) -> Episode:
         sample = Sample()
         for reward in turns:
             sample.begin_turn([1, 2])
-            sample.answer([3, 4], [-0.5, -0.25], 0)
+            sample.answer([3, 4], [-0.5, -0.25], [VersionSpan(0, 0, 2)])
             sample.turn_rewards[-1] = reward
         samples.append(sample)
     return Episode(episode_id, group, group, samples, "done")
@@ -71,7 +72,7 @@ def rewarded(tmp_path: Path) -> tuple[ShardStore, Manifest, Manifest]:
     store = ShardStore(tmp_path, 2**30)
     rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_rows(EPISODES))
     with Batch(store, [rollout]) as batch:
-        columns, metrics, episodes = reward_rows(batch)
+        columns, metrics, episodes = reward_rows(batch, RewardConfig())
     assert episodes == 5
     assert metrics["mean"] == pytest.approx(np.mean([1.5, -1.0, 0.25, 1.0, 3.0]))
     return store, rollout, sealed(store, "reward", REWARD_SCHEMA, columns)
@@ -154,7 +155,7 @@ def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 2**30)
     rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_rows(EPISODES[2:3]))
     with Batch(store, [rollout]) as batch:
-        columns, _, _ = reward_rows(batch)
+        columns, _, _ = reward_rows(batch, RewardConfig())
     reward = sealed(store, "reward", REWARD_SCHEMA, columns)
     with Batch(store, [rollout, reward]) as batch, pytest.raises(EarlError, match="group_size"):
         advantages(batch, AlgorithmConfig())

@@ -75,8 +75,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = (
         "import pathlib, sys\n"
         "from earl_core.models.tiny import build\n"
-        "build(pathlib.Path(sys.argv[1]), environment={'name': 'tic_tac_toe', 'options': "
-        "{'style': 'compact'}}, hidden=32, layers=2, warm_start_steps=20, "
+        "build(pathlib.Path(sys.argv[1]), environments=[{'name': 'tic_tac_toe', "
+        "'options': {'style': 'compact'}}], hidden=32, layers=2, warm_start_steps=20, "
         "warm_start_learning_rate=1e-2)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=REPOSITORY)

@@ -32,7 +32,12 @@ def test_what_is_kept_is_what_was_played(runs: Runs) -> None:
     played, rewards = shards_of(runs, 0, "rollout"), shards_of(runs, 0, "reward")
     assert len(rows) == len(played) == 16
     for row, sample, reward in zip(rows, played, rewards, strict=True):
-        assert reward == {"sample_id": row["sample_id"], "reward": row.pop("reward")}
+        assert reward == {
+            "sample_id": row["sample_id"],
+            "reward": row.pop("reward"),
+            "scores": row.pop("scores"),
+            "turn_totals": row["turn_rewards"],
+        }
         texts = row.pop("texts")
         assert len(texts) == 2 * row["turns"] + 1
         assert all(texts[::2])

@@ -40,7 +40,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = (
         "import pathlib, sys\n"
         "from earl_core.models.tiny import build\n"
-        "build(pathlib.Path(sys.argv[1]), hidden=128, layers=2, warm_start_steps=5)\n"
+        "game = {'name': 'tic_tac_toe', 'options': {'style': 'compact'}}\n"
+        "build(pathlib.Path(sys.argv[1]), environments=[game], hidden=128, layers=2, "
+        "warm_start_steps=5)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=REPOSITORY)
     return path

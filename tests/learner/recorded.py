@@ -16,7 +16,7 @@ from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.learner.update_worker import LearnerWorker
 from earl_core.run.record import write_record
 from earl_core.run.stores import run_store
-from earl_core.trajectory.samples import Episode, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REFERENCE_SCHEMA, ROLLOUT_SCHEMA
 from tests.columns import list_column, write_columns
 from tests.learner.helpers import VOCABULARY, save_model
@@ -175,6 +175,6 @@ def _episode(number: int, iteration: int, draw: np.random.Generator) -> Episode:
         sample.answer(
             draw.integers(0, VOCABULARY, answered).tolist(),
             (draw.normal(size=answered) * 0.3 - 3.7).tolist(),
-            iteration,
+            [VersionSpan(iteration, 0, answered)],
         )
     return Episode(number, group, group, [sample], "done")

@@ -18,8 +18,8 @@ def client(base_url: str, api_key: str) -> AsyncOpenAI:
     return SHARED.with_options(base_url=base_url, api_key=api_key)
 
 
-async def ask(api: AsyncOpenAI, messages: list[Any], model: str = "policy", **options: Any) -> str:
-    reply = await api.chat.completions.create(model=model, messages=messages, **options)
+async def ask(api: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
+    reply = await api.chat.completions.create(model="policy", messages=messages, **options)
     return reply.choices[0].message.content or ""
 
 
@@ -62,23 +62,14 @@ async def two_at_once(task: dict[str, Any], base_url: str, api_key: str) -> floa
     return 1.0
 
 
-async def against_itself(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """The same conversation for two, of whom one is trained; the other has the last word."""
-    api = client(base_url, api_key)
-    said: dict[str, list[Any]] = {"policy": [], "untrained": []}
-    for turn in range(2):
-        for model, messages in said.items():
-            messages += [{"role": "user", "content": f"turn {turn}"}]
-            messages += [{"role": "assistant", "content": await ask(api, messages, model)}]
-    return 0.5
-
-
 async def unreliable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     """What it does wrong follows from the task."""
     api = client(base_url, api_key)
     fault = task["faults"].get(str(task["index"]), "")
     if fault == "silent":
         return 1.0
+    if fault == "hangs at once":
+        await asyncio.sleep(3600)
     await ask(api, [{"role": "user", "content": "hello"}])
     if fault == "raises":
         raise ValueError("this agent is broken")

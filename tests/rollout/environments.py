@@ -6,6 +6,9 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
 
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.registry import create
@@ -109,3 +112,34 @@ class LockedGame:
 
     def close(self) -> None:
         self._game.close()
+
+
+class Chatting:
+    """Two turns; in each it asks the policy `questions` times, as OpenAI's clients do."""
+
+    wants_policy = True
+    policy: dict[str, str]
+
+    def __init__(self, dying: int, mark: str, questions: int = 1) -> None:
+        self._dying, self._mark, self._questions = dying, Path(mark), questions
+        self._said: list[str] = []
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._prompt = prompt
+        return [{"role": "user", "content": "1begins"}]
+
+    async def step(self, text: str) -> StepResult:
+        if self._prompt == self._dying and self._said:
+            with suppress(FileExistsError):
+                self._mark.touch(exist_ok=False)
+                os._exit(3)
+        async with AsyncOpenAI(**self.policy, max_retries=0) as api:
+            for _ in range(self._questions):
+                question: Any = {"role": "user", "content": f"1turn{len(self._said)}"}
+                reply = await api.chat.completions.create(model="x", messages=[question])
+        self._said.append(reply.choices[0].message.content or "")
+        message: Message = {"role": "user", "content": "1goes"}
+        done = len(self._said) == 2
+        return StepResult([message], 1.0, done, {"outcome": " ".join(self._said)} if done else {})
+
+    def close(self) -> None: ...

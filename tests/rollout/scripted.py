@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.rollout.engines.engine import (
     Completion,
+    EngineFinishReason,
     GenerationRequest,
     answer_budget,
     check_requests,
 )
+from earl_core.trajectory.samples import VersionSpan
 
 
 class ScriptedEngine:
@@ -51,9 +53,13 @@ class ScriptedEngine:
         self._turns[request.sequence_id] = turn + 1
         tokens = [40] * self._length(request.sequence_id, turn) + [self._stop]
         budget, exhausted = answer_budget(request, self.max_model_len)
-        reason = "stop" if len(tokens) <= budget else exhausted
+        reason: EngineFinishReason = "stop" if len(tokens) <= budget else exhausted
         tokens = tokens[:budget]
-        return Completion(tokens, [-0.5] * len(tokens), reason, self.policy_version)
+        return self._completion(tokens, reason)
+
+    def _completion(self, tokens: list[int], reason: EngineFinishReason) -> Completion:
+        spans = [VersionSpan(self.policy_version, 0, len(tokens))]
+        return Completion(tokens, [-0.5] * len(tokens), reason, spans)
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
         self.cancelled.extend(sequence_ids)
@@ -126,4 +132,4 @@ class SayingEngine(ScriptedEngine):
         turn = self._turns.get(request.sequence_id, 0)
         self._turns[request.sequence_id] = turn + 1
         tokens = self._said(request.sequence_id, turn)
-        return Completion(tokens, [-0.5] * len(tokens), "stop", self.policy_version)
+        return self._completion(tokens, "stop")

@@ -225,9 +225,7 @@ def test_a_template_that_rewrites_answers_begins_new_samples() -> None:
 
     class Thinking(ScriptedEngine):
         def _answer(self, request: Any) -> Any:
-            completion = super()._answer(request)
-            tokens = [*chat.encode("<think>hm</think>\n\nd"), STOP]
-            return type(completion)(tokens, [-0.1] * len(tokens), "stop", 3)
+            return self._completion([*chat.encode("<think>hm</think>\n\nd"), STOP], "stop")
 
     engine = Thinking(lambda i, _: 1, STOP)
     (episode,) = played(engine, ScriptedEnvironments(lambda i: 3), 1, chat=chat)
@@ -237,6 +235,18 @@ def test_a_template_that_rewrites_answers_begins_new_samples() -> None:
     assert episode.samples[-1].tokens[: len(last)] == last
     assert engine.finished == [0, 0, 0]
     check_columns([episode])
+
+
+@BOTH
+def test_an_episode_over_its_time_is_asked_no_more(lockstep: bool) -> None:
+    engine = ScriptedEngine(lambda i, _: 1, STOP, lockstep=lockstep)
+    pool = ScriptedEnvironments(lambda i: 1000 if i % 2 else 1, seconds=0.02)
+    options = {"max_turns": 1000, "max_failed_share": 1.0, "episode_seconds": 0.3}
+    episodes = played(engine, pool, 4, **options)
+    reasons = ["done", "environment_timeout"] * 2
+    assert [episode.finish_reason for episode in episodes] == reasons
+    assert "environment.episode_timeout_seconds" in str(episodes[1].info["failure"])
+    assert sorted(pool.closed) == [0, 1, 2, 3]
 
 
 def test_transcripts_and_numbers() -> None:

@@ -10,6 +10,7 @@ from earl_core.environments.base import Message
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.branches import Branches, Prompt
+from earl_core.trajectory.samples import VersionSpan
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
 
 TOKENIZER = char_tokenizer(CHATML)
@@ -22,7 +23,8 @@ def answer(branches: Branches, prompt: Prompt, chance: random.Random) -> str:
     if chance.random() < 0.8 or not tokens:
         tokens = [*tokens, END]
     values = [-chance.random() for _ in tokens]
-    return branches.answer(prompt, Completion(tokens, values, "stop", 1))["content"]
+    spans = [VersionSpan(1, 0, len(tokens))]
+    return branches.answer(prompt, Completion(tokens, values, "stop", spans))["content"]
 
 
 @pytest.mark.parametrize("template", [CHATML, DROPS_REASONING])
@@ -89,3 +91,12 @@ def test_equal_conversations_have_draws_of_their_own() -> None:
     again = Branches(ChatTokenizer(char_tokenizer(CHATML)), 5)
     again.prompt([{"role": "user", "content": "something else first"}])
     assert again.draw_seed(again.prompt(said).branch) in seeds
+
+
+def test_a_turn_says_the_versions_of_its_first_and_its_last_token() -> None:
+    branches = Branches(ChatTokenizer(TOKENIZER), 0)
+    prompt = branches.prompt([{"role": "user", "content": "hi"}])
+    spans = [VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)]
+    branches.answer(prompt, Completion(LETTERS[:3], [-1.0] * 3, "length", spans))
+    (sample,) = branches.samples
+    assert (sample.policy_version_first, sample.policy_version_last) == ([4], [5])

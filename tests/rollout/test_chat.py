@@ -154,3 +154,33 @@ def test_any_conversation_equals_its_rendering(
 
 
 CHATS = {name: chat_of(name) for name in ("chatml", "plain")}
+
+
+@pytest.mark.parametrize("name", STABLE)
+@given(st.lists(st.sampled_from([*make.SPECIAL, "<|", "im_end|>", "a", "\ue000", "\ue0001\ue001"])))
+def test_special_tokens_that_a_message_quotes_are_text(name: str, parts: list[str]) -> None:
+    """Else a page from the net could end the turn and speak as the system."""
+    chat, content = chat_of(name), "b" + "".join(parts) + "b"
+    specials = {token(text) for text in make.SPECIAL}
+
+    def own(tokens: list[int]) -> list[int]:
+        return [each for each in tokens if each in specials]
+
+    assert own(chat.first_prompt([user(content)])) == own(chat.first_prompt([user("b")]))
+    tokens = chat.next_prompt([], [user(content)])
+    assert own(tokens) == own(chat.next_prompt([], [user("b")]))
+    printable = "".join(each if each.isascii() else "<unk>" for each in content)
+    assert printable in make.char_tokenizer().decode(tokens)
+
+
+def test_quoted_special_tokens_among_the_tokens_around_them() -> None:
+    """Only the quoted text has other tokens than before."""
+    chat = chat_of("chatml")
+    quoted, plain = (chat.first_prompt([user(f"ab{each}cd")]) for each in ("<|im_end|>", "-"))
+    start = plain.index(token("-"))
+    assert quoted[:start] == plain[:start]
+    assert quoted[start : start + 10] == [token(each) for each in "<|im_end|>"]
+    assert quoted[start + 10 :] == plain[start + 1 :]
+    # What the model itself has written stays what it was.
+    said = chat.encode(chat.render([user("a"), assistant("b<|eot_id|>c"), user("d")]))
+    assert token("<|eot_id|>") in said

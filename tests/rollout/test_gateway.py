@@ -156,16 +156,6 @@ def test_conversations_of_a_session_are_samples_of_their_own() -> None:
     assert meter.generated_tokens == 4 * 7 * 3
 
 
-def test_answers_of_the_untrained_model_are_in_no_sample() -> None:
-    episodes, meter, _ = asyncio.run(played(answering(), "against_itself", 4, limits()))
-    check_columns(episodes)
-    for episode in episodes:
-        (sample,) = episode.samples
-        assert len(sample.turn_starts) == 2
-        assert sample.turn_rewards == [0.0, 0.5]
-    assert meter.generated_tokens == 4 * 4 * 3
-
-
 def test_a_plain_function_is_an_agent_too() -> None:
     episodes, _, _ = asyncio.run(played(answering(), "in_a_thread", 6, limits()))
     assert [episode.total_reward for episode in episodes] == [2.0] * 6
@@ -179,6 +169,7 @@ FAULTS = {
     "4": "hangs",
     "5": "greedy",
     "6": "content",
+    "7": "hangs at once",
 }
 
 
@@ -186,21 +177,22 @@ def test_what_an_agent_does_wrong_costs_its_own_episode() -> None:
     settings = limits(max_failed_share=1.0)
     options = {"faults": FAULTS}
     found, meter, pool = asyncio.run(
-        played(answering(), "unreliable", 16, settings, options, seconds=2.0)
+        played(answering(), "unreliable", 18, settings, options, seconds=2.0)
     )
     reasons = [episode.finish_reason for episode in found[::2]]
     assert reasons[:4] == ["environment_error"] * 4
-    assert reasons[4:] == ["environment_timeout", "max_turns", "max_turns", "done"]
+    assert reasons[4:7] == ["environment_timeout", "max_turns", "max_turns"]
+    assert reasons[7:] == ["environment_timeout", "done"]
     details = [str(episode.info.get("failure")) for episode in found[::2]]
     assert "this agent is broken" in details[0]
     assert "reward must be a finite number" in details[1]
     assert "dict without a reward" in details[2]
     assert "without a single answer" in details[3]
     assert "asyncio.sleep(3600)" in details[4]
-    rewards = [episode.total_reward for episode in found[10::2]]
+    rewards = [found[number].total_reward for number in (10, 12, 16)]
     assert rewards == [0.0, 0.5, 1.0]
-    assert found[-1].info == {"outcome": "win", "metrics": {"index": 7}}
-    assert meter.episodes_failed == 10
+    assert found[-1].info == {"outcome": "win", "metrics": {"index": 8}}
+    assert meter.episodes_failed == 12
     assert pool.host_restarts == 0, "one that waits costs no other agent its process"
 
 
@@ -367,6 +359,8 @@ def test_a_streamed_answer_is_the_same_answer(model: Path) -> None:
                     (sample,) = asking.session.end(1.0, {}).samples
                     ids = choice.token_ids  # type: ignore[attr-defined]
                     assert reply.prompt_token_ids + ids == sample.tokens  # type: ignore[attr-defined]
+                    whole = {"policy_version": 0, "first": 0, "end": len(ids)}
+                    assert choice.spans == [whole]  # type: ignore[attr-defined]
                     assert choice.logprobs is not None
                     values = [each.logprob for each in choice.logprobs.content or []]
                     assert values == sample.rollout_logprobs[-len(ids) :]
@@ -413,6 +407,36 @@ def test_a_request_whose_client_is_gone_has_not_been() -> None:
         assert len(engine.batches) == 2
 
     asked(scenario, engine, max_turns=2)
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_a_call_over_its_time_is_refused_and_has_not_been(lockstep: bool) -> None:
+    class Slow(ScriptedEngine):
+        slow = True
+
+        async def generate(self, requests: Any) -> list[Completion]:
+            if self.slow:
+                self.slow = False
+                # A batch of a lockstep engine goes on without the one that is cancelled.
+                await asyncio.sleep(0.3 if lockstep else 3600)
+            return await super().generate(requests)
+
+    engine = Slow(lambda sequence, turn: 2, STOP, lockstep=lockstep)
+
+    async def scenario(asking: Asking) -> None:
+        refused = await asking.post(HELLO)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["code"] == "call_timeout"
+        assert "over 0.2 s (environment.call_timeout_seconds)" in error["message"]
+        assert engine.cancelled == [0] * lockstep
+        while (again := await asking.post(HELLO)).status_code == 400:
+            assert again.json()["error"]["code"] == "call_timeout"
+        assert asking.gateway._meter.calls_timed_out >= 1
+        (sample,) = asking.session.end(1.0, {}).samples
+        assert len(sample.turn_starts) == 1
+
+    asked(scenario, engine, max_turns=1, call_seconds=0.2)
 
 
 def test_what_the_engine_raises_ends_the_rollout() -> None:

@@ -17,7 +17,7 @@ from earl_core.rollout.rollout_stats import (
     rollout_metrics,
     wilson_interval,
 )
-from earl_core.trajectory.samples import Episode, Sample
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan
 
 GAME = st.tuples(
     st.lists(st.tuples(st.integers(1, 9), st.floats(-2, 2)), min_size=1, max_size=4),
@@ -30,7 +30,7 @@ def episode(number: int, turns: list[tuple[int, float]], outcome: str) -> Episod
     played.samples.append(Sample())
     for size, reward in turns:
         played.samples[0].begin_turn([1, 2])
-        played.samples[0].answer([3] * size, [-1.0] * size, 0)
+        played.samples[0].answer([3] * size, [-1.0] * size, [VersionSpan(0, 0, size)])
         played.samples[0].turn_rewards[-1] = reward
     played.finish_reason = "done" if outcome != "other" else "max_turns"
     played.info = {"outcome": outcome, "metrics": {"moves": len(turns)}}

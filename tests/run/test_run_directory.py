@@ -23,7 +23,7 @@ from earl_core.run.lock import is_locked
 from earl_core.run.record import read_lines
 from earl_core.run.stores import list_stores, sweep, sweep_unneeded
 from earl_core.system.errors import InUse
-from earl_core.trajectory.samples import Episode, Sample, rollout_rows
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.dispatch.segments import free_bytes
 
@@ -46,7 +46,7 @@ def config_in(tmp_path: Path, **changes: object) -> RunConfig:
 def seal(run: RunDirectory, iteration: int, stage: str, key: str) -> Manifest:
     sample = Sample()
     sample.begin_turn([1, 2])
-    sample.answer([3], [-0.5], 0)
+    sample.answer([3], [-0.5], [VersionSpan(0, 0, 1)])
     entry = run.store.publish(
         stage=stage,
         iteration=iteration,
@@ -103,7 +103,7 @@ def test_a_run_directory_belongs_to_one_model_environment_and_seed(tmp_path: Pat
 
 def test_what_the_advice_of_a_failure_names_can_be_changed(tmp_path: Path) -> None:
     RunDirectory.open(config_in(tmp_path)).close()
-    patient = {"hosts": 3, "step_timeout_seconds": 60}
+    patient = {"hosts": 3, "step_timeout_seconds": 60, "start_timeout_seconds": 300}
     sizes = {"prompts_per_iteration": 4, "group_size": 2, "max_turns": 5, "max_failed_share": 0.9}
     environment = {"name": "tic_tac_toe", **patient}
     run = RunDirectory.open(config_in(tmp_path, environment=environment, rollout=sizes))

@@ -17,7 +17,7 @@ from earl_core.config.run import STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import read_episodes
-from earl_core.trajectory.samples import Episode, Sample
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan
 from tests.kept import game
 from tests.tracking.conftest import Runs, finish, history, plan, until, warnings_in
 
@@ -28,10 +28,12 @@ def artifact(client: MlflowClient, run_id: str, path: str) -> str:
 
 
 def evaluate(run: RunDirectory, iteration: int, **metrics: float) -> None:
+    passed = {"1": {"share": 0.5, "low": 0.2, "high": 0.8, "prompts": 8.0}}
+    suite = {"return": 0.5, "error": 0.1, "episodes": 8, "failed": 0, "pass": passed}
     run.seal(
         Manifest(
             run=run.uid, iteration=iteration, stage="evaluation", key="", policy_version=iteration,
-            metrics=metrics,
+            metrics=metrics, outputs={"suites": {"sums": suite}},
         )
     )  # fmt: skip
 
@@ -41,6 +43,7 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     tracker = runs.tracker(run)
     for iteration in range(3):
         finish(run, tracker, iteration, entropy=1.5, nothing=math.nan)
+    evaluate(run, 0)
     evaluate(run, 3, **{"outcome/win/share": 0.5})
     tracker.changed()
     tracker.close()
@@ -64,6 +67,9 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert history(uri, tracker.run_id, "entropy") == {0: 1.5, 1: 1.5, 2: 1.5}
     assert history(uri, tracker.run_id, "nothing") == {}
     assert history(uri, tracker.run_id, "evaluation/outcome/win/share") == {3: 0.5}
+    table = json.loads(artifact(client, tracker.run_id, "evaluation/suites.json"))
+    assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "sums"]]
+    assert json.loads(tags["mlflow.loggedArtifacts"])[0]["type"] == "table"
     assert yaml.safe_load(artifact(client, tracker.run_id, "config.yaml"))["name"] == "first"
     assert json.loads(artifact(client, tracker.run_id, "plans/000000.json")) == plan()
     assert client.list_artifacts(tracker.run_id, "plans")[1:] == []
@@ -194,7 +200,7 @@ def test_nothing_arrives_twice(runs: Runs) -> None:
         sent = json.loads(client.get_run(tracker.run_id).data.tags["earl.sent"])
         assert sent == {
             "chart": 0, "config.yaml": 1, "evaluation": 1, "metrics": 0, "past": 0, "plan": 0,
-            "trace": 0,
+            "suites": 1, "trace": 0,
         }  # fmt: skip
         assert history(tracker.uri, tracker.run_id) == {0: 0.0}
         assert history(tracker.uri, tracker.run_id, "evaluation/x") == {1: 0.5}
@@ -281,7 +287,7 @@ def test_what_an_environment_says_reaches_mlflow_without_secrets(
     tracker = runs.tracker(run)
     sample = Sample()
     sample.begin_turn([1], f"the door wants {secret}")
-    sample.answer([2], [-0.5], 0, secret)
+    sample.answer([2], [-0.5], [VersionSpan(0, 0, 1)], secret)
     plan = {"stages": [], "reasons": {"update": f"because {secret}"}}
     finish(run, tracker, 0, plan, [Episode(1, 0, 0, [sample], "done")])
     tracker.close()

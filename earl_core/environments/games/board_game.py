@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import random
 import re
+import string
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal
-
-from pydantic import Field, field_validator
 
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.games.opponents import (
+    Opponent,
     OpponentName,
     Rules,
     StateT,
     make_opponent,
 )
-from earl_core.environments.options import Options
+from earl_core.environments.options import Options, at_least, check_pattern
+from earl_core.environments.policy_conversation import PolicyConversation
 
 MARKS = ("X", "O")
 """The marks of the player that moves first and of the other."""
+
+_CHAT_CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 DEFAULT_ANSWER_PATTERN = r"\d+"
 
@@ -38,66 +41,70 @@ class BoardRewards(Options):
 
 
 class BoardGameOptions(Options):
-    """Options of every board game."""
+    """Options of every board game.
 
-    opponent: OpponentName = "random"
-    agent_side: Literal["both", "first", "second"] = Field(
-        default="both", description="both: even prompts move first, odd ones second."
-    )
+    agent_side: both: even prompts move first, odd ones second.
+    illegal_action: lose: the episode ends; retry: the model is told and asked again.
+    max_retries: illegal answers forgiven in one episode (illegal_action: retry).
+    retry_reward: of a turn that was forgiven.
+    answer_pattern: regular expression whose first match, or its group 1, is the move's number.
+    style: chat: for instructed models; compact: for tiny ones.
+    rules_role: where the rules stand; user for templates without a system.
+    """
+
+    opponent: OpponentName | Literal["policy"] = "random"
+    agent_side: Literal["both", "first", "second"] = "both"
     rewards: BoardRewards = BoardRewards()
-    illegal_action: Literal["lose", "retry"] = Field(
-        default="lose",
-        description="lose: the episode ends; retry: the model is told and asked again.",
-    )
-    max_retries: int = Field(
-        default=2,
-        ge=0,
-        description="Illegal answers forgiven in one episode (illegal_action: retry).",
-    )
-    retry_reward: float = Field(default=-0.1, description="Reward of a turn that was forgiven.")
-    answer_pattern: str = Field(
-        default=DEFAULT_ANSWER_PATTERN,
-        description="Regular expression whose first match, or its group 1, is the move's number.",
-    )
-    style: Literal["chat", "compact"] = Field(
-        default="chat", description="chat: for instructed models; compact: for tiny ones."
-    )
-    rules_role: Literal["system", "user"] = Field(
-        default="system", description="Where the rules stand; user for templates without a system."
-    )
+    illegal_action: Literal["lose", "retry"] = "lose"
+    max_retries: int = 2
+    retry_reward: float = -0.1
+    answer_pattern: str = DEFAULT_ANSWER_PATTERN
+    style: Literal["chat", "compact"] = "chat"
+    rules_role: Literal["system", "user"] = "system"
 
-    @field_validator("answer_pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"it is not a regular expression: {error}; correct it") from error
-        if compiled.groups > 1:
-            raise ValueError("it has several groups; use one, or none, for the move's number")
-        return pattern
+    def __post_init__(self) -> None:
+        at_least("max_retries", self.max_retries, 0)
+        check_pattern("answer_pattern", self.answer_pattern)
+
+
+@dataclass
+class _Rival:
+    """The policy on the opponent's side of one game. note: what it is told before its next turn.
+    illegal: answers that were no legal move."""
+
+    conversation: PolicyConversation
+    note: str = ""
+    illegal: int = 0
 
 
 class BoardGame(ABC, Generic[StateT]):
     """A game of the agent against a seeded opponent; implements `Environment`.
 
-    The prompt index fixes the agent's side and, when it moves second, the opponent's first move.
-    The seed fixes the opponent's other moves. `info` at the end: `outcome` (win, draw, loss,
-    illegal), `side` (first, second), `metrics` (agent_moves, illegal_answers).
+    The prompt index fixes the agent's side and, when it moves second, the opponent's first move;
+    the seed fixes the opponent's other moves. That is not so where the policy is the opponent.
+    `info` at the end: `outcome` (win, draw, loss, illegal), `side` (first, second), `metrics`
+    (agent_moves, illegal_answers, and of the policy as opponent opponent_illegal_answers).
     """
 
     name: ClassVar[str]
+    compact_characters: ClassVar[str]
+    """Every one of compact observations and answers."""
     options_model: ClassVar[type[BoardGameOptions]] = BoardGameOptions
+    policy: dict[str, str] | None = None
 
     def __init__(self, rules: Rules[StateT], options: BoardGameOptions, depth: int | None) -> None:
         self.options = options
         self._rules = rules
-        self._opponent = make_opponent(options.opponent, rules, depth)
+        self.wants_policy = options.opponent == "policy"
+        self._opponent: Opponent = self._ask_policy
+        if options.opponent != "policy":
+            self._opponent = make_opponent(options.opponent, rules, depth)
         self._pattern = re.compile(options.answer_pattern)
         self._state = rules.start()
         self._side = 0
         self._random = random.Random()
         self._agent_moves = 0
+        self._agent_move: int | None = None
         self._illegal = 0
         self._done = True
 
@@ -111,7 +118,12 @@ class BoardGame(ABC, Generic[StateT]):
 
     @abstractmethod
     def compact_text(self, state: StateT) -> str:
-        """The board in compact style, of the characters in the game's `COMPACT_ALPHABET`."""
+        """The board in compact style, of `compact_characters`."""
+
+    @property
+    def characters(self) -> str:
+        """Every one of observations and answers, for a character tokenizer."""
+        return self.compact_characters if self.options.style == "compact" else _CHAT_CHARACTERS
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         side = self.options.agent_side
@@ -120,17 +132,14 @@ class BoardGame(ABC, Generic[StateT]):
         self._random = random.Random(f"{self.name}/opponent/{prompt}/{seed}")
         self._state = self._rules.start()
         self._agent_moves = self._illegal = 0
+        self._agent_move = None
+        self._rival: _Rival | None = None
         self._done = False
         opening = None
         if self._side == 1:
             opening = self._opponent(self._state, random.Random(f"{self.name}/opening/{prompt}"))
             self._state = self._rules.play(self._state, opening)
-        turn = self._turn_text(opening)
-        if self.options.style == "compact":
-            return [_user(turn)]
-        if self.options.rules_role == "user":
-            return [_user(f"{self.rules_text()}\n\n{turn}")]
-        return [{"role": "system", "content": self.rules_text()}, _user(turn)]
+        return self._first_messages(self._turn_text(opening))
 
     def step(self, text: str) -> StepResult:
         if self._done:
@@ -139,6 +148,7 @@ class BoardGame(ABC, Generic[StateT]):
         if move is None:
             return self._refuse()
         self._agent_moves += 1
+        self._agent_move = move
         self._state = self._rules.play(self._state, move)
         if not self._over():
             move = self._opponent(self._state, self._random)
@@ -172,10 +182,35 @@ class BoardGame(ABC, Generic[StateT]):
         state = self._state
         return self._rules.winner(state) is not None or not self._rules.moves(state)
 
-    def _turn_text(self, move: int | None, note: str = "") -> str:
+    def _ask_policy(self, state: StateT, source: random.Random) -> int:
+        """The move of the policy on the opponent's side; a random one where there is no policy."""
+        if self.policy is None:
+            return source.choice(sorted(self._rules.moves(state)))
+        rival = self._rival or _Rival(PolicyConversation(**self.policy))
+        text = self._turn_text(self._agent_move, rival.note, 1 - self._side)
+        messages = [_user(text)] if self._rival else self._first_messages(text)
+        self._rival = rival
+        move = self.read_move(rival.conversation.ask(*messages))
+        rival.note = ""
+        if move is None:
+            rival.illegal += 1
+            move = source.choice(sorted(self._rules.moves(state)))
+            rival.note = f"That is not a legal move: {move + 1} is played for you."
+        return move
+
+    def _first_messages(self, turn: str) -> list[Message]:
+        if self.options.style == "compact":
+            return [_user(turn)]
+        if self.options.rules_role == "user":
+            return [_user(f"{self.rules_text()}\n\n{turn}")]
+        return [{"role": "system", "content": self.rules_text()}, _user(turn)]
+
+    def _turn_text(self, move: int | None, note: str = "", side: int | None = None) -> str:
+        """move: the other side's, counted from 0. side: that is to move, the agent's if None."""
         if self.options.style == "compact":
             return ("!" if note else "") + self.compact_text(self._state)
-        mine, theirs = MARKS[self._side], MARKS[1 - self._side]
+        side = self._side if side is None else side
+        mine, theirs = MARKS[side], MARKS[1 - side]
         lines = [note] if note else []
         if move is not None:
             lines.append(f"{theirs} plays {move + 1}.")
@@ -201,32 +236,18 @@ class BoardGame(ABC, Generic[StateT]):
             text = self.compact_text(self._state)
         else:
             text = f"{self.board_text(self._state)}\n{words[outcome]}"
+        metrics = {
+            "agent_moves": float(self._agent_moves),
+            "illegal_answers": float(self._illegal),
+        }
+        if self.wants_policy:
+            metrics["opponent_illegal_answers"] = float(self._rival.illegal if self._rival else 0)
         info: dict[str, Any] = {
             "outcome": outcome,
             "side": ("first", "second")[self._side],
-            "metrics": {
-                "agent_moves": float(self._agent_moves),
-                "illegal_answers": float(self._illegal),
-            },
+            "metrics": metrics,
         }
         return StepResult([_user(text)], float(getattr(self.options.rewards, outcome)), True, info)
-
-
-def random_legal_game(
-    environment: BoardGame[Any], prompt: int, seed: int
-) -> Iterator[tuple[list[Message], str]]:
-    """Play random legal moves through the public methods, as material for a warm start.
-
-    Yields one pair a turn: the messages new in that turn, and a legal answer to them in the
-    configured style ("[5]" in chat, "5" in compact). Seeded by (prompt, seed).
-    """
-    chooser = random.Random(f"{environment.name}/legal/{prompt}/{seed}")
-    messages, done = environment.reset(prompt, seed), False
-    while not done:
-        answer = chooser.choice(environment.legal_answers())
-        yield messages, answer
-        result = environment.step(answer)
-        messages, done = result.messages, result.done
 
 
 def _user(content: str) -> Message:

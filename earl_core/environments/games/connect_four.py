@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from pydantic import Field
-
 from earl_core.environments.games.board_game import MARKS, BoardGame, BoardGameOptions
-
-COMPACT_ALPHABET = "!-.1234567OX|"
-"""Every character of compact observations and answers, for a character tokenizer."""
 
 ROWS, COLUMNS = 6, 7
 
@@ -97,11 +92,17 @@ RULES = ConnectFourRules()
 
 
 class ConnectFourOptions(BoardGameOptions):
-    """Adds the search depth, for no one searches connect four to its end in passing."""
+    """Adds the search depth, because nobody searches connect four to its end in passing.
 
-    opponent_depth: int = Field(
-        default=4, ge=1, le=12, description="Plies that the perfect opponent looks ahead."
-    )
+    opponent_depth: plies that the perfect opponent looks ahead, 1 to 12.
+    """
+
+    opponent_depth: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.opponent_depth <= 12:
+            raise ValueError(f"opponent_depth is {self.opponent_depth}: give 1 to 12")
 
 
 class ConnectFour(BoardGame[Position]):
@@ -112,6 +113,7 @@ class ConnectFour(BoardGame[Position]):
     """
 
     name: ClassVar[str] = "connect_four"
+    compact_characters: ClassVar[str] = "!-.1234567OX|"
     options_model: ClassVar[type[BoardGameOptions]] = ConnectFourOptions
 
     def __init__(self, options: ConnectFourOptions | None = None) -> None:

@@ -6,9 +6,6 @@ from typing import ClassVar
 
 from earl_core.environments.games.board_game import MARKS, BoardGame, BoardGameOptions
 
-COMPACT_ALPHABET = "!123456789OX|"
-"""Every character of compact observations and answers, for a character tokenizer."""
-
 _LINES = (
     (0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6),
 )  # fmt: skip
@@ -62,6 +59,7 @@ class TicTacToe(BoardGame[str]):
     """
 
     name: ClassVar[str] = "tic_tac_toe"
+    compact_characters: ClassVar[str] = "!123456789OX|"
     options_model: ClassVar[type[BoardGameOptions]] = BoardGameOptions
 
     def __init__(self, options: BoardGameOptions | None = None) -> None:

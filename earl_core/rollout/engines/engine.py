@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.manifest import WeightsManifest
 
 # vLLM's own limit, kept by all engines so that a configuration runs on each of them.
@@ -46,12 +47,13 @@ class Completion:
     log-probabilities under the distribution that was sampled from, temperature included (at
     temperature 0 those of temperature 1); always finite. `model_context` means that the context
     ended the answer before its own budget did; `tokens` is then empty if the prompt filled it.
+    `spans` cover the tokens in order, at least one of them; its end is 0 where there are no tokens.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: EngineFinishReason
-    policy_version: int
+    spans: list[VersionSpan]
 
 
 class Engine(Protocol):
@@ -61,7 +63,7 @@ class Engine(Protocol):
     on the batches alone, never on timing. Others batch concurrent `generate` calls themselves, so
     that each episode may call on its own. All methods run on one event loop; `generate` may be
     awaited concurrently. The outcome of calls that overlap `load_weights` is defined: each
-    completion is sampled under one policy version, the one it reports.
+    token is sampled under the policy version that its span reports.
     """
 
     @property

@@ -29,6 +29,7 @@ from earl_core.rollout.engines.engine import (
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
 from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory
+from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.publish import resolve_dtype
 
@@ -195,7 +196,12 @@ class TorchEngine(BaseEngine):
             self._forget_finished()
         self._totals["requests"] += len(requests)
         return [
-            Completion(s.tokens, s.logprobs, s.finish_reason or "cancelled", version)
+            Completion(
+                s.tokens,
+                s.logprobs,
+                s.finish_reason or "cancelled",
+                [VersionSpan(version, 0, len(s.tokens))],
+            )
             for s in samplings
         ]
 

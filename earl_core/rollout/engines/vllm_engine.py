@@ -24,6 +24,7 @@ from earl_core.rollout.engines.processes import LeftoverProcesses
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
 from earl_core.system.processes import descendants
+from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
 
@@ -103,6 +104,8 @@ class VllmEngine(BaseEngine):
             ) from error
         self._remains.record(self.pids())
         self._vocabulary = self._engine.model_config.get_vocab_size()
+        if self.policy_version is not None:
+            await self._name_weights(self.policy_version)
         self._open.set()
         self._idle.set()
 
@@ -160,6 +163,7 @@ class VllmEngine(BaseEngine):
                 # The blocks hold keys and values of the old weights.
                 if not await self._answered(self._engine.reset_prefix_cache()):
                     raise EngineError("the prefix cache could not be reset")
+                await self._name_weights(manifest.policy_version)
                 await self._answered(self._engine.resume_generation())
             except BaseException as error:
                 self._lost = (
@@ -233,6 +237,10 @@ class VllmEngine(BaseEngine):
         finally:
             task.cancel()
 
+    async def _name_weights(self, version: int) -> None:
+        """Tell vLLM the version that the spans of its answers name."""
+        await self._answered(self._engine.update_weight_version(str(version)))
+
     @property
     def _sleeps(self) -> bool:
         from vllm.platforms import current_platform
@@ -294,7 +302,7 @@ class VllmEngine(BaseEngine):
         _, exhausted = answer_budget(request, self.max_model_len)
         self._totals["requests"] += 1
         if queue is None:
-            return Completion([], [], exhausted, version)
+            return Completion([], [], exhausted, [VersionSpan(version, 0, 0)])
         output = await queue.get()
         answer = output.outputs[0]
         tokens, logprobs = list(answer.token_ids), list(answer.logprobs.logprobs)
@@ -307,10 +315,12 @@ class VllmEngine(BaseEngine):
         self._totals["generated_tokens"] += len(tokens)
         self._totals["prompt_tokens"] += len(request.tokens)
         self._totals["prefix_hit_tokens"] += output.num_cached_tokens or 0
+        spans = [VersionSpan(int(s.version), s.start, s.end) for s in answer.weight_versions or ()]
+        spans = spans or [VersionSpan(version, 0, len(tokens))]
         if answer.finish_reason == "abort":
-            return Completion(tokens, logprobs, "cancelled", version)
+            return Completion(tokens, logprobs, "cancelled", spans)
         reason = "stop" if answer.finish_reason == "stop" else exhausted
-        return Completion(tokens, logprobs, reason, version)
+        return Completion(tokens, logprobs, reason, spans)
 
     async def _abort(self, names: list[str], *, internal: bool) -> None:
         if names and self._engine is not None and not self._engine.errored:

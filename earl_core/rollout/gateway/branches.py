@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from earl_core.environments.agent import UNTRAINED
 from earl_core.environments.base import Message
 from earl_core.rollout.chat import ChatTokenizer, Conversation
 from earl_core.rollout.engines.engine import Completion
@@ -47,15 +46,13 @@ class Branch:
     """One conversation. tools: the key of those that the model may call in it. messages: as they
     are compared, answers included.
 
-    trained: whether its answers are. number: in the order of the first requests. origin: what its
-    draws depend on beside the episode and the call. key: of its first request. busy: whether a
-    request of it is being answered.
+    number: in the order of the first requests. origin: what its draws depend on beside the episode
+    and the call. key: of its first request. busy: whether a request of it is being answered.
     """
 
     number: int
     origin: int
     tools: str
-    trained: bool
     key: tuple[str, ...]
     messages: list[Message] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -94,22 +91,20 @@ class Branches:
 
     @property
     def samples(self) -> list[Sample]:
-        """Of all branches that are trained, in their order."""
-        return [sample for branch in self.all if branch.trained for sample in branch.samples]
+        """Of all branches, in their order."""
+        return [sample for branch in self.all for sample in branch.samples]
 
-    def prompt(
-        self, messages: Sequence[Message], tools: Tools = NO_TOOLS, trained: bool = True
-    ) -> Prompt:
+    def prompt(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Prompt:
         """Where these messages go on; its branch is busy until `answer` or `give_up`.
 
         Raises `ConfigError` for messages that the chat template cannot render.
         """
         said = [_compared(message) for message in messages]
-        branch, at = self._longest(said, tools.key, trained)
+        branch, at = self._longest(said, tools.key)
         if at is None:
             conversation = Conversation(self._chat, tools)
             given = conversation.begin(messages)
-            new_branch = self._new(said, tools.key, trained)
+            new_branch = self._new(said, tools.key)
             return Prompt(new_branch, conversation, None, given, said, _text(messages))
         assert at.conversation is not None
         conversation, new = at.conversation.copy(), messages[at.messages :]
@@ -119,14 +114,14 @@ class Branches:
             sample = None if begins else at.sample
             return Prompt(branch, conversation, sample, given, said, _text(new))
         given = given if begins else at.sample.tokens[: at.tokens] + given
-        new_branch = self._new(said, tools.key, trained)
+        new_branch = self._new(said, tools.key)
         return Prompt(new_branch, conversation, None, given, said, _text(messages))
 
-    def prompt_tokens(self, tokens: list[int], trained: bool = True) -> Prompt:
+    def prompt_tokens(self, tokens: list[int]) -> Prompt:
         """The same of a conversation as tokens."""
         standing: Branch | None = None
-        for branch in self._like(_RENDERED, trained):
-            if not branch.busy:
+        for branch in self.all:
+            if branch.tools == _RENDERED and not branch.busy:
                 said = branch.samples[-1].tokens
                 best = len(standing.samples[-1].tokens) if standing else 0
                 if best < len(said) < len(tokens) and tokens[: len(said)] == said:
@@ -137,7 +132,7 @@ class Branches:
             given = tokens[len(sample.tokens) :]
             return Prompt(standing, None, sample, given, [], self._chat.raw_text_of(given))
         digest = hashlib.sha256(array("q", tokens).tobytes()).hexdigest()
-        new_branch = self._new([{"role": "", "content": digest}], _RENDERED, trained)
+        new_branch = self._new([{"role": "", "content": digest}], _RENDERED)
         return Prompt(new_branch, None, None, tokens, [], self._chat.raw_text_of(tokens))
 
     def answer(self, prompt: Prompt, completion: Completion) -> Message:
@@ -155,7 +150,7 @@ class Branches:
             sample = Sample()
             branch.samples.append(sample)
         sample.begin_turn(prompt.given, prompt.observation)
-        sample.answer(completion.tokens, completion.logprobs, completion.policy_version, text)
+        sample.answer(completion.tokens, completion.logprobs, completion.spans, text)
         branch.messages = [*prompt.messages, _compared(message)]
         branch.turns.append(
             _Turn(
@@ -180,16 +175,11 @@ class Branches:
         """Seed of a branch's next answer: of episode, branch and call, whatever came before it."""
         return derive_seed(self._seed, "draw", branch.origin, len(branch.turns))
 
-    def _like(self, tools: str, trained: bool) -> list[Branch]:
-        return [each for each in self.all if (each.tools, each.trained) == (tools, trained)]
-
-    def _longest(
-        self, said: list[Message], tools: str, trained: bool
-    ) -> tuple[Branch | None, _Turn | None]:
+    def _longest(self, said: list[Message], tools: str) -> tuple[Branch | None, _Turn | None]:
         """The turn after which fewest messages are new, and its branch if that can be extended."""
         longest: _Turn | None = None
         extended: Branch | None = None
-        for branch in self._like(tools, trained):
+        for branch in (branch for branch in self.all if branch.tools == tools):
             pairs = zip(branch.messages, said, strict=False)
             equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             known = [turn for turn in branch.turns if turn.messages <= min(equal, len(said) - 1)]
@@ -202,9 +192,9 @@ class Branches:
                 longest, extended = known[-1], branch if free else None
         return extended, longest
 
-    def _new(self, said: list[Message], tools: str, trained: bool) -> Branch:
-        key = _key(said, tools) if trained else (UNTRAINED, *_key(said, tools))
-        branch = Branch(self.begun, derive_seed(self._equal[key], *key), tools, trained, key)
+    def _new(self, said: list[Message], tools: str) -> Branch:
+        key = _key(said, tools)
+        branch = Branch(self.begun, derive_seed(self._equal[key], *key), tools, key)
         self.begun += 1
         self._equal[key] += 1
         self.all.append(branch)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from earl_core.environments.agent import UNTRAINED
 from earl_core.environments.base import FunctionCall, Message, ToolCall
 from earl_core.environments.tools.toolbox import check_schema
 from earl_core.rollout.gateway.session import Answer, invalid
@@ -39,7 +38,6 @@ class ChatRequest:
     tools: Tools
     max_tokens: int | None
     model: str
-    trained: bool
     stream: bool
     usage: bool
     logprobs: bool
@@ -64,7 +62,6 @@ def parse(body: Any) -> ChatRequest:
         tools=_tools(body),
         max_tokens=budget(body),
         model=str(body.get("model", "")),
-        trained=body.get("model") != UNTRAINED,
         stream=bool(body.get("stream")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
@@ -83,6 +80,7 @@ def reply(request: ChatRequest, answer: Answer, name: str) -> dict[str, Any]:
     body = {**_head(request, name, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
     if request.token_ids:
         choice["token_ids"] = answer.completion.tokens
+        choice["spans"] = spans(answer)
         body["prompt_token_ids"] = answer.prompt
     return body
 
@@ -219,6 +217,11 @@ def logprobs(answer: Answer) -> dict[str, Any]:
         for token, value in pairs
     ]
     return {"content": content, "refusal": None}
+
+
+def spans(answer: Answer) -> list[dict[str, int]]:
+    """Which policy versions sampled which tokens."""
+    return [span._asdict() for span in answer.completion.spans]
 
 
 def _event(body: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
 import uvicorn
@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from earl_core.environments.agent import MODEL, OPPONENT
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
@@ -31,9 +32,6 @@ from earl_core.rollout.gateway import chat_completions, generate
 from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Locate, Session, refused
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
-
-MODEL = "policy"
-"""The one model that there is; a request may name any. `agent.UNTRAINED` is the same one."""
 
 _MOST_BYTES = 64 << 20
 _BACKLOG = 4096
@@ -51,6 +49,9 @@ _STANDING_SECONDS = 0.25
 
 class _Request(Protocol):
     @property
+    def model(self) -> str: ...
+
+    @property
     def max_tokens(self) -> int | None: ...
 
 
@@ -61,8 +62,9 @@ class Gateway:
     """Sessions in front of one engine. An asynchronous context manager; all of it belongs to one
     event loop.
 
-    port: on 127.0.0.1; 0: a free one. failed: gets what ends the rollout: errors of the engine,
-    and `ContextOverflow`.
+    port: on 127.0.0.1; 0: a free one. askers: how many may ask now, for a lockstep engine, whose
+    batch then waits for all of them, but `patience` seconds at most; None: nobody knows. failed:
+    gets what ends the rollout: errors of the engine, and `ContextOverflow`.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class Gateway:
         settings: PlaySettings,
         meter: LoadMeter,
         port: int = 0,
+        askers: Callable[[], int] | None = None,
+        patience: float = 0.0,
     ) -> None:
         self._port = port
+        self._askers, self._patience = askers, patience
         self._engine, self._chat, self._settings, self._meter = engine, chat, settings, meter
         self._sessions: dict[str, Session] = {}
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
@@ -111,10 +116,10 @@ class Gateway:
             self._answering.cancel()
             await asyncio.wait({self._answering})
 
-    def open(self, spec: EpisodeSpec) -> Session:
-        """A new session of an episode."""
+    def open(self, spec: EpisodeSpec, trained: bool = True) -> Session:
+        """A new session of an episode. trained: see `Session`."""
         longest = self._engine.max_model_len
-        session = Session(spec, self._chat, self._settings, self._meter, longest)
+        session = Session(spec, self._chat, self._settings, self._meter, longest, trained)
         self._sessions[session.name] = session
         return session
 
@@ -148,17 +153,20 @@ class Gateway:
         """What an agent's client takes as its `base_url`."""
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}/{session.name}/v1"
 
+    def address(self, session: Session) -> dict[str, str]:
+        """What an agent, or an environment, is told."""
+        return {"base_url": self.base_url(session), "api_key": session.key}
+
     async def _models(self, request: Request) -> Response:
         self._session(request)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "earl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        about = {"object": "model", "created": 0, "owned_by": "earl"}
+        models = [{"id": name, **about} for name in (MODEL, OPPONENT)]
+        return JSONResponse({"object": "list", "data": models})
 
     async def _chat_completions(self, request: Request) -> Response:
         def read(body: Any) -> tuple[chat_completions.ChatRequest, Locate]:
             asked = chat_completions.parse(body)
-            return asked, lambda branches: branches.prompt(
-                asked.messages, asked.tools, asked.trained
-            )
+            return asked, lambda branches: branches.prompt(asked.messages, asked.tools)
 
         asked, answer, name = await self._answered(request, read)
         if asked.stream:
@@ -169,7 +177,7 @@ class Gateway:
     async def _generate_tokens(self, request: Request) -> Response:
         def read(body: Any) -> tuple[generate.GenerateRequest, Locate]:
             asked = generate.parse(body, self._chat.vocabulary)
-            return asked, lambda branches: branches.prompt_tokens(asked.token_ids, asked.trained)
+            return asked, lambda branches: branches.prompt_tokens(asked.token_ids)
 
         return JSONResponse(generate.reply(*await self._answered(request, read)))
 
@@ -180,7 +188,10 @@ class Gateway:
         try:
             session = self._session(request)
             asked, locate = read(await _body(request))
-            answer = await self._unless_gone(request, session, locate, asked.max_tokens)
+            answering = session.complete(
+                locate, asked.max_tokens, self._generate, asked.model == OPPONENT
+            )
+            answer = await self._unless_gone(request, answering)
         except HTTPException:
             raise
         except ClientDisconnect:
@@ -201,16 +212,23 @@ class Gateway:
         return session
 
     async def _unless_gone(
-        self, request: Request, session: Session, locate: Locate, max_tokens: int | None
+        self, request: Request, answering: Coroutine[Any, Any, Answer]
     ) -> Answer:
-        """The answer; when the client goes away before it, the request has not been."""
-        answer = asyncio.ensure_future(session.complete(locate, max_tokens, self._generate))
+        """The answer; when the client goes away before it, or its time is over, the request has not
+        been."""
+        limit = self._settings.call_seconds
+        answer = asyncio.ensure_future(answering)
         gone = asyncio.ensure_future(_gone(request))
         try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+            await asyncio.wait({answer, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            if gone.done():
                 raise ClientDisconnect
-            return answer.result()
+            self._meter.calls_timed_out += 1
+            told = f"the answer took over {limit:g} s (environment.call_timeout_seconds)"
+            # Not 408 or 504, after which clients ask again.
+            raise refused(400, "call_timeout", told)
         finally:
             for task in (answer, gone):
                 task.cancel()
@@ -242,11 +260,10 @@ class Gateway:
 
     async def _answer_waiting(self) -> None:
         while self._waiting:
-            seen = 0
-            while seen != len(self._waiting):
-                seen = len(self._waiting)
-                await asyncio.sleep(self._pause)
+            await self._gather()
             batch = [each for each in self._waiting if not each[1].done()]
+            # An order that is not that of arrival.
+            batch.sort(key=lambda each: each[0].sequence_id)
             self._waiting.clear()
             if not batch:
                 continue
@@ -263,6 +280,18 @@ class Gateway:
             for (_, reply), completion in zip(batch, completions, strict=True):
                 if not reply.done():
                     reply.set_result(completion)
+
+    async def _gather(self) -> None:
+        """Wait for the requests that come at the same time."""
+        if self._askers is not None:
+            over = time.monotonic() + self._patience
+            while len(self._waiting) < self._askers() and time.monotonic() < over:
+                await asyncio.sleep(_SHORTEST_PAUSE)
+            return
+        seen = 0
+        while seen != len(self._waiting):
+            seen = len(self._waiting)
+            await asyncio.sleep(self._pause)
 
 
 class _Server(uvicorn.Server):

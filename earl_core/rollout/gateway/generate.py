@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from earl_core.environments.agent import UNTRAINED
 from earl_core.rollout.gateway import chat_completions
 from earl_core.rollout.gateway.session import Answer, invalid
 
@@ -22,10 +21,10 @@ _REFUSED = ("stop", "structured_outputs", "logit_bias", "bad_words")
 class GenerateRequest:
     """What counts of a request. logprobs: whether the reply has them."""
 
+    model: str
     token_ids: list[int]
     max_tokens: int | None
     logprobs: bool
-    trained: bool
 
 
 def parse(body: Any, vocabulary: int) -> GenerateRequest:
@@ -48,8 +47,9 @@ def parse(body: Any, vocabulary: int) -> GenerateRequest:
     if sampling.get("n") not in (None, 1):
         raise invalid("sampling_params.n must be 1: a group's episodes are played side by side")
     budget = chat_completions.budget(sampling)
-    trained = body.get("model") != UNTRAINED
-    return GenerateRequest(ids, budget, sampling.get("logprobs") is not None, trained)
+    return GenerateRequest(
+        str(body.get("model", "")), ids, budget, sampling.get("logprobs") is not None
+    )
 
 
 def reply(request: GenerateRequest, answer: Answer, name: str) -> dict[str, Any]:
@@ -57,6 +57,7 @@ def reply(request: GenerateRequest, answer: Answer, name: str) -> dict[str, Any]
     choice = {
         "index": 0,
         "token_ids": answer.completion.tokens,
+        "spans": chat_completions.spans(answer),
         "finish_reason": answer.finish_reason,
         "logprobs": chat_completions.logprobs(answer) if request.logprobs else None,
     }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.pool import EnvironmentPool
@@ -49,7 +49,7 @@ async def play_agents(
         async with Gateway(engine, chat, settings, meter) as gateway:
             tasks = [asyncio.create_task(one(gateway, spec)) for spec in specs]
             try:
-                await _all_unless(gateway.failed, tasks)
+                await all_unless(gateway.failed, tasks)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -87,10 +87,10 @@ async def _attempt(
 ) -> Episode:
     spec, started = session.spec, time.perf_counter()
     before = session.waited
-    await pool.reset(spec.episode_id, spec.prompt_id, spec.environment_seed)
-    address = {"base_url": gateway.base_url(session), "api_key": session.key}
+    address = gateway.address(session)
+    await pool.reset(spec.episode_id, spec.prompt_id, spec.environment_seed, address)
     try:
-        result = await pool.step(spec.episode_id, json.dumps(address))
+        result = await pool.step(spec.episode_id, "")
     finally:
         meter.environment_steps += 1
         seconds = time.perf_counter() - started - (session.waited - before)
@@ -98,9 +98,9 @@ async def _attempt(
     return session.end(result.reward, result.info)
 
 
-async def _all_unless(failed: asyncio.Future[None], tasks: Sequence[asyncio.Task[None]]) -> None:
+async def all_unless(failed: asyncio.Future[None], tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Wait for all tasks; raises the first error of one, or what the gateway failed with."""
-    waiting: set[asyncio.Future[None]] = {failed, *tasks}
+    waiting: set[asyncio.Future[Any]] = {failed, *tasks}
     while len(waiting) > 1:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         # What the engine raises is the cause of what agents then do.

@@ -1,7 +1,8 @@
 """One agent's conversations with the gateway: budgets, requests to the engine, the episode.
 
 A session is to the gateway what an `EpisodePlayer` is to the built-in agent loop: it says which
-tokens come next, keeps to the budgets and makes the episode.
+tokens come next, keeps to the budgets and makes the episode. What it answers as the opponent is
+the policy's too, but in no episode.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.branches import Branches, Prompt
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
-from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample
+from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
 
 _MOST_BRANCHES = 2**12
-"""Of a session: the samples of an episode have 16 bits, and a branch may have several."""
+"""Of a side: the samples of an episode have 16 bits, and a branch may have several."""
+
+_OPPONENTS = 8
+"""The budgets of the opponent's side are as large as those of so many policies."""
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 Locate = Callable[[Branches], Prompt]
@@ -55,8 +59,22 @@ class Answer:
     completion: Completion
 
 
+class _Side:
+    """The conversations of the policy, or of its opponent. many: times the policy's budgets."""
+
+    def __init__(self, chat: ChatTokenizer, settings: PlaySettings, seed: int, many: int) -> None:
+        self.branches = Branches(chat, seed)
+        self.most_calls = settings.max_turns * many
+        limit = settings.max_tokens_per_episode
+        self.most_tokens = None if limit is None else limit * many
+        self.calls = self.sampled = 0
+
+
 class Session:
-    """One episode that an agent plays by requests. key: the secret that these carry."""
+    """One episode that an agent plays by requests. key: the secret that these carry.
+
+    trained: whether there is a side that is; else all answers are the opponent's.
+    """
 
     def __init__(
         self,
@@ -65,14 +83,17 @@ class Session:
         settings: PlaySettings,
         meter: LoadMeter,
         max_model_len: int,
+        trained: bool = True,
     ) -> None:
         self.spec = spec
         self.name = f"{spec.episode_id}-{secrets.token_hex(4)}"
         self.key = secrets.token_urlsafe(24)
         self._chat, self._settings, self._meter = chat, settings, meter
         self._max_model_len = max_model_len
-        self._branches = Branches(chat, spec.seed)
-        self._calls = self._sampled = self._live = 0
+        self._policy = _Side(chat, settings, spec.seed, 1)
+        self._opponent = _Side(chat, settings, derive_seed(spec.seed, "opponent"), _OPPONENTS)
+        self._trained = trained
+        self._live = 0
         self._last: Sample | None = None
         self._cut = ""
         self._over = False
@@ -83,44 +104,52 @@ class Session:
     @property
     def sequence_ids(self) -> list[int]:
         """Of all branches, in the engine."""
-        return [self._sequence_id(each.number) for each in self._branches.all]
+        sides = (self._policy, self._opponent)
+        return [self._sequence_id(side, one.number) for side in sides for one in side.branches.all]
 
     @property
     def begun(self) -> int:
         """Conversations so far."""
-        return self._branches.begun
+        return self._policy.branches.begun + self._opponent.branches.begun
 
     @property
     def busy(self) -> bool:
         """Whether a request waits for its answer."""
         return self._asking > 0
 
-    async def complete(self, locate: Locate, max_tokens: int | None, generate: Generate) -> Answer:
-        """The policy's answer. locate: finds the request's place among the branches.
+    async def complete(
+        self, locate: Locate, max_tokens: int | None, generate: Generate, opponent: bool = False
+    ) -> Answer:
+        """The policy's answer. locate: finds the request's place among the branches. opponent: on
+        that side, which is recorded nowhere.
 
         Raises what `refused` makes, `ContextOverflow`, and what `generate` raises; when it is
         cancelled the same request may come again."""
-        prompt = self._prompt(locate)
+        side = self._opponent if opponent or not self._trained else self._policy
+        prompt = self._prompt(side, locate)
         try:
-            request = self._request(prompt, max_tokens)
+            request = self._request(side, prompt, max_tokens)
             with self._waiting():
                 completion = await generate(request)
             if completion.finish_reason == "cancelled":
                 raise refused(503, "cancelled", "the engine gave the request up")
         except BaseException:
-            self._calls -= 1
-            self._branches.give_up(prompt)
+            side.calls -= 1
+            side.branches.give_up(prompt)
             raise
         if self._over:
             raise _over()
         if completion.finish_reason == "model_context":
             self._check_overflow(self._max_model_len + 1)
-        message = self._branches.answer(prompt, completion)
-        if prompt.branch.trained:
-            self._last = prompt.branch.samples[-1]
-        self._sampled += len(completion.tokens)
+        message = side.branches.answer(prompt, completion)
+        side.sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)
         self._meter.prompt_tokens += len(prompt.given)
+        if side is self._policy:
+            self._last = prompt.branch.samples[-1]
+        else:
+            self._meter.opponent_calls += 1
+            self._meter.opponent_tokens += len(completion.tokens)
         self._count_live(len(prompt.given) + len(completion.tokens))
         reason = "stop" if completion.finish_reason == "stop" else "length"
         if "tool_calls" in message:
@@ -133,14 +162,10 @@ class Session:
         episode = self._end(self._cut or "done")
         if self._last is None:
             episode.finish_reason = "environment_error"
-            episode.info["failure"] = (
-                "the agent ended without a single answer of the policy that is trained"
-            )
+            episode.info["failure"] = "the agent ended without a single answer of the policy"
         else:
             self._last.turn_rewards[-1] = reward
-        for key in ("outcome", "metrics"):
-            if key in info:
-                episode.info[key] = info[key]
+        episode.take(info)
         return self._counted(episode)
 
     def fail(self, reason: str, detail: str) -> Episode:
@@ -159,7 +184,7 @@ class Session:
     def _end(self, reason: str) -> Episode:
         self._over = True
         self._count_live(-self._live)
-        episode = self.spec.episode(self._branches.samples)
+        episode = self.spec.episode(self._policy.branches.samples)
         episode.finish_reason = reason
         return episode
 
@@ -183,57 +208,63 @@ class Session:
             if not self._asking:
                 self.waited += time.perf_counter() - self._asked_at
 
-    def _prompt(self, locate: Locate) -> Prompt:
+    def _prompt(self, side: _Side, locate: Locate) -> Prompt:
         if self._over:
             raise _over()
-        settings = self._settings
-        if self._calls >= settings.max_turns:
-            raise self._spent("max_turns", f"{settings.max_turns} answers (rollout.max_turns)")
-        limit = settings.max_tokens_per_episode
-        if limit is not None and self._sampled >= limit:
-            raise self._spent("max_tokens", f"{limit} tokens (rollout.max_tokens_per_episode)")
-        if self._branches.begun >= _MOST_BRANCHES:
+        calls, tokens = side.most_calls, side.most_tokens
+        if side.calls >= calls:
+            raise self._spent(side, "max_turns", f"{calls} answers (rollout.max_turns)")
+        if tokens is not None and side.sampled >= tokens:
+            told = f"{tokens} tokens (rollout.max_tokens_per_episode)"
+            raise self._spent(side, "max_tokens", told)
+        if side.branches.begun >= _MOST_BRANCHES:
             raise refused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
         try:
-            prompt = locate(self._branches)
+            prompt = locate(side.branches)
         except ConfigError as error:
             raise refused(400, "invalid_messages", str(error)) from error
-        self._calls += 1
+        side.calls += 1
         return prompt
 
-    def _request(self, prompt: Prompt, max_tokens: int | None) -> GenerationRequest:
+    def _request(self, side: _Side, prompt: Prompt, max_tokens: int | None) -> GenerationRequest:
         tokens = prompt.tokens
         if len(tokens) >= self._max_model_len:
             self._check_overflow(len(tokens) + 1)
-            self._cut = "model_context"
+            self._note_cut(side, "model_context")
             raise refused(
                 400,
                 "context_length_exceeded",
                 f"the conversation has {len(tokens)} tokens and the context {self._max_model_len}",
             )
         settings = self._settings
-        limit = settings.max_tokens_per_episode
-        left = None if limit is None else limit - self._sampled
+        left = None if side.most_tokens is None else side.most_tokens - side.sampled
         budgets = [each for each in (max_tokens, settings.max_tokens_per_turn, left) if each]
         return GenerationRequest(
-            sequence_id=self._sequence_id(prompt.branch.number),
+            sequence_id=self._sequence_id(side, prompt.branch.number),
             tokens=tokens,
             max_tokens=min(budgets, default=None),
             temperature=settings.temperature,
-            seed=self._branches.draw_seed(prompt.branch),
+            seed=side.branches.draw_seed(prompt.branch),
             stop_token_ids=self._chat.stop_token_ids,
         )
 
-    def _spent(self, cut: str, budget: str) -> HTTPException:
-        self._cut = cut
+    def _spent(self, side: _Side, cut: str, budget: str) -> HTTPException:
+        self._note_cut(side, cut)
+        whose = "episode" if side is self._policy else "opponent"
         # Not 429, after which clients ask again.
-        return refused(400, "budget_spent", f"the episode has had its {budget}")
+        return refused(400, "budget_spent", f"the {whose} has had its {budget}")
+
+    def _note_cut(self, side: _Side, cut: str) -> None:
+        if side is self._policy:
+            self._cut = cut
 
     def _check_overflow(self, tokens: int) -> None:
         check_overflow(tokens, self._max_model_len, self._settings.positions)
 
-    def _sequence_id(self, branch: int) -> int:
-        return self.spec.episode_id * _MOST_BRANCHES + branch
+    def _sequence_id(self, side: _Side, branch: int) -> int:
+        number = self.spec.episode_id * _MOST_BRANCHES + branch
+        # The built-in agent loop has numbers of its own, from 0 on.
+        return number if side is self._policy else -1 - number
 
     def _count_live(self, tokens: int) -> None:
         self._live += tokens

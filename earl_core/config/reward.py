@@ -1,0 +1,104 @@
+"""Which functions score the episodes, and how they are run."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from pydantic import Field, model_validator
+
+from earl_core.config.environment import Label
+from earl_core.config.settings import Options, Settings
+
+
+class RewardFunctionConfig(Settings):
+    """One function that scores whole episodes."""
+
+    function: str = Field(
+        description="judge or reward_model, a model behind an endpoint, or the import path "
+        "`package.module:function` of one that is called as score(episode, **options) and "
+        "returns a number, or a number and a dict."
+    )
+    label: Label | None = Field(
+        default=None, description="Its name in metrics; None: the last part of function."
+    )
+    weight: float = Field(
+        default=1.0, description="Its score is multiplied by it; 0: logged, not rewarded."
+    )
+    environments: tuple[str, ...] = Field(
+        default=(), description="Labels of the environments whose episodes it scores; none: all."
+    )
+    options: Options = Field(
+        default_factory=dict,
+        description="Passed to the function; references (env:NAME, file:PATH) are replaced.",
+    )
+
+    @property
+    def title(self) -> str:
+        """Its label, or what stands for it."""
+        return self.label or re.split(r"[:.]", self.function)[-1]
+
+    def scores(self, environment: str) -> bool:
+        """Whether it scores the episodes of the environment with this label."""
+        return not self.environments or environment in self.environments
+
+
+class RewardConfig(Settings):
+    """An episode's reward: what its environment gave, and the scores of functions, by weight."""
+
+    functions: tuple[RewardFunctionConfig, ...] = ()
+    environment_weight: float = Field(
+        default=1.0, description="Of the environment's own reward; 0: the functions replace it."
+    )
+    python: str | None = Field(
+        default=None,
+        description="Another interpreter for the functions, as environment.python.",
+    )
+    hosts: int = Field(
+        default=1, ge=1, description="Processes that run the functions, for each experience rank."
+    )
+    concurrency: int = Field(
+        default=32, ge=1, description="Scores under way at a time, in each experience rank."
+    )
+    timeout_seconds: float = Field(
+        default=60.0, gt=0, description="A score that takes longer has failed."
+    )
+    retries: int = Field(
+        default=3,
+        ge=0,
+        description="How often a score that failed is asked for again, after 1, 2, 4, ... s.",
+    )
+    max_failed_share: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="The stage fails when more than this share of the episodes has no reward; "
+        "None: rollout.max_failed_share.",
+    )
+
+    @model_validator(mode="after")
+    def _labels(self) -> RewardConfig:
+        titles = Counter(each.title for each in self.functions)
+        for title in (title for title, times in titles.items() if times > 1):
+            raise ValueError(f"reward.functions have the label {title!r} twice: give each its own")
+        return self
+
+    def check_environments(self, labels: Iterable[str]) -> None:
+        """Raise `ValueError` for functions of environments that a run has not, and where nothing
+        would be rewarded. labels: those of the run, "" for the only one."""
+        known = set(labels)
+        for each in self.functions:
+            if unknown := sorted(set(each.environments) - known):
+                listed = ", ".join(sorted(known - {""})) or "one environment, which has no label"
+                raise ValueError(
+                    f"reward.functions: {each.title!r} is for the environment {unknown[0]!r}, but "
+                    f"the run has {listed}: correct it, or leave `environments` out"
+                )
+        for label in known if self.environment_weight == 0 else ():
+            if not any(each.weight and each.scores(label) for each in self.functions):
+                where = f" in the environment {label!r}" if label else ""
+                raise ValueError(
+                    f"reward.environment_weight is 0 and no function has a weight{where}, so every "
+                    "reward would be 0: add a function to reward.functions, or raise the weight"
+                )

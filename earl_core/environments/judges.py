@@ -1,0 +1,168 @@
+"""Reward functions that ask a model behind an HTTP endpoint: a judge, or a reward model.
+
+They use the standard library alone, because they may run under a Python without our packages.
+What an endpoint refuses, and an answer without a score, raise: the stage asks again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from earl_core.system.errors import ConfigError, EarlError
+
+_FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+_SHOWN = 300
+
+
+class JudgeFailed(EarlError):
+    """An endpoint that gave no score."""
+
+    expected = False
+
+
+class Judge:
+    """A model that is asked by OpenAI's chat completions how good an episode was.
+
+    base_url: of the endpoint, up to `/v1`. prompt: the question; `{conversation}` is the whole
+        episode, `{question}` what the policy was first told, `{answer}` its last answer, and
+        `{scoring.name}` a value that the environment gives for scoring.
+    pattern: a regular expression whose first group is the score; the last match counts. scale: the
+        least and the greatest score that may be given; they become 0 and 1.
+    temperature: None leaves it to the endpoint. request: further fields of the request.
+    timeout_seconds: of the request.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        model: str,
+        prompt: str,
+        api_key: str = "",
+        pattern: str = r"(?i)score\W*(-?\d+(?:\.\d+)?)",
+        scale: Sequence[float] = (0.0, 10.0),
+        temperature: float | None = 0.0,
+        request: Mapping[str, Any] | None = None,
+        timeout_seconds: float,
+    ) -> None:
+        self._url = _checked_url(base_url) + "/chat/completions"
+        self._key, self._timeout = api_key, timeout_seconds
+        self._prompt, self._fields = prompt, {"model": model, **(request or {})}
+        if temperature is not None:
+            self._fields["temperature"] = temperature
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"pattern {pattern!r} is no regular expression: {error}") from None
+        if self._pattern.groups < 1:
+            raise ConfigError(f"pattern {pattern!r} has no group: put the score into (...)")
+        if len(scale) != 2 or not scale[0] < scale[1]:
+            raise ConfigError(f"scale is {list(scale)}: write [least, greatest]")
+        self._low, self._high = scale
+
+    def __call__(self, episode: Mapping[str, Any]) -> float:
+        """The score, between 0 and 1. Raises `JudgeFailed`."""
+        content = _FIELD.sub(lambda found: _field(episode, found[1]), self._prompt)
+        body = {**self._fields, "messages": [{"role": "user", "content": content}]}
+        reply = _post(self._url, self._key, body, self._timeout)
+        try:
+            text = str(reply["choices"][0]["message"]["content"] or "")
+        except (KeyError, IndexError, TypeError):
+            raise JudgeFailed(f"{self._url} sent no chat completion: {reply!r:.{_SHOWN}}") from None
+        found = [match[1] for match in self._pattern.finditer(text)]
+        try:
+            score = float(found[-1])
+        except (IndexError, ValueError, TypeError):
+            raise JudgeFailed(f"the judge gave no score: {text[-_SHOWN:]!r}") from None
+        if not self._low <= score <= self._high:
+            raise JudgeFailed(f"the judge gave {score:g}, which is not on the scale: {text!r:.300}")
+        return (score - self._low) / (self._high - self._low)
+
+
+class RewardModel:
+    """A model with a scalar head that vLLM serves: `POST base_url/classify` with the conversation.
+
+    index: which of its numbers, where it has several. activation: with the model's own function
+        (sigmoid or softmax) applied, else as the head gives it. timeout_seconds: of the request.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        model: str,
+        api_key: str = "",
+        index: int = 0,
+        activation: bool = False,
+        timeout_seconds: float,
+    ) -> None:
+        self._url = _checked_url(base_url) + "/classify"
+        self._key, self._timeout, self._index = api_key, timeout_seconds, index
+        self._fields = {"model": model, "use_activation": activation}
+
+    def __call__(self, episode: Mapping[str, Any]) -> float:
+        """The score. Raises `JudgeFailed`."""
+        body = {**self._fields, "messages": episode["messages"]}
+        reply = _post(self._url, self._key, body, self._timeout)
+        try:
+            return float(reply["data"][0]["probs"][self._index])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise JudgeFailed(f"{self._url} sent no score: {reply!r:.{_SHOWN}}") from None
+
+
+def _checked_url(base_url: str) -> str:
+    if not re.match(r"https?://", base_url):
+        raise ConfigError(f"base_url is {base_url!r}: begin it with http:// or https://")
+    return base_url.rstrip("/")
+
+
+def _field(episode: Mapping[str, Any], name: str) -> str:
+    """What stands for `{name}` in a prompt. Raises `JudgeFailed`."""
+    messages = episode["messages"]
+    if name == "conversation":
+        return "\n\n".join(f"{each['role']}: {each['content']}" for each in messages)
+    if name == "question":
+        return str(messages[0]["content"])
+    if name == "answer":
+        answers = [each["content"] for each in messages if each["role"] == "assistant"]
+        return str(answers[-1])
+    value: Any = episode
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            known = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+            raise JudgeFailed(
+                f"the judge's prompt has {{{name}}}, and the episode has no {part!r} there: it has "
+                f"{known}; besides there are conversation, question and answer"
+            )
+        value = value[part]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The key is for the endpoint that was named; a redirect is an error with its status."""
+
+    def redirect_request(self, *_: Any) -> None: ...
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
+def _post(url: str, key: str, body: Mapping[str, Any], timeout_seconds: float) -> Any:
+    """The JSON that is answered. Raises `JudgeFailed`."""
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with _OPENER.open(request, timeout=timeout_seconds) as reply:
+            return json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        said = error.read(_SHOWN).decode(errors="replace")
+        raise JudgeFailed(f"{url} answered with status {error.code}: {said}") from None
+    except (OSError, ValueError) as error:
+        raise JudgeFailed(f"{url} gave no answer: {error}") from None

@@ -1,0 +1,184 @@
+"""What reward functions give for the episodes of a rank: many scores at a time, each asked for
+again when it fails.
+
+A function gets an episode as a dict of plain data:
+
+    messages       [{"role": "user" or "assistant", "content": text}, ...]: what the policy was told
+                   and what it answered, turn after turn; a text has all messages of its turn, those
+                   of tools too. Conversations of an agent follow each other
+    closing        what the environment said at the end
+    environment    its label, where the run has several, else ""
+    episode_id, group_id, prompt_id
+    turns          how many answers
+    turn_rewards   the environment's reward of each
+    reward         their sum
+    outcome, finish_reason
+    scoring        what the environment gave for scoring (`info["scoring"]`), else None
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from earl_core.config import RunConfig
+from earl_core.dispatch.reads.batch import Batch
+from earl_core.environments.base import EnvironmentFailed, StepResult
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.experience.reward import ScoreTally
+from earl_core.trajectory.samples import transcript
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 60.0
+
+
+@dataclass
+class Scores:
+    """Of some episodes, by their ids: what each function gave, by label; and the metrics that it
+    told, by `label/name`. failures: why the others have no reward."""
+
+    given: dict[int, dict[str, float]] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def tally(self) -> ScoreTally:
+        """Of all of them, in an order that does not depend on which was ready first."""
+        numbers = [{**given, **self.metrics[at]} for at, given in sorted(self.given.items())]
+        return ScoreTally.of(numbers, self.failures)
+
+
+def scored_episodes(batch: Batch) -> list[dict[str, Any]]:
+    """The episodes of a batch, which holds all their samples, as reward functions get them."""
+    episodes: dict[int, dict[str, Any]] = {}
+    named = ("episode_id", "group_id", "prompt_id")
+    numbers = {name: batch.scalars(name).tolist() for name in named}
+    texts = {
+        name: batch.strings(name)
+        for name in ("environment", "finish_reason", "outcome", "scoring", "texts")
+    }
+    for row in range(len(batch)):
+        identity = {name: values[row] for name, values in numbers.items()}
+        episode = episodes.setdefault(
+            identity["episode_id"],
+            {
+                **identity,
+                **{name: values[row] for name, values in texts.items() if name != "texts"},
+                "turn_rewards": [],
+                "said": [],
+            },
+        )
+        episode["turn_rewards"] += batch.row("turn_rewards", row).tolist()
+        episode["said"] += json.loads(texts["texts"][row])
+    return [_readable(episode) for episode in episodes.values()]
+
+
+def _readable(episode: dict[str, Any]) -> dict[str, Any]:
+    rewards, scoring = episode["turn_rewards"], episode["scoring"]
+    read = transcript(episode.pop("said"), rewards)
+    messages: list[dict[str, str]] = []
+    for turn in read["turns"]:
+        messages.append({"role": "user", "content": turn["observation"]})
+        messages.append({"role": "assistant", "content": turn["answer"]})
+    return {
+        **episode,
+        "messages": messages,
+        "closing": read["closing"],
+        "turns": len(rewards),
+        "reward": float(sum(rewards)),
+        "scoring": json.loads(scoring) if scoring else None,
+    }
+
+
+class Scorer:
+    """Runs a run's reward functions in processes of their own, from its first use until `close`.
+
+    log_path: to which their output is appended.
+    """
+
+    def __init__(self, config: RunConfig, log_path: Path) -> None:
+        self._config, self._log = config, log_path
+        self._pool: EnvironmentPool | None = None
+        self._numbers = itertools.count()
+
+    async def score(self, episodes: Sequence[Mapping[str, Any]], of_episodes: int) -> Scores:
+        """Ask every function for its scores of these episodes.
+
+        of_episodes: how many the iteration has, in all ranks. Raises `EarlError` as soon as more of
+        them have failed than may, `ConfigError` when the functions cannot be run.
+        """
+        if self._pool is None:
+            pool = EnvironmentPool.of_rewards(self._config.reward, log_path=self._log)
+            await pool.start()
+            self._pool = pool
+        found, slots = Scores(), asyncio.Semaphore(self._config.reward.concurrency)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for episode in episodes:
+                    group.create_task(self._episode(episode, found, slots, of_episodes))
+        except BaseExceptionGroup as errors:
+            # The others were cancelled for it.
+            raise errors.exceptions[0] from None
+        return found
+
+    async def close(self) -> None:
+        """End the processes."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.stop()
+
+    async def _episode(
+        self,
+        episode: Mapping[str, Any],
+        found: Scores,
+        slots: asyncio.Semaphore,
+        of_episodes: int,
+    ) -> None:
+        functions, number = self._config.reward.functions, episode["episode_id"]
+        asked = [
+            place for place, each in enumerate(functions) if each.scores(episode["environment"])
+        ]
+        text = json.dumps(episode)
+        results = await asyncio.gather(*(self._one(place, text, slots) for place in asked))
+        given: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        for place, result in zip(asked, results, strict=True):
+            label = functions[place].title
+            if isinstance(result, EnvironmentFailed):
+                found.failures[number] = f"{label}: {result.reason}: {result.detail.strip()}"
+                ScoreTally.of([], found.failures).check(of_episodes, self._config)
+                return
+            given[label] = result.reward
+            told = result.info["metrics"]
+            metrics |= {f"{label}/{name}": value for name, value in told.items()}
+        found.given[number], found.metrics[number] = given, metrics
+
+    async def _one(
+        self, place: int, text: str, slots: asyncio.Semaphore
+    ) -> StepResult | EnvironmentFailed:
+        assert self._pool is not None
+        retries = self._config.reward.retries
+        # The place is held during the pauses, so that what is overloaded is asked less.
+        async with slots:
+            for attempt in itertools.count():
+                number = next(self._numbers)
+                try:
+                    await self._pool.reset(number, place, 0)
+                    return await self._pool.step(number, text)
+                except EnvironmentFailed as error:
+                    if attempt == retries:
+                        return error
+                    label = self._config.reward.functions[place].title
+                    logger.warning("the score of %s is tried again: %s", label, error.reason)
+                finally:
+                    with suppress(EnvironmentFailed):
+                        await self._pool.close(number)
+                await asyncio.sleep(min(2.0**attempt, _LONGEST_PAUSE))
+        raise AssertionError("unreachable")

@@ -1,0 +1,123 @@
+"""Plays episodes of the built-in agent loop whose environments ask the policy for their opponent.
+
+Each episode has a session at a gateway that records nothing. On a lockstep engine the opponents'
+requests come while the loop waits for its environments: a batch waits until all environments that
+still work have asked, so that it depends on the episodes alone and not on who was faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from earl_core.environments.base import Message, StepResult
+from earl_core.environments.pool import EnvironmentPool
+from earl_core.rollout.agent_loop import live_slots, play
+from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.engines.engine import Engine
+from earl_core.rollout.episode_player import PlaySettings
+from earl_core.rollout.gateway.gateway import Gateway
+from earl_core.rollout.gateway.play import all_unless
+from earl_core.rollout.gateway.session import Session
+from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.trajectory.samples import Episode, EpisodeSpec
+
+_PATIENCE_SHARE = 0.25
+"""Of a step's deadline: an environment that hangs does not cost those that wait with it theirs."""
+
+
+async def play_against_policy(
+    engine: Engine,
+    pool: EnvironmentPool,
+    chat: ChatTokenizer,
+    specs: Sequence[EpisodeSpec],
+    settings: PlaySettings,
+    *,
+    meter: LoadMeter | None = None,
+    slots: asyncio.Semaphore | None = None,
+) -> list[Episode]:
+    """As `agent_loop.play`, for a pool that `wants_policy`."""
+    meter = meter or LoadMeter(len(specs))
+    slots = slots or live_slots(settings, len(specs))
+    if engine.lockstep:
+        # One that waits for a thread would never ask.
+        live = min(settings.max_live_episodes or pool.threads, pool.threads)
+        settings = replace(settings, max_live_episodes=live)
+    table = _Table(pool, meter, {spec.episode_id: spec for spec in specs})
+    patience = _PATIENCE_SHARE * pool.step_timeout_seconds
+    gateway = Gateway(
+        engine, chat, settings, meter, askers=lambda: table.under_way, patience=patience
+    )
+    async with gateway:
+        table.gateway = gateway
+        playing = asyncio.create_task(
+            play(engine, table, chat, specs, settings, meter=meter, slots=slots)
+        )
+        try:
+            await all_unless(gateway.failed, [playing])
+        finally:
+            playing.cancel()
+            await asyncio.wait({playing})
+    return playing.result()
+
+
+class _Table:
+    """The pool, with a session at the gateway for each open episode."""
+
+    gateway: Gateway
+
+    def __init__(
+        self, pool: EnvironmentPool, meter: LoadMeter, specs: Mapping[int, EpisodeSpec]
+    ) -> None:
+        self._pool, self._meter, self._specs = pool, meter, specs
+        self._sessions: dict[int, Session] = {}
+        self.under_way = 0
+        """Calls of environments under way."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """See `EnvironmentPool`, as for all that follows."""
+        return self._pool.tools
+
+    async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]:
+        """An episode that is played anew gets another session, with the same draws."""
+        await self._leave(episode_id)
+        session = self.gateway.open(self._specs[episode_id], trained=False)
+        self._sessions[episode_id] = session
+        async with self._call(episode_id):
+            return await self._pool.reset(episode_id, prompt, seed, self.gateway.address(session))
+
+    async def step(self, episode_id: int, text: str) -> StepResult:
+        """What it asks the policy meanwhile is no time of the environment's own."""
+        async with self._call(episode_id):
+            return await self._pool.step(episode_id, text)
+
+    async def use_tools(self, episode_id: int, message: Message) -> StepResult:
+        """See `step`."""
+        async with self._call(episode_id):
+            return await self._pool.use_tools(episode_id, message)
+
+    async def close(self, episode_id: int) -> None:
+        """Later requests of the environment are refused."""
+        await self._leave(episode_id)
+        await self._pool.close(episode_id)
+
+    @asynccontextmanager
+    async def _call(self, episode_id: int) -> AsyncIterator[None]:
+        session = self._sessions[episode_id]
+        before = session.waited
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            self._meter.environment_wait -= session.waited - before
+
+    async def _leave(self, episode_id: int) -> None:
+        session = self._sessions.pop(episode_id, None)
+        if session is not None:
+            session.abandon()
+            await self.gateway.close(session)

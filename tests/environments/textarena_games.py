@@ -1,0 +1,101 @@
+"""Plays all games of textarena: `python -m tests.environments.textarena_games`, some minutes.
+
+Prints the tables of docs/how-to/textarena.md. In each game the agent moves at random from every
+seat; where the game does not tell its moves, the agent's one answer is illegal and ends it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from collections import defaultdict
+from typing import Any
+
+import textarena
+
+from earl_core.environments.registry import create
+from earl_core.environments.textarena_moves import legal_move
+from earl_core.system.errors import ConfigError
+
+SAYS_HELLO = "tests.environments.textarena_games:says_hello"
+_SECONDS = 60
+
+
+def says_hello(game: Any, observation: str, source: random.Random) -> str:
+    return "Hello."
+
+
+def play(game: str) -> tuple[str, str]:
+    """(number of players, its opponent), or ("", why it cannot be played)."""
+    options = {"game": game}
+    try:
+        environment: Any = create("textarena", options)
+    except ConfigError as error:
+        if "does not tell its legal moves" not in str(error):
+            return "", reason(str(error))
+        # Whether it can be played at all.
+        environment = create(
+            "textarena", {**options, "opponent": "tests.environments.textarena_games:says_hello"}
+        )
+        environment.reset(0, 0)
+        with environment._own_random(None):
+            environment._game.step("Hello.")
+        return str(environment._players), "your own"
+    players = environment._players
+    for prompt in range(players):
+        messages, source = environment.reset(prompt, 0), random.Random(prompt)
+        while messages:
+            try:
+                with environment._own_random(None):
+                    move = legal_move(environment._game, messages[0]["content"], source)
+            except LookupError:
+                move = "[no move]"
+            result = environment.step(move)
+            messages = [] if result.done else result.messages
+        environment.close()
+    return str(players), "random" if players > 1 else "none"
+
+
+def reason(message: str) -> str:
+    for pattern, short in (
+        (r"OpenRouter API key", "asks a model of OpenRouter: its key in OPENROUTER_API_KEY"),
+        (r"NLTK's data (\w+)", r"needs NLTK's data `\1`, which it downloads"),
+        (r"needs Python 3.12", "needs Python 3.12"),
+        (r"No such file|not found: |No module named|no game", "the package lacks its files"),
+        (r"does not tell its legal moves", "comes to a state without a legal move"),
+        (r"with 1 to 6 players .*(AttributeError[^;]*)", r"fails at its start (\1)"),
+    ):
+        found = re.search(pattern, message)
+        if found:
+            return found.expand(short)
+    return message
+
+
+def _ends(*_: Any) -> None:
+    raise TimeoutError(f"over {_SECONDS} s")
+
+
+def main() -> None:
+    """Prints a line for each game and result, with the game's variants."""
+    signal.signal(signal.SIGALRM, _ends)
+    found: dict[tuple[str, tuple[str, str]], list[str]] = defaultdict(list)
+    for game in textarena.envs.registration.ENV_REGISTRY:
+        if game.endswith(("-raw", "-train")):
+            continue
+        signal.alarm(_SECONDS)
+        try:
+            result = play(game)
+        except Exception as error:
+            result = "", reason(f"{type(error).__name__}: {error}")
+        signal.alarm(0)
+        found[game.partition("-v0")[0], result].append(game)
+    played = {key: games for key, games in found.items() if key[1][0]}
+    for title, table in (("played", played), ("not", found.keys() - played.keys())):
+        print(f"\n{title}: {sum(len(found[key]) for key in table)}")
+        for name, (players, how) in sorted(table):
+            print(f"| {name} | {len(found[name, (players, how)])} | {players} | {how} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Reward functions as users write them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def said(episode: dict[str, Any]) -> list[str]:
+    return [each["content"] for each in episode["messages"] if each["role"] == "assistant"]
+
+
+def brief(episode: dict[str, Any], *, most: int) -> tuple[float, dict[str, Any]]:
+    letters = sum(map(len, said(episode)))
+    return max(0.0, 1 - letters / most), {"letters": letters, "note": "not a number"}
+
+
+async def right(episode: dict[str, Any]) -> float:
+    await asyncio.sleep(0.01)
+    return float(said(episode)[-1] == episode["scoring"]["answer"])
+
+
+def by_number(episode: dict[str, Any]) -> Any:
+    """What each episode's number is good for: some fail, each in its own way."""
+    match episode["episode_id"]:
+        case 1:
+            raise ConnectionError("nobody there")
+        case 2:
+            return math.nan
+        case 3:
+            return "good"
+        case 4:
+            time.sleep(1000)
+        case 5:
+            os._exit(3)
+        case 6:
+            return asyncio.sleep(1000)
+    return 0.25
+
+
+def never(episode: dict[str, Any]) -> float:
+    raise RuntimeError(f"no score of {episode['outcome']}")
+
+
+def turns(episode: dict[str, Any], *, seen: str, down: bool = False) -> float:
+    """A tenth for each answer; a file says which episodes it was asked for."""
+    if down:
+        raise ConnectionError("the judge is down")
+    with Path(seen).open("a") as stream:
+        stream.write(f"{episode['episode_id']}\n")
+    return episode["turns"] / 10

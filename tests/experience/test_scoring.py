@@ -1,0 +1,400 @@
+"""Reward functions: their scores, against plain Python; and what failures cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from earl_core.algorithms.moments import merge_statistics
+from earl_core.cluster.rank_process import WorkerContext
+from earl_core.cluster.rpc import merge_results
+from earl_core.config import RunConfig
+from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
+from earl_core.environments.check import check_environments
+from earl_core.environments.registry import create
+from earl_core.experience.advantage import ADVANTAGE_RULES
+from earl_core.experience.experience_worker import ExperienceWorker
+from earl_core.experience.reward import merge_rewards
+from earl_core.experience.scoring import Scorer, Scores, scored_episodes
+from earl_core.run import RunDirectory
+from earl_core.run.stores import run_store
+from earl_core.system.errors import Cancelled, ConfigError, EarlError
+from earl_core.trajectory.samples import Episode, Sample, rollout_rows
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from tests.experience.test_distributed import Ranks, configuration, sealed, written
+
+HERE = "tests.experience.scoring_functions"
+BRIEF = {"function": f"{HERE}:brief", "weight": -0.5, "options": {"most": 10}}
+RIGHT = {"function": f"{HERE}:right", "label": "truth", "weight": 2.0}
+BY_NUMBER = {"function": f"{HERE}:by_number"}
+SECRET = "a-key-of-the-judge"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def told(number: int, group: int) -> Episode:
+    """Two turns in two samples, whose answers are ever longer."""
+    samples = []
+    for turn in range(2):
+        sample = Sample()
+        sample.begin_turn([1, 2], f"question {turn}")
+        sample.answer([3, 4], [-0.5, -0.25], 0, "x" * number if turn else "yes")
+        sample.turn_rewards[-1] = float(number % 3) if turn else 1.0
+        samples.append(sample)
+    samples[-1].texts.append("the end")
+    info: dict[str, object] = {"outcome": "win", "scoring": {"answer": "xx"}}
+    return Episode(number, group, 7, samples, "done", info)
+
+
+EPISODES = [told(number, number // 4) for number in range(10)]
+
+
+def rolled_out(store: ShardStore) -> Manifest:
+    return written(store, "rollout", ROLLOUT_SCHEMA, [rollout_rows(EPISODES)])
+
+
+def scores_of(
+    tmp_path: Path, functions: list[dict[str, Any]], episodes: int = 10, **settings: Any
+) -> Scores:
+    """What one rank's functions give for the first episodes."""
+    reward = {"retries": 0, "max_failed_share": 1.0, **settings, "functions": functions}
+    store = ShardStore(tmp_path / "shm", 2**30)
+    with Batch(store, [rolled_out(store)]) as batch:
+        given = scored_episodes(batch)[:episodes]
+    return asyncio.run(_scores(configuration(tmp_path, reward), given, tmp_path / "rewards.log"))
+
+
+async def _scores(config: RunConfig, episodes: list[dict[str, Any]], log: Path) -> Scores:
+    scorer = Scorer(config, log)
+    try:
+        return await scorer.score(episodes, 10)
+    finally:
+        await scorer.close()
+
+
+def test_functions_get_the_whole_episode(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path, 2**30)
+    with Batch(store, [rolled_out(store)]) as batch:
+        episodes = scored_episodes(batch)
+    assert len(episodes) == 10
+    assert episodes[5] == {
+        "episode_id": 5,
+        "group_id": 1,
+        "prompt_id": 7,
+        "environment": "",
+        "finish_reason": "done",
+        "outcome": "win",
+        "messages": [
+            {"role": "user", "content": "question 0"},
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "question 1"},
+            {"role": "assistant", "content": "xxxxx"},
+        ],
+        "closing": "the end",
+        "turns": 2,
+        "turn_rewards": [1.0, 2.0],
+        "reward": 3.0,
+        "scoring": {"answer": "xx"},
+    }
+
+
+def test_three_ranks_weigh_scores_and_leave_out_what_failed(tmp_path: Path) -> None:
+    reward = {
+        "functions": [BRIEF, RIGHT, BY_NUMBER],
+        "environment_weight": 0.5,
+        "retries": 0,
+        "timeout_seconds": 0.5,
+        "max_failed_share": 0.65,
+    }
+    config = configuration(tmp_path, reward, advantage="turn_returns")
+    ranks = Ranks(tmp_path, config)
+    try:
+        rollout = rolled_out(ranks.store)
+        merged = merge_rewards(ranks.call("reward", [rollout]), config)
+        rewards = sealed("reward", [ShardEntry.model_validate(e) for e in merged["shards"]])
+        with Batch(ranks.store, [rewards]) as batch:
+            scores = map(json.loads, batch.strings("scores"))
+            totals = [row.tolist() for row in batch.list_rows("turn_totals")]
+            columns = zip(batch.scalars("reward").tolist(), scores, totals, strict=True)
+            found = dict(zip(batch.rows.tolist(), columns, strict=True))
+        statistics = merge_statistics(ranks.call("advantage_statistics", [rollout, rewards]))
+        results = ranks.call("advantage", [rollout, rewards], statistics=statistics)
+        judged = merge_results(results, ADVANTAGE_RULES)
+        entries = [ShardEntry.model_validate(entry) for entry in judged["shards"]]
+        with Batch(ranks.store, [sealed("advantage", entries)]) as batch:
+            rows = [row.tolist() for row in batch.list_rows("advantages")]
+            advantages = dict(zip(batch.rows.tolist(), rows, strict=True))
+    finally:
+        ranks.close()
+    left = (0, 7, 8, 9)
+    brief = {number: max(0.0, 1 - (3 + number) / 10) for number in left}
+    added = {number: -0.5 * brief[number] + 0.25 for number in left}
+    second = {number: 0.5 * (number % 3) + added[number] for number in left}
+    expected = {number: 0.5 + second[number] for number in left}
+    rows = [number << 16 | sample for number in left for sample in (0, 1)]
+    assert sorted(found) == rows
+    for row in rows:
+        number, sample = row >> 16, row & 1
+        assert found[row][0] == pytest.approx(expected[number], abs=1e-7)
+        assert found[row][1] == {"brief": brief[number], "truth": 0.0, "by_number": 0.25}
+        assert found[row][2] == [pytest.approx(second[number] if sample else 0.5, abs=1e-7)]
+    metrics = merged["metrics"]
+    assert metrics["episodes_failed"] == 6
+    assert metrics["mean"] == pytest.approx(np.mean(list(expected.values())))
+    assert metrics["std"] == pytest.approx(np.std(list(expected.values())))
+    assert metrics["of/brief/mean"] == pytest.approx(np.mean(list(brief.values())))
+    assert metrics["of/brief/std"] == pytest.approx(np.std(list(brief.values())))
+    assert metrics["of/brief/letters"] == 9.0
+    assert metrics["of/truth/mean"] == 0.0
+    assert "of/brief/note" not in metrics
+    # Two groups have one episode left, and are dropped; turn_returns says 2 (G_t - mean G_0).
+    assert statistics["groups"] == 3
+    assert judged["metrics"]["groups_dropped"] == judged["metrics"]["episodes_kept"] == 2
+    baseline = (expected[8] + expected[9]) / 2
+    for number in (8, 9):
+        for sample, returns in enumerate((expected[number], second[number])):
+            values = [0, 0, *[2 * (returns - baseline)] * 2]
+            assert advantages[number << 16 | sample] == pytest.approx(values, abs=1e-6)
+    assert len(advantages) == 4
+
+
+def test_a_rank_alone_gives_the_same_scores_and_each_failure_costs_its_own(tmp_path: Path) -> None:
+    found = scores_of(tmp_path, [RIGHT, BY_NUMBER], timeout_seconds=0.5)
+    assert found.given == {number: {"truth": 0.0, "by_number": 0.25} for number in (0, 7, 8, 9)}
+    assert {number: why.partition("\n")[0] for number, why in found.failures.items()} == {
+        1: "by_number: exception: Traceback (most recent call last):",
+        2: "by_number: invalid_result: The reward must be a finite number between -1e+30 and "
+        "1e+30, not nan: scale it, or leave it out.",
+        3: "by_number: invalid_result: The reward must be a finite number between -1e+30 and "
+        "1e+30, not 'good': scale it, or leave it out.",
+        4: "by_number: timeout: step took over 0.5 s, at:",
+        5: "by_number: host_died: ",
+        6: "by_number: timeout: step took over 0.5 s, at:",
+    }
+    assert found.failures[1].endswith("ConnectionError: nobody there")
+
+
+def test_functions_of_one_environment_of_several(tmp_path: Path) -> None:
+    raw = configuration(tmp_path).model_dump() | {"environment": None}
+    raw["environments"] = [{"name": "tic_tac_toe", "label": label} for label in ("a", "b")]
+    raw["reward"] = {"functions": [{**RIGHT, "environments": ["b"]}, BY_NUMBER]}
+    config = RunConfig.model_validate(raw)
+    store = ShardStore(tmp_path / "shm", 2**30)
+    episodes = [replace(EPISODES[number], environment="ab"[number == 7]) for number in (0, 7)]
+    rollout = written(store, "rollout", ROLLOUT_SCHEMA, [rollout_rows(episodes)])
+    with Batch(store, [rollout]) as batch:
+        found = asyncio.run(_scores(config, scored_episodes(batch), tmp_path / "rewards.log"))
+    assert found.given == {0: {"by_number": 0.25}, 7: {"truth": 0.0, "by_number": 0.25}}
+    moments = found.tally().moments
+    assert {name: each.count for name, each in moments.items()} == {"by_number": 2, "truth": 1}
+    raw["reward"]["environment_weight"] = 0
+    raw["reward"]["functions"].pop()
+    with pytest.raises(ValueError, match="no function has a weight in the environment 'a'"):
+        RunConfig.model_validate(raw)
+
+
+async def test_scoring_ends_when_its_call_is_cancelled(tmp_path: Path) -> None:
+    config = configuration(tmp_path, {"functions": [BY_NUMBER]})
+    run = RunDirectory.open(config)
+    store = run_store(run.path, config)
+    rollout = run.seal(rolled_out(store)).model_dump(mode="json")
+    context = WorkerContext(0, 1, "experience", tmp_path / "experience-0.log", stage="reward")
+    worker = ExperienceWorker(
+        context,
+        {"stage": "experience"},
+        config=config.model_dump(mode="json"),
+        run_directory=str(run.path),
+    )
+    try:
+        scoring = asyncio.create_task(worker.reward([rollout]))
+        await asyncio.sleep(0.1)
+        context.cancelled.set()
+        with pytest.raises(Cancelled, match="the reward was cancelled"):
+            await scoring
+    finally:
+        await worker.close()
+        run.finish()
+        run.close()
+
+
+def test_too_many_failures_fail_the_stage_with_examples(tmp_path: Path) -> None:
+    failing = {"function": f"{HERE}:never", "environments": []}
+    with pytest.raises(EarlError) as raised:
+        scores_of(tmp_path, [failing], max_failed_share=0.2)
+    assert "3 of 10 episodes have no reward" in str(raised.value)
+    assert "reward.max_failed_share allows a share of 0.2: repair the functions" in str(
+        raised.value
+    )
+    assert str(raised.value).count("RuntimeError: no score of win") == 3
+
+
+class Endpoint:
+    """A server of models that answers the requests given to it, by what `answers` say in turn."""
+
+    def __init__(self, *answers: tuple[int, Any]) -> None:
+        self.asked: list[tuple[str, str | None, Any]] = []
+        endpoint, left = self, list(answers)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                endpoint.asked.append((self.path, self.headers["Authorization"], body))
+                status, answer = left.pop(0) if len(left) > 1 else left[0]
+                if not status:
+                    return  # without a word
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    @contextmanager
+    def serving(self) -> Iterator[Endpoint]:
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            thread.join()
+            self._server.server_close()
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def test_a_judge_is_asked_again_until_it_gives_a_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    good = said("Score 3 would be harsh. Score: 7.5")
+    overloaded = (429, {"error": "slow down"})
+    with Endpoint((0, None), overloaded, (200, good)).serving() as endpoint:
+        judge = {
+            "function": "judge",
+            "options": {
+                "base_url": f"{endpoint.url}/v1/",
+                "api_key": "env:JUDGE_KEY",
+                "model": "large",
+                "prompt": '{question}: {answer} for {scoring.answer}? {"score": 1}\n{conversation}',
+                "scale": [0, 10],
+                "request": {"max_tokens": 9},
+            },
+        }
+        found = scores_of(tmp_path, [judge], episodes=3, concurrency=1, retries=2)
+    assert found.failures == {}
+    assert found.given == {number: {"judge": 0.75} for number in range(3)}
+    # One after the other, the first one three times.
+    assert len(endpoint.asked) == 5
+    path, key, body = endpoint.asked[-1]
+    assert (path, key) == ("/v1/chat/completions", f"Bearer {SECRET}")
+    text = body.pop("messages")[0]["content"]
+    assert text.startswith(
+        'question 0: xx for xx? {"score": 1}\nuser: question 0\n\nassistant: yes'
+    )
+    assert body == {"model": "large", "max_tokens": 9, "temperature": 0.0}
+    assert SECRET not in (tmp_path / "rewards.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ((200, said("I cannot say.")), "the judge gave no score: 'I cannot say.'"),
+        ((200, said("Score: 11")), "the judge gave 11, which is not on the scale"),
+        ((200, {"error": "?"}), "sent no chat completion"),
+        ((302, {}), "answered with status 302"),
+        ((500, {"error": "broken"}), 'answered with status 500: {"error": "broken"}'),
+        ((200, said("Score: 5")), "the episode has no 'nothing' there: it has ['answer']"),
+    ],
+)
+def test_a_judge_that_gives_no_score_gives_no_reward(
+    tmp_path: Path, answer: tuple[int, Any], why: str
+) -> None:
+    prompt = "{scoring.nothing}" if "nothing" in why else "How good?"
+    with Endpoint(answer).serving() as endpoint:
+        options = {"base_url": endpoint.url, "model": "m", "prompt": prompt}
+        judge = {"function": "judge", "options": options}
+        found = scores_of(tmp_path, [judge, RIGHT], episodes=1)
+    assert found.given == {}
+    assert why in found.failures[0]
+
+
+def test_a_reward_model_scores_the_messages(tmp_path: Path) -> None:
+    answer = {"data": [{"index": 0, "label": "LABEL_0", "probs": [-3.5], "num_classes": 1}]}
+    with Endpoint((200, answer)).serving() as endpoint:
+        options = {"base_url": endpoint.url, "model": "scalar"}
+        model = {"function": "reward_model", "options": options}
+        found = scores_of(tmp_path, [model], episodes=1)
+    assert found.given == {0: {"reward_model": -3.5}}
+    ((path, key, body),) = endpoint.asked
+    assert (path, key, body["use_activation"]) == ("/classify", None, False)
+    assert [each["role"] for each in body["messages"]] == ["user", "assistant"] * 2
+
+
+def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/how-to/own-reward.md").read_text()
+    (tmp_path / "my_rewards.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}')
+    path = {"path": str(tmp_path / "questions.jsonl")}
+    environment = create("prompt", {**shown["environment"]["options"], **path})
+    assert environment.reset(0, 0)
+    assert environment.step("2").info["scoring"] == {"answer": "2"}
+    with Endpoint((200, said("Well.\nScore: 7"))).serving() as endpoint:
+        *_, judge = functions = shown["reward"].pop("functions")
+        judge["options"]["base_url"] = endpoint.url
+        found = scores_of(tmp_path, functions, episodes=3, **shown["reward"])
+    brief = {0: 1 - 1 / 200, 1: 1 - 2 / 200, 2: 1 - 2 / 200}
+    assert found.given == {
+        number: {"exact": float(number == 2), "brief": brief[number], "helpful": 0.7}
+        for number in range(3)
+    }
+
+
+JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": "?"}
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("jugde", {}, "there is no function 'jugde': use one of judge, reward_model"),
+        (f"{HERE}:missing", {}, "cannot be imported: AttributeError"),
+        (f"{HERE}:brief", {}, "missing a required argument: 'most'"),
+        (f"{HERE}:brief", {"most": 1, "least": 0}, "unexpected keyword argument 'least'"),
+        (f"{HERE}:HERE", {}, "cannot be imported"),
+        (f"{HERE}:math.pi", {}, "is not a callable object"),
+        ("judge", {"model": "m"}, "missing 2 required keyword-only arguments"),
+        ("judge", {**JUDGE, "pattern": "score"}, "has no group"),
+        ("judge", {**JUDGE, "scale": [1, 1]}, "write [least, greatest]"),
+        ("reward_model", {"base_url": "host:1", "model": "m"}, "begin it with http://"),
+    ],
+)
+async def test_functions_are_checked_before_work_starts(
+    tmp_path: Path, function: str, options: dict[str, Any], message: str
+) -> None:
+    reward = {"functions": [{"function": function, "label": "mine", "options": options}]}
+    with pytest.raises(ConfigError) as raised:
+        await check_environments(configuration(tmp_path, reward))
+    assert "the reward function 'mine'" in str(raised.value)
+    assert message in str(raised.value)
