@@ -46,13 +46,13 @@ class EnvironmentConfig(Settings):
 
     name: str | None = Field(
         default=None,
-        description="A registered name (tic_tac_toe, connect_four, prompt, textarena) or an "
-        "import path `package.module:Class`.",
+        description="A registered name (tic_tac_toe, connect_four, prompt, textarena, openenv) or "
+        "an import path `package.module:Class`.",
     )
     agent: str | None = Field(
         default=None,
         description="Instead of a name: the import path `package.module:function` of an agent, "
-        "which is called as run(task, base_url, api_key) and returns the reward.",
+        "which is called as run(task, base_url, api_key) and returns the reward; or verifiers.",
     )
     options: Options = Field(
         default_factory=dict,

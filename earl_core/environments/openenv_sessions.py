@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import sys
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from earl_core.environments.base import EnvironmentFailed
+from earl_core.environments.options import lacking
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.import_path import import_object
 
@@ -203,15 +203,6 @@ class Remote:
 
     def _lost(self, why: str) -> EnvironmentFailed:
         return EnvironmentFailed(-1, "lost", f"the OpenEnv server {self._url}: {why}")
-
-
-def lacking(package: str, error: ImportError) -> ConfigError:
-    """What is raised where the hosts' Python has not what an adapter needs."""
-    return ConfigError(
-        f"{sys.executable} has no package {package} ({error})",
-        remedy=f"install it there, {sys.executable} -m pip install {package}, or name by "
-        "environment.python an interpreter that has it",
-    )
 
 
 def _code(reply: Mapping[str, Any]) -> str | None:

@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 from earl_core.environments.agent import MODEL, OPPONENT, episode_result
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.openenv_sessions import lacking
-from earl_core.environments.options import Options, at_least
+from earl_core.environments.options import Options, at_least, lacking
 from earl_core.system.errors import ConfigError, EarlError
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,6 @@ class _World:
     def __init__(self, options: VerifiersOptions) -> None:
         try:
             import verifiers.v1 as verifiers
-            from verifiers.v1.utils import loaders
         except ImportError as error:
             raise lacking("verifiers", error) from error
         self._verifiers = verifiers
@@ -102,7 +100,7 @@ class _World:
         self._players = 0
         try:
             self.trained, config = self._seated(options)
-            self._env = loaders.load_environment(loaders.resolve_env_config(config))
+            self._env = verifiers.load_environment(verifiers.resolve_env_config(config))
             endless = None if self._env.taskset.bounded else _MOST_TASKS
             self._source = itertools.islice(self._env.taskset, options.tasks or endless)
             self._tasks: list[Any] = []
@@ -150,29 +148,39 @@ class _World:
 
     def _seated(self, options: VerifiersOptions) -> tuple[tuple[str, ...], dict[str, Any]]:
         """The trained seats, and the configuration with what each of the seats needs here."""
-        from verifiers.v1.configs.agent import AgentConfig
-        from verifiers.v1.runtimes import PrimeConfig
-        from verifiers.v1.utils.loaders import env_config_type
-
+        verifiers = self._verifiers
         config: dict[str, Any] = json.loads(json.dumps(options.env))
         name = config.get("taskset", {}).get("id", "")
-        fields = env_config_type(name, config.get("id") or "").model_fields
+        fields = verifiers.env_config_type(name, config.get("id") or "").model_fields
         seats = {key: field.default for key, field in fields.items()}
-        seats = {key: each for key, each in seats.items() if isinstance(each, AgentConfig)}
+        seats = {
+            key: each for key, each in seats.items() if isinstance(each, verifiers.AgentConfig)
+        }
         trained = options.seats or tuple(seats)
         if not set(trained) <= set(seats) or (not options.seats and len(seats) > 1):
             raise ConfigError(
                 f"the environment {name!r} of verifiers has the seats {', '.join(seats)}",
                 remedy="name by the option seats those that are trained",
             )
+        unasked = []
         for key, default in seats.items():
             seat = config.setdefault(key, {})
             # verifiers' own default is a service that it rents.
-            if isinstance(default.runtime, PrimeConfig):
-                seat.setdefault("runtime", {"type": "subprocess"})
+            if isinstance(default.runtime, verifiers.PrimeConfig) and "runtime" not in seat:
+                seat["runtime"] = {"type": "subprocess"}
+                unasked.append(key)
             own = seat.get("client") or default.client or default.model
             if key not in trained and own is None:
                 seat.setdefault("model", OPPONENT)
+        harnesses = verifiers.resolve_env_config(config).agent_harnesses()
+        for key in unasked:
+            if verifiers.load_harness(harnesses[key]).EXECUTES_CODE:
+                raise ConfigError(
+                    f"the seat {key} has the harness {harnesses[key].id!r}, which runs commands of "
+                    "the model",
+                    remedy=f"say where by env.{key}.runtime, such as {{type: docker}}, or give it "
+                    f'the chat loop, env.{key}.harness: {{id: "null"}}',
+                )
         return trained, config
 
     @asynccontextmanager
@@ -231,4 +239,5 @@ def _means(tables: list[dict[str, float]]) -> dict[str, float]:
 
 def _errors(episode: Any) -> str:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    return "; ".join(f"{error.type}: {error.message:.500}" for error in errors) or "it says not why"
+    told = (f"{error.type} {error.status_code or ''}: {error.message:.500}" for error in errors)
+    return "; ".join(told) or "it says not why"

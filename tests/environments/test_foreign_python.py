@@ -49,10 +49,7 @@ def score(episode):
 """
 ASKED = {"model": "m", "prompt": "How good?"}
 
-
 OPENENV = {"name": "openenv", "python": None}
-"""In our own Python, beside which openenv cannot be installed."""
-
 HOSTED = {"environment": "tests.worlds:World", "action": "tests.worlds:Action"}
 
 
@@ -141,7 +138,8 @@ async def test_reward_functions_run_there_too(python: str) -> None:
             {"name": "textarena", "options": {"game": "Nim-v0"}},
             "the environment textarena needs the package textarena",
         ),
-        ({**OPENENV, "options": HOSTED}, "has no package openenv"),
+        ({"name": "openenv", "options": HOSTED}, "bin/python has no package openenv"),
+        ({"name": None, "agent": "verifiers", "options": {"env": {}}}, "has no package verifiers"),
         ({**OPENENV, "options": {"url": "http://127.0.0.1:9"}}, "does not tell the schema of its"),
         ({**OPENENV, "options": {**HOSTED, "url": "http://x"}}, "give either url, or environment"),
         ({**OPENENV, "options": {**HOSTED, "token": "env:HOME"}}, "a token is for a url"),

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.cli.conftest import TINY
-from tests.install.conftest import clean_environment
+from tests.install.conftest import clean_environment, python
+
+WORLD = """
+import importlib.util, sys
+import earl_core
+from earl_core.environments.base import StepResult
+
+class World:
+    def reset(self, prompt, seed):
+        return [{"role": "user", "content": "hello"}]
+
+    def step(self, text):
+        there = [name for name in ("pydantic", "torch") if importlib.util.find_spec(name)]
+        info = {"path": sys.path, "earl_core": earl_core.__file__, "there": there}
+        return StepResult([], 1.0, True, info)
+
+    def close(self):
+        pass
+"""
+
+PLAYED = """
+import asyncio, json, sys
+import earl_core
+from earl_core.environments.pool import EnvironmentPool
+
+async def main():
+    pool = EnvironmentPool("my_world:World", python=sys.argv[1])
+    await pool.start()
+    await pool.reset(0, 0, 0)
+    info = (await pool.step(0, "x")).info
+    await pool.stop()
+    print(json.dumps({**info, "ours": earl_core.__file__, "versions": pool.versions}))
+
+asyncio.run(main())
+"""
 
 
 def earl(
@@ -85,6 +121,32 @@ def test_a_package_that_is_in_the_way_is_named_in_one_sentence(
     assert shown.stderr.startswith("error: ")
     assert f"{tmp_path}/tasks.py was imported as 'tasks'" in shown.stderr
     assert len(shown.stderr.splitlines()) == 1
+
+
+def test_environments_run_in_an_empty_environment_of_their_own(
+    installed_bin: Path, tmp_path: Path
+) -> None:
+    """Where nothing is installed, and nothing of what the wheel was installed beside is found."""
+    bare = tmp_path / "bare"
+    python("-m", "venv", "--without-pip", bare)
+    (tmp_path / "my_world.py").write_text(WORLD)
+    shown = subprocess.run(
+        [installed_bin / "python", "-P", "-c", PLAYED, bare / "bin" / "python"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert Path(found["ours"]).is_relative_to(installed_bin.parent)
+    archive, *others = found["path"]
+    assert found["earl_core"] == f"{archive}/earl_core/__init__.py"
+    assert [each for each in others if "-packages" in each] == [
+        str(next(bare.glob("lib/python*/site-packages")))
+    ]
+    assert found["there"] == []
+    assert found["versions"] == {"python": sys.version.split()[0]}
 
 
 def test_the_demo_names_the_package_that_it_lacks(installed_bin: Path, tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ from earl_core.trajectory.samples import EpisodeSpec
 
 _MOST_BYTES = 64 << 20
 _BACKLOG = 4096
+_IDLE_SECONDS = 3600
+"""A connection is kept: an agent may be long with a tool, and its client need not ask again when a
+request meets the end of its connection."""
 _STANDING_BRANCHES = 256
 _STANDING_SECONDS = 0.25
 _PIECE_SECONDS = 0.1
@@ -83,6 +86,7 @@ class Gateway:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=_IDLE_SECONDS,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
