@@ -33,9 +33,18 @@ class ModelBuilder(RunWorker):
             options = resolve(model.builder_options) if model.builder else {}
         except ConfigError as error:
             raise ConfigError(f"model.builder_options: {error}") from None
-        if "environments" in inspect.signature(build).parameters:
+        signature = inspect.signature(build)
+        if "environments" in signature.parameters:
             given = [each.model_dump(mode="json") for each in self._config.played.values()]
             options = {"environments": given, **options}
+        try:
+            signature.bind(path, **options)
+        except TypeError as error:
+            known = ", ".join([*signature.parameters][1:])
+            raise ConfigError(
+                f"model.builder_options do not fit {maker!r}: {error}",
+                remedy=f"use some of {known}",
+            ) from None
         with _alone(path):
             if not (path / "config.json").is_file():
                 build(path, **options)

@@ -7,6 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from earl_core.models.builder import ModelBuilder
+from earl_core.system.errors import ConfigError
+from tests.run.test_run_directory import config_in
+
 BUILDER = """
 import time
 def build(path, **options):
@@ -39,3 +45,16 @@ def test_runs_that_start_together_build_a_model_once(tmp_path: Path) -> None:
     ]
     assert [process.wait(60) for process in started] == [0, 0, 0]
     assert (tmp_path / "built").read_text() == "x"
+
+
+def test_options_that_the_builder_does_not_take_are_refused(tmp_path: Path) -> None:
+    config = config_in(tmp_path).model_dump(mode="json")
+    config["model"] = {
+        "path": str(tmp_path / "model"),
+        "builder": "earl_core.models.tiny:build",
+        "builder_options": {"environment": {"name": "tic_tac_toe"}},
+    }
+    builder = ModelBuilder(None, {"stage": "rollout"}, config=config, run_directory="run")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'environment'.*characters"):
+        builder.build()
+    assert not (tmp_path / "model").exists()
