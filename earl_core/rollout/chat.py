@@ -84,8 +84,10 @@ class ChatTokenizer:
         self._special = SpecialTokens(tokenizer)
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
-        names = tokenizer.get_vocab().items()
-        self._bytes = frozenset(number for name, number in names if _BYTE.fullmatch(name))
+        names = tokenizer.get_vocab()
+        self.longest = max(map(len, names))
+        """Characters that one token may stand for."""
+        self._bytes = frozenset(number for name, number in names.items() if _BYTE.fullmatch(name))
         self._first: _SizedCache[_Key, list[int]] = _SizedCache()
         self._following: _SizedCache[_Key, list[int]] = _SizedCache()
         self._texts: _SizedCache[tuple[int, ...], str] = _SizedCache()

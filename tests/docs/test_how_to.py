@@ -27,8 +27,8 @@ from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
 from tests.algorithms.central import compute_advantages
 from tests.environments.test_tools import call, calling, texts
+from tests.rollout.asking import answering, limits, specs
 from tests.rollout.chat_models import CHATML, char_tokenizer
-from tests.rollout.test_gateway import answering, limits, specs
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -16,10 +16,10 @@ from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.gateway.opponents import play_against_policy
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import Episode
+from tests.rollout.asking import HELLO, STOP, Asking, answering, asked, limits, specs
 from tests.rollout.chat_models import CHATML, char_tokenizer, tiny_model
 from tests.rollout.scripted import SayingEngine
 from tests.rollout.test_agent_loop import check_columns
-from tests.rollout.test_gateway import HELLO, STOP, Asking, answering, asked, limits, specs
 
 CHAT = ChatTokenizer(char_tokenizer(CHATML))
 GAME = {"style": "compact", "opponent": "policy"}

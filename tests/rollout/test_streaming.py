@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.pending import Growth
+from tests.rollout.asking import HELLO, STOP, Asking, asked
 from tests.rollout.chat_models import CHATML
 from tests.rollout.scripted import ScriptedEngine
-from tests.rollout.test_gateway import HELLO, STOP, Asking, asked
 from tests.rollout.test_tool_calls import schema
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

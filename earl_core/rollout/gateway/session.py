@@ -52,11 +52,12 @@ def invalid(message: str) -> HTTPException:
 @dataclass(frozen=True)
 class Call:
     """A request. locate: finds its place among the branches. opponent: on that side, which is
-    recorded nowhere. on_tokens: see `GenerationRequest`."""
+    recorded nowhere. on_tokens: see `GenerationRequest`. characters: of its messages."""
 
     locate: Locate
     max_tokens: int | None
     opponent: bool = False
+    characters: int = 0
     on_tokens: OnTokens | None = None
 
 
@@ -101,6 +102,7 @@ class Session:
         self.key = secrets.token_urlsafe(24)
         self._chat, self._settings, self._meter = chat, settings, meter
         self._max_model_len = max_model_len
+        self._most_characters = chat.longest * max(max_model_len, settings.positions or 0)
         self._policy = _Side(chat, settings, spec.seed, 1)
         self._opponent = _Side(chat, settings, derive_seed(spec.seed, "opponent"), _OPPONENTS)
         self._trained = trained
@@ -134,7 +136,7 @@ class Session:
         Raises what `refused` makes, `ContextOverflow`, and what `generate` raises; when it is
         cancelled the same request may come again."""
         side = self._opponent if call.opponent or not self._trained else self._policy
-        prompt = self._prompt(side, call.locate)
+        prompt = self._prompt(side, call)
         try:
             request = self._request(side, prompt, call)
             with self._waiting():
@@ -216,7 +218,7 @@ class Session:
             if not self._asking:
                 self.waited += time.perf_counter() - self._asked_at
 
-    def _prompt(self, side: _Side, locate: Locate) -> Prompt:
+    def _prompt(self, side: _Side, call: Call) -> Prompt:
         if self._over:
             raise _over()
         calls, tokens = side.most_calls, side.most_tokens
@@ -227,8 +229,17 @@ class Session:
             raise self._spent(side, "max_tokens", told)
         if side.branches.begun >= _MOST_BRANCHES:
             raise refused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
+        if call.characters > self._most_characters:
+            # To encode them would take seconds, in which nobody is answered.
+            self._note_cut(side, "model_context")
+            raise refused(
+                400,
+                "context_length_exceeded",
+                f"the conversation has {call.characters:,} characters, more than the model's "
+                "context can hold",
+            )
         try:
-            prompt = locate(side.branches)
+            prompt = call.locate(side.branches)
         except ConfigError as error:
             raise refused(400, "invalid_messages", str(error)) from error
         side.calls += 1
