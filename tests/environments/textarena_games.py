@@ -19,7 +19,7 @@ from earl_core.environments.textarena_moves import legal_move
 from earl_core.system.errors import ConfigError
 
 SAYS_HELLO = "tests.environments.textarena_games:says_hello"
-_SECONDS = 60
+_SECONDS = 300
 
 
 def says_hello(game: Any, observation: str, source: random.Random) -> str:
@@ -69,7 +69,7 @@ def reason(message: str) -> str:
         found = re.search(pattern, message)
         if found:
             return found.expand(short)
-    return message
+    return f"fails: {message}"
 
 
 def _ends(*_: Any) -> None:
