@@ -44,8 +44,8 @@ class EnvironmentConfig(Settings):
 
     name: str | None = Field(
         default=None,
-        description="A registered name (tic_tac_toe, connect_four, prompt, textarena) or an "
-        "import path `package.module:Class`.",
+        description="A registered name (tic_tac_toe, connect_four, prompt, textarena, gymnasium, "
+        "reasoning_gym) or an import path `package.module:Class`.",
     )
     agent: str | None = Field(
         default=None,

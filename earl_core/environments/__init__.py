@@ -3,8 +3,11 @@
 base        the protocol `Environment`, its messages, results and errors
 registry    environments by name or import path
 games       tic-tac-toe and connect four, with random, greedy and searching opponents
-prompt      one question, one answer, a reward function (`rewards` has two)
-textarena   adapter for textarena games
+prompt      one question, one answer, a reward function (`rewards` has some), of a `data_set`
+textarena   adapter for textarena games, with random opponents (`textarena_moves`)
+gymnasium   adapter for gymnasium's environments, whose spaces `gymnasium_spaces` makes texts
+reasoning_gym   adapter for reasoning-gym's data sets
+options     what the built-in ones are given, checked without pydantic
 pool        `EnvironmentPool`: environments in host processes; `host_keeper` replaces lost hosts and
             replays their episodes, `host_process` is one process seen from the pool, `host`,
             `calls` and `results` are what runs inside it, `connection` what they say to each other
