@@ -46,8 +46,8 @@ class EnvironmentConfig(Settings):
 
     name: str | None = Field(
         default=None,
-        description="A registered name (tic_tac_toe, connect_four, prompt, textarena, openenv) or "
-        "an import path `package.module:Class`.",
+        description="A registered name (tic_tac_toe, connect_four, prompt, textarena, gymnasium, "
+        "reasoning_gym, openenv) or an import path `package.module:Class`.",
     )
     agent: str | None = Field(
         default=None,

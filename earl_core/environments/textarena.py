@@ -90,6 +90,8 @@ class TextArenaEnvironment:
         if self._players > 1:
             self._agent = prompt % self._players if side == "both" else int(side == "second")
         with self._own_random(f"textarena/start/{self.options.game}/{prompt}"):
+            # A second reset of the same object would find what the first one left behind.
+            self._game = _make_game(self.options)
             self._game.reset(num_players=self._players, seed=_seed(f"{prompt}"))
         self._moves = random.Random(f"textarena/moves/{prompt}/{seed}")
         self._done = False
@@ -273,10 +275,8 @@ def _check_opponent(game: Any, options: TextArenaOptions) -> None:
         ) from error
 
 
-def _text(observations: list[tuple[int, str, Any]], player: int) -> str:
+def _text(observations: list[tuple[int, Any, Any]], player: int) -> str:
     """The new observations as one text, without the player's own words, each once."""
-    parts: list[str] = []
-    for sender, message, _ in observations:
-        if sender != player and message.strip() and message.strip() not in parts:
-            parts.append(message.strip())
-    return "\n".join(parts)
+    # Some games tell a number for the text when an answer was illegal.
+    texts = [str(message).strip() for sender, message, _ in observations if sender != player]
+    return "\n".join(dict.fromkeys(filter(None, texts)))

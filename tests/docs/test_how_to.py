@@ -63,8 +63,7 @@ def test_an_environment_of_ones_own(directory: Path) -> None:
     page = Page("own-environment.md", directory)
     findings = examine(EnvironmentConfig(**page.settings["environment"]), episodes=9)
     assert [finding for finding in findings if finding.level in ("blocks", "warning")] == []
-    (snippet,) = page.snippets
-    exec(compile(snippet, "own-environment.md", "exec"), {})
+    exec(compile(page.snippets[0], "own-environment.md", "exec"), {})
 
 
 def test_tools_of_ones_own(directory: Path) -> None:

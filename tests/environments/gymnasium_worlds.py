@@ -45,5 +45,18 @@ class Image(Echo):
     observation_space = spaces.Box(0, 255, (64, 64, 3), np.uint8)
 
 
-for kind in (Echo, Mixed, Image):
+class Digits(gymnasium.Env):
+    """Pays a digit's worth, for two turns."""
+
+    observation_space, action_space = spaces.Text(9), spaces.Discrete(10)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        return "123456789", {}
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "987654321", action / 9, False, False, {}
+
+
+for kind in (Digits, Echo, Image, Mixed):
     gymnasium.register(f"Test{kind.__name__}-v0", entry_point=kind, max_episode_steps=2)

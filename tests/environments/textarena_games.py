@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import textarena
@@ -19,7 +19,7 @@ from earl_core.environments.textarena_moves import legal_move
 from earl_core.system.errors import ConfigError
 
 SAYS_HELLO = "tests.environments.textarena_games:says_hello"
-_SECONDS = 60
+_SECONDS = 300
 
 
 def says_hello(game: Any, observation: str, source: random.Random) -> str:
@@ -69,7 +69,7 @@ def reason(message: str) -> str:
         found = re.search(pattern, message)
         if found:
             return found.expand(short)
-    return message
+    return f"fails: {message}"
 
 
 def _ends(*_: Any) -> None:
@@ -77,9 +77,9 @@ def _ends(*_: Any) -> None:
 
 
 def main() -> None:
-    """Prints a line for each game and result, with the game's variants."""
+    """Prints two tables: the games by players and opponent, and by why they cannot be played."""
     signal.signal(signal.SIGALRM, _ends)
-    found: dict[tuple[str, tuple[str, str]], list[str]] = defaultdict(list)
+    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for game in textarena.envs.registration.ENV_REGISTRY:
         if game.endswith(("-raw", "-train")):
             continue
@@ -89,12 +89,21 @@ def main() -> None:
         except Exception as error:
             result = "", reason(f"{type(error).__name__}: {error}")
         signal.alarm(0)
-        found[game.partition("-v0")[0], result].append(game)
-    played = {key: games for key, games in found.items() if key[1][0]}
-    for title, table in (("played", played), ("not", found.keys() - played.keys())):
-        print(f"\n{title}: {sum(len(found[key]) for key in table)}")
-        for name, (players, how) in sorted(table):
-            print(f"| {name} | {len(found[name, (players, how)])} | {players} | {how} |")
+        found[result][game.partition("-v0")[0]] += 1
+    print(table(found))
+
+
+def table(found: dict[tuple[str, str], Counter[str]]) -> str:
+    lines = []
+    for played, head in ((True, ("players", "opponent")), (False, ("", "reason"))):
+        kinds = {key: games for key, games in found.items() if bool(key[0]) == played}
+        lines += ["", f"{sum(map(Counter.total, kinds.values()))} variants:", ""]
+        titles = [title for title in (*head, "games (variants)") if title]
+        lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+        for key, games in sorted(kinds.items()):
+            names = ", ".join(f"{name} ({n})" if n > 1 else name for name, n in games.items())
+            lines.append(f"| {' | '.join([*filter(None, key), names])} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import pytest
 from earl_core.environments.host_archive import write_host_archive
 from earl_core.environments.pool import EnvironmentPool
 from tests.environments.test_tools import in_pool
+from tests.flows.runs import LEARNING, Runs
 from tests.foreign import foreign_python
 
 pytestmark = pytest.mark.slow
@@ -219,3 +220,17 @@ for name, options, _ in json.loads(sys.argv[1]):
     for (_, _, message), each in zip(cases, told, strict=True):
         assert each.startswith("ConfigError: ")
         assert message in each
+
+
+def test_they_train(python: str, runs: Runs) -> None:
+    # A digit is an answer to both; the tiny model reads other characters as unknown ones.
+    digits = {"name": "gymnasium", "options": {"id": f"{WORLDS}:TestDigits-v0"}}
+    sums = {"name": "reasoning_gym", "options": {"dataset": "chain_sum", "level": 0}}
+    environments = [{**each, "python": python} for each in (digits, sums)]
+    mixture = ("environment=null", f"environments={json.dumps(environments)}")
+    runs.train(*LEARNING, "iterations=3", *mixture, "curriculum={}")
+    runs.assert_learnt()
+    for line in runs.metrics():
+        assert line["rollout/episodes_failed"] == 0.0
+        assert line["rollout/of/gymnasium/episodes"] > 0
+        assert line["rollout/of/reasoning_gym/episodes"] > 0
