@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pydantic import Field, model_validator
 
@@ -83,6 +83,11 @@ class RewardConfig(Settings):
         for title in (title for title, times in titles.items() if times > 1):
             raise ValueError(f"reward.functions have the label {title!r} twice: give each its own")
         return self
+
+    def added(self, scores: Mapping[str, float]) -> float:
+        """What the functions' scores, by label, add to an episode's reward."""
+        weights = {each.title: each.weight for each in self.functions}
+        return sum(weights[label] * score for label, score in scores.items())
 
     def check_environments(self, labels: Iterable[str]) -> None:
         """Raise `ValueError` for functions of environments that a run has not, and where nothing

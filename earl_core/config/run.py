@@ -236,6 +236,15 @@ _PLAY = (
 )
 """Whatever is played, for training or to evaluate."""
 
+_SCORED = (
+    "reward.functions",
+    "reward.environment_weight",
+    "reward.python",
+    "reward.max_failed_share",
+    "rollout.max_failed_share",
+)
+"""How episodes are scored."""
+
 _SUPERVISION = (
     "hosts",
     "deterministic",
@@ -257,13 +266,7 @@ STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
         "rollout.group_size",
     ),
     "reference": ("model.path", "rollout.temperature", "update.precision"),
-    "reward": (
-        "reward.functions",
-        "reward.environment_weight",
-        "reward.python",
-        "reward.max_failed_share",
-        "rollout.max_failed_share",
-    ),
+    "reward": _SCORED,
     "advantage": ("algorithm.advantage", "algorithm.kl"),
     "update": (
         "seed",
@@ -288,6 +291,7 @@ STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
         "evaluation.temperature",
         "evaluation.options",
         "evaluation.suites",
+        *_SCORED,
     ),
 }
 

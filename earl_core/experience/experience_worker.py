@@ -34,9 +34,7 @@ class ExperienceWorker(RunWorker):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._shards = self._reads()
-        log = self._context.log_path
-        record = self._run_directory / "reward_functions.json"
-        self._scorer = Scorer(self._config, log.with_name(f"{log.stem}-rewards.log"), record)
+        self._scorer = Scorer(self._config, self._context.log_path, self._run_directory)
 
     async def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`.

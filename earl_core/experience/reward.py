@@ -57,11 +57,7 @@ def reward_rows(
     ]
     own = np.bincount(inverse, weights=[row.sum() for row in turns], minlength=len(episodes))
     given = [{} if scored is None else scored.get(number) for number in episodes.tolist()]
-    weights = {each.title: each.weight for each in settings.functions}
-    added = np.array(
-        [sum(weights[label] * score for label, score in (each or {}).items()) for each in given],
-        dtype=np.float64,
-    )
+    added = np.array([settings.added(each or {}) for each in given], dtype=np.float64)
     # Rows are sorted by sample_id, so an episode's last one holds its last turn.
     last = len(inverse) - 1 - np.unique(inverse[::-1], return_index=True)[1]
     for row, value in zip(last.tolist(), added.tolist(), strict=True):

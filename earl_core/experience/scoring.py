@@ -34,7 +34,7 @@ from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.experience.reward import ScoreTally
 from earl_core.system.files import write_atomic
-from earl_core.trajectory.samples import transcript
+from earl_core.trajectory.samples import Episode, transcript, utf8
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,24 @@ def scored_episodes(batch: Batch) -> list[dict[str, Any]]:
     return [_readable(episode) for episode in episodes.values()]
 
 
+def _as_scored(episode: Episode) -> dict[str, Any]:
+    """An episode that is in no batch, as reward functions get it."""
+    info = episode.info
+    return _readable(
+        {
+            "episode_id": episode.episode_id,
+            "group_id": episode.group_id,
+            "prompt_id": episode.prompt_id,
+            "environment": episode.environment,
+            "finish_reason": episode.finish_reason,
+            "outcome": utf8(str(info.get("outcome", ""))),
+            "scoring": json.dumps(info["scoring"]) if "scoring" in info else "",
+            "turn_rewards": [each for sample in episode.samples for each in sample.turn_rewards],
+            "said": [text for sample in episode.samples for text in sample.texts],
+        }
+    )
+
+
 def _readable(episode: dict[str, Any]) -> dict[str, Any]:
     rewards, scoring = episode["turn_rewards"], episode["scoring"]
     read = transcript(episode.pop("said"), rewards)
@@ -101,12 +119,14 @@ def _readable(episode: dict[str, Any]) -> dict[str, Any]:
 class Scorer:
     """Runs a run's reward functions in processes of their own, from its first use until `close`.
 
-    log_path: to which their output is appended. record: gets the versions of a foreign Python's
-    packages.
+    log: the rank's; beside it lies that of the functions. run_directory: gets the versions of a
+    foreign Python's packages.
     """
 
-    def __init__(self, config: RunConfig, log_path: Path, record: Path) -> None:
-        self._config, self._log, self._record = config, log_path, record
+    def __init__(self, config: RunConfig, log: Path, run_directory: Path) -> None:
+        self._config = config
+        self._log = log.with_name(f"{log.stem}-rewards.log")
+        self._record = run_directory / "reward_functions.json"
         self._pool: EnvironmentPool | None = None
         self._numbers = itertools.count()
 
@@ -127,6 +147,26 @@ class Scorer:
             # The others were cancelled for it.
             raise errors.exceptions[0] from None
         return found
+
+    async def rate(self, episodes: Sequence[Episode], of_episodes: int) -> None:
+        """Have the rewards of these episodes' turns be what the reward stage would make of them.
+
+        An episode that cannot be scored has failed. Raises as `score` does.
+        """
+        played = [episode for episode in episodes if not episode.failed]
+        scores = await self.score(list(map(_as_scored, played)), of_episodes)
+        settings = self._config.reward
+        for episode in played:
+            if episode.episode_id in scores.failures:
+                episode.finish_reason = "environment_error"
+                episode.info["failure"] = scores.failures[episode.episode_id]
+                continue
+            for sample in episode.samples:
+                sample.turn_rewards = [
+                    settings.environment_weight * reward for reward in sample.turn_rewards
+                ]
+            given = scores.given[episode.episode_id]
+            episode.samples[-1].turn_rewards[-1] += settings.added(given)
 
     async def close(self) -> None:
         """End the processes."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import Message
+from earl_core.experience.scoring import Scorer
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import rollout_stats
 from earl_core.rollout.chat import ChatTokenizer
@@ -66,6 +67,7 @@ class RolloutWorker(RunWorker):
         self._positions: int | None = None
         log = self._context.log_path
         self._pools = EnvironmentPools(log, self._run_directory / "environments.json")
+        self._scorer = Scorer(self._config, log, self._run_directory)
 
     async def prepare(self) -> None:
         """Start the engine, with the model's initial weights; raises as `ensure` does."""
@@ -195,13 +197,16 @@ class RolloutWorker(RunWorker):
         Where the run has several environments, each has its part by the weights of the run file.
 
         Every iteration plays the same prompts with the same seeds, so that curves compare like with
-        like. temperature: None as in the rollout, 0 greedy. first: where a share of
-        `of_episodes` begins. Returns `tally` as `rollout` does.
+        like. Reward functions score them, too. temperature: None as in the rollout, 0 greedy.
+        first: where a share of `of_episodes` begins. Returns `tally` as `rollout` does.
         """
         config = self._config
         specs = evaluation_specs(config, range(first, first + episodes))
         settings = self._settings(temperature, of_episodes)
-        _, tally = await self._play(specs, settings, config.evaluated)
+        found, tally = await self._play(specs, settings, config.evaluated)
+        if config.reward.functions:
+            await self._unless_cancelled(self._scorer.rate(found, of_episodes or episodes))
+            tally = RolloutStats.of(found, tally.load)
         return {"tally": tally.model_dump(mode="json")}
 
     async def play_suite(
@@ -285,9 +290,10 @@ class RolloutWorker(RunWorker):
             await self._engine.restore_memory()
 
     async def close(self) -> None:
-        """End the engine and the environments' processes."""
+        """End the engine, and the processes of environments and reward functions."""
         await self._drop_engine()
         await self._pools.close()
+        await self._scorer.close()
 
     async def _play(
         self,

@@ -94,7 +94,7 @@ def test_a_judge_is_asked_again_until_it_gives_a_score(
         'question 0: xx for xx? {"score": 1}\nuser: question 0\n\nassistant: yes'
     )
     assert body == {"model": "large", "max_tokens": 9, "temperature": 0.0}
-    assert SECRET not in (tmp_path / "rewards.log").read_text()
+    assert SECRET not in (tmp_path / "rank-rewards.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.environments.check import check_environments
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.experience_worker import ExperienceWorker
-from earl_core.experience.reward import merge_rewards
+from earl_core.experience.reward import merge_rewards, reward_rows
 from earl_core.experience.scoring import Scorer, Scores, scored_episodes
 from earl_core.run import RunDirectory
 from earl_core.run.stores import run_store
 from earl_core.system.errors import Cancelled, ConfigError, EarlError
-from earl_core.trajectory.samples import Episode, Sample, rollout_rows
-from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
 from tests.experience.test_distributed import Ranks, configuration, sealed, written
 
 HERE = "tests.experience.scoring_functions"
@@ -41,7 +42,9 @@ def told(number: int, group: int) -> Episode:
     for turn in range(2):
         sample = Sample()
         sample.begin_turn([1, 2], f"question {turn}")
-        sample.answer([3, 4], [-0.5, -0.25], 0, "x" * number if turn else "yes")
+        sample.answer(
+            [3, 4], [-0.5, -0.25], [VersionSpan(0, 0, 2)], "x" * number if turn else "yes"
+        )
         sample.turn_rewards[-1] = float(number % 3) if turn else 1.0
         samples.append(sample)
     samples[-1].texts.append("the end")
@@ -64,11 +67,11 @@ def scores_of(
     store = ShardStore(tmp_path / "shm", 2**30)
     with Batch(store, [rolled_out(store)]) as batch:
         given = scored_episodes(batch)[:episodes]
-    return asyncio.run(_scores(configuration(tmp_path, reward), given, tmp_path / "rewards.log"))
+    return asyncio.run(_scores(configuration(tmp_path, reward), given, tmp_path / "rank.log"))
 
 
 async def _scores(config: RunConfig, episodes: list[dict[str, Any]], log: Path) -> Scores:
-    scorer = Scorer(config, log, log.with_suffix(".json"))
+    scorer = Scorer(config, log, log.parent)
     try:
         return await scorer.score(episodes, 10)
     finally:
@@ -99,6 +102,38 @@ def test_functions_get_the_whole_episode(tmp_path: Path) -> None:
         "reward": 3.0,
         "scoring": {"answer": "xx"},
     }
+
+
+def test_held_out_episodes_are_rated_as_the_stage_does(tmp_path: Path) -> None:
+    reward = {
+        "functions": [BRIEF, RIGHT, BY_NUMBER],
+        "environment_weight": 0.5,
+        "retries": 0,
+        "timeout_seconds": 0.5,
+        "max_failed_share": 0.65,
+    }
+    config = configuration(tmp_path, reward)
+    store = ShardStore(tmp_path / "shm", 2**30)
+    episodes = deepcopy(EPISODES)
+
+    async def rated() -> Scores:
+        scorer = Scorer(config, tmp_path / "rank.log", tmp_path)
+        try:
+            await scorer.rate(episodes, 10)
+            with Batch(store, [rolled_out(store)]) as batch:
+                return await scorer.score(scored_episodes(batch), 10)
+        finally:
+            await scorer.close()
+
+    scores = asyncio.run(rated())
+    assert {each.episode_id for each in episodes if each.failed} == set(scores.failures)
+    assert scores.failures
+    with Batch(store, [rolled_out(store)]) as batch:
+        rows, _, _ = reward_rows(batch, config.reward, scores.given)
+    numbers = (rows.numbers["sample_id"] >> SAMPLE_BITS).tolist()
+    totals = dict(zip(numbers, rows.numbers["reward"].tolist(), strict=True))
+    kept = {each.episode_id: each.total_reward for each in episodes if not each.failed}
+    assert kept == pytest.approx(totals)
 
 
 def test_three_ranks_weigh_scores_and_leave_out_what_failed(tmp_path: Path) -> None:
@@ -187,10 +222,10 @@ def test_functions_of_one_environment_of_several(tmp_path: Path) -> None:
     episodes = [replace(EPISODES[number], environment="ab"[number == 7]) for number in (0, 7)]
     rollout = written(store, "rollout", ROLLOUT_SCHEMA, [rollout_rows(episodes)])
     with Batch(store, [rollout]) as batch:
-        found = asyncio.run(_scores(config, scored_episodes(batch), tmp_path / "rewards.log"))
+        found = asyncio.run(_scores(config, scored_episodes(batch), tmp_path / "rank.log"))
     assert found.given == {0: {"by_number": 0.25}, 7: {"truth": 0.0, "by_number": 0.25}}
     moments = found.tally().moments
-    record = json.loads((tmp_path / "rewards.json").read_text())
+    record = json.loads((tmp_path / "reward_functions.json").read_text())
     assert (record["interpreter"], record["numpy"]) == (sys.executable, np.__version__)
     assert {name: each.count for name, each in moments.items()} == {"by_number": 2, "truth": 1}
     raw["reward"]["environment_weight"] = 0
