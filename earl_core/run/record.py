@@ -101,7 +101,7 @@ def _same(one: Path, other: Path) -> bool:
         return False
 
 
-FORMAT = "earl.run/3"
+FORMAT = "earl.run/4"
 
 _PLACE = ("name", "runs_directory")
 """Settings that say where a run lies: they follow it when it is moved."""

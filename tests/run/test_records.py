@@ -85,14 +85,14 @@ def test_an_edited_or_lost_run_json_is_refused(tmp_path: Path) -> None:
         (whole.replace('"attempts": 1', '"attempts": 2'), "damaged or was edited"),
         (whole[:-3], "damaged or was edited"),
         ("[]", "damaged or was edited"),
-        (whole.replace("earl.run/3", "earl.run/2"), "format earl.run/2"),
+        (whole.replace("earl.run/4", "earl.run/2"), "format earl.run/2"),
     ):
         path.write_text(other)
         with pytest.raises(RunDamaged, match=reason):
             RunDirectory.open(config)
-    path.write_text(whole.replace("earl.run/3", "earl.run/2"))
+    path.write_text(whole.replace("earl.run/4", "earl.run/2"))
     (path.parent / "config.yaml").write_text("layout: {update: {replicate: 2}}\n")
-    with pytest.raises(OtherFormat, match=r"this version of earl reads earl\.run/3"):
+    with pytest.raises(OtherFormat, match=r"this version of earl reads earl\.run/4"):
         config_of_run(path.parent)
     path.unlink()
     with pytest.raises(RunDamaged, match=r"holds a run but no run\.json"):
@@ -153,5 +153,5 @@ def test_a_stage_repeated_after_its_release_is_released_again(tmp_path: Path) ->
     assert again.store.path(entry).exists()
     again.release_through(0)
     assert not again.store.path(entry).exists()
-    assert json.loads((run.path / "run.json").read_text())["format"] == "earl.run/3"
+    assert json.loads((run.path / "run.json").read_text())["format"] == "earl.run/4"
     again.close()
