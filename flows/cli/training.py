@@ -8,7 +8,6 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.worker_groups import preload_ranks
-from earl_core.environments.registry import BUILT_IN
 from earl_core.models.smollm2 import gguf_file
 from earl_core.run.lock import in_use, is_locked
 from earl_core.run.record import is_finished, stored_config
@@ -20,6 +19,10 @@ from flows.cli.errors import exit_code, print_ending, shell_name
 from flows.cli.flow_command import FlowCommand, make_display
 from flows.cli.serving import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, resolved_table
+
+
+_PACKAGES = ("textarena", "gymnasium", "reasoning_gym", "openenv")
+"""Environments that run the code of packages."""
 
 
 def train(config: str, overrides: list[str], plain: bool) -> None:
@@ -106,7 +109,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     parts = [configuration.references, configuration.model, configuration.stages]
     # Code of the user's runs in worker processes only; the controller checks it there.
     names = {each.played for each in settings.played.values()}
-    if names <= BUILT_IN.keys() - {"textarena", "openenv", "agent:verifiers"}:
+    if not any(":" in name or name in _PACKAGES for name in names):
         parts.append(configuration.environment)
     for part in parts:
         list(part(settings))

@@ -40,11 +40,11 @@ class Toolbox:
         self._tools: dict[str, Tool] = {}
         self._timeout = timeout_seconds
         for tool in tools:
+            check_schema(tool.schema)
             if tool.name in self._tools:
                 raise ConfigError(
                     f"two tools have the name {tool.name!r}", remedy="rename or drop one of them"
                 )
-            check_schema(tool.schema)
             self._tools[tool.name] = tool
 
     def with_methods(self, environment: Any) -> Toolbox:
