@@ -20,7 +20,6 @@ from flows.cli.flow_command import FlowCommand, make_display
 from flows.cli.serving import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, resolved_table
 
-
 _PACKAGES = ("textarena", "gymnasium", "reasoning_gym", "openenv")
 """Environments that run the code of packages."""
 
