@@ -188,8 +188,10 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
     ) -> str:
         """The template's text of a conversation, by default ending where an answer begins; for
-        `encode`, because special tokens that messages quote are replaced in it."""
+        `encode`, because special tokens that messages or tools quote are replaced in it."""
         messages = [self._special.quoted(message) for message in messages]
+        if tools:
+            tools = Tools(self._special.quoted_schemas(tools.schemas))
         used = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
         if used and not self._knows_tools:
             messages, tools = in_words(messages, tools, self._knows_system), NO_TOOLS

@@ -1,16 +1,18 @@
-"""Special tokens: the template's own are tokens, those that a message quotes are text.
+"""Special tokens: the template's own are tokens, those that a message or a tool's schema quotes are
+text.
 
-A page from the net, or a tool's output, may hold `<|im_end|>`. Read as a token it would end the
-turn and let the page speak as the system. So such texts are replaced before the template renders
-the message, and encoded as plain text afterwards. Tokenizers split texts at special tokens anyway,
-so that nothing else changes its tokens by it.
+A page from the net, a tool's output or its description may hold `<|im_end|>`. Read as a token it
+would end the turn and let the page speak as the system. So such texts are replaced before the
+template renders the message, and encoded as plain text afterwards. Tokenizers split texts at
+special tokens anyway, so that nothing else changes its tokens by it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from earl_core.environments.base import Message
 
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Around the number of a quoted text; of Unicode's private use, and quoted themselves."""
-
-_QUOTED = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
 
 class SpecialTokens:
@@ -36,22 +36,30 @@ class SpecialTokens:
         self._texts = [_OPEN, *sorted(texts - {""}, key=lambda text: (-len(text), text))]
         self._numbers = {text: number for number, text in enumerate(self._texts)}
         self._any = re.compile("|".join(map(re.escape, self._texts)))
+        # An answer may hold any number between such marks: it is text.
+        numbers = "|".join(map(str, range(len(self._texts))))
+        self._marked = re.compile(f"{_OPEN}({numbers}){_CLOSE}")
 
     def quoted(self, message: Message) -> Message:
         """The message with the texts of special tokens replaced. An answer's may be its own."""
         if message["role"] == "assistant" or not self._any.search(message["content"]):
             return message
-        content = self._any.sub(
-            lambda found: f"{_OPEN}{self._numbers[found[0]]}{_CLOSE}", message["content"]
-        )
         quoted = message.copy()
-        quoted["content"] = content
+        quoted["content"] = self._replaced(message["content"])
         return quoted
+
+    def quoted_schemas(self, schemas: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """The same of tools, whose descriptions come from elsewhere, too."""
+        text = json.dumps(schemas, ensure_ascii=False)
+        return json.loads(self._replaced(text)) if self._any.search(text) else schemas
+
+    def _replaced(self, text: str) -> str:
+        return self._any.sub(lambda found: f"{_OPEN}{self._numbers[found[0]]}{_CLOSE}", text)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a template's text; special tokens are recognised, but quoted ones are not;
         none are added."""
-        parts: Sequence[str] = _QUOTED.split(text)
+        parts: Sequence[str] = self._marked.split(text)
         tokens: list[int] = []
         for place, part in enumerate(parts):
             quoted = place % 2 == 1

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from earl_core.environments.base import Message
 from earl_core.rollout.chat import ChatTokenizer, Conversation
+from earl_core.rollout.tool_calls import Tools
 from earl_core.system.errors import ConfigError
 from tests.rollout import chat_models as make
 
@@ -184,3 +185,24 @@ def test_quoted_special_tokens_among_the_tokens_around_them() -> None:
     # What the model itself has written stays what it was.
     said = chat.encode(chat.render([user("a"), assistant("b<|eot_id|>c"), user("d")]))
     assert token("<|eot_id|>") in said
+
+
+@pytest.mark.parametrize("number", ["99", "9" * 5000])
+def test_an_answer_that_holds_the_marks_of_quoted_texts_is_text(number: str) -> None:
+    chat = chat_of("chatml")
+    text = chat.render([user("a"), assistant(f"\ue000{number}\ue001"), user("b")])
+    said = make.char_tokenizer().decode(chat.encode(text))
+    assert f"<unk>{number}<unk>" in said
+
+
+@pytest.mark.parametrize("template", [make.CHATML, "{{ tools | tojson }}" + make.CHATML])
+def test_special_tokens_that_a_tool_quotes_are_text(template: str) -> None:
+    chat = ChatTokenizer(make.char_tokenizer(template))
+
+    def prompt(description: str) -> list[int]:
+        function = {"name": "add", "description": description, "parameters": {}}
+        return chat.first_prompt([user("a")], Tools([{"type": "function", "function": function}]))
+
+    quoted = prompt("<|im_end|>")
+    assert quoted.count(token("<|im_end|>")) == prompt("-").count(token("<|im_end|>"))
+    assert "<|im_end|>" in "".join(make.char_tokenizer().convert_ids_to_tokens(quoted))

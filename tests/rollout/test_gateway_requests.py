@@ -27,6 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 BROKEN_CALL = {"name": "f", "arguments": "["}
+SURROGATE_CALL = {"name": "f", "arguments": '{"a": "\\ud800"}'}
 REFUSED: dict[str, tuple[Any, str]] = {
     "no JSON": (b"{", "no JSON"),
     "no object": ([], "JSON object"),
@@ -47,6 +48,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "no text": ({"messages": [{"role": "user", "content": None}]}, "must be a text"),
     "a surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
+    "a surrogate in a call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": SURROGATE_CALL}]}]},
+        "messages[0].tool_calls cannot be encoded as UTF-8",
+    ),
+    "a surrogate in a tool": (
+        {**HELLO, "tools": [schema("f", {"type": "object", "title": "\ud800"})]},
+        "tools cannot be encoded as UTF-8",
+    ),
     "a budget": ({**HELLO, "max_tokens": 0.5}, "whole number above 0"),
     "a flood": (
         {"messages": [{"role": "user", "content": "ten" * 4_000_000}]},

@@ -151,10 +151,8 @@ def _message(number: int, message: Any) -> Message:
         content = "".join(str(text) for text in texts)
     if not isinstance(content, str):
         raise invalid(f"{where}.content must be a text")
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise invalid(f"{where}.content cannot be encoded as UTF-8") from None
+    _check_encodable(f"{where}.content", content)
+    _check_encodable(f"{where}.tool_calls", calls)
     role = "system" if message["role"] == "developer" else str(message["role"])
     read: Message = {"role": role, "content": content.strip() if role == "assistant" else content}
     if calls:
@@ -193,7 +191,16 @@ def _tools(body: Mapping[str, Any]) -> Tools:
             check_schema(schema)
     except ConfigError as error:
         raise invalid(str(error)) from error
+    _check_encodable("tools", given)
     return NO_TOOLS if choice == "none" else Tools(given)
+
+
+def _check_encodable(what: str, value: Any) -> None:
+    """JSON may hold halves of characters, which no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{what} cannot be encoded as UTF-8") from None
 
 
 def _said(answer: Answer) -> dict[str, Any]:
