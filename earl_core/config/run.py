@@ -308,7 +308,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
     names = STAGE_SETTINGS[stage]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
-    for played in (whole.get("environment"), *whole.get("environments", ())):
+    suites = whole.get("evaluation", {}).get("suites", ())
+    for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
         for name in _SUPERVISION if played else ():
             del played[name]
     return {name: look_up(whole, name) for name in names}

@@ -365,11 +365,12 @@ class RunDirectory:
         self._lock.release()
 
 
-def _played(settings: Mapping[str, Any]) -> list[list[Any]]:
-    """What is played; weights and time limits may change."""
-    played = (settings.get("environment"), *settings.get("environments", ()))
+def _played(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is played; weights and time limits may change. One environment has no label, and counts
+    its prompts otherwise than a mixture of one."""
+    played = (settings["environment"], *settings["environments"])
     names = ("label", "name", "agent", "options")
-    return [[each.get(name) for name in names] for each in played if each]
+    return [{name: each[name] for name in names if name in each} for each in played if each]
 
 
 def _holds_something(path: Path) -> bool:

@@ -99,6 +99,9 @@ def test_a_run_directory_belongs_to_one_model_environment_and_seed(tmp_path: Pat
     for other in ({"name": "connect_four"}, {"name": "tic_tac_toe", "options": {"size": 4}}):
         with pytest.raises(ConfigError, match="another environment"):
             RunDirectory.open(config_in(tmp_path, environment=other))
+    mixture = {"environment": None, "environments": [{"name": "tic_tac_toe"}]}
+    with pytest.raises(ConfigError, match="another environment"):
+        RunDirectory.open(config_in(tmp_path, **mixture))
 
 
 def test_what_the_advice_of_a_failure_names_can_be_changed(tmp_path: Path) -> None:
@@ -207,6 +210,19 @@ def test_key_covers_settings_and_inputs_but_not_the_layout(tmp_path: Path) -> No
         stage_key(config_in(tmp_path, update={"learning_rate": 1}), "u", 3, "update", ["x"]),
     ):
         assert other != key
+
+
+def test_how_hosts_are_run_is_in_no_key(tmp_path: Path) -> None:
+    def keys(**changes: object) -> list[str]:
+        played = {"name": "tic_tac_toe", **changes}
+        suites = {"suites": [{**played, "label": "held"}]}
+        one = config_in(tmp_path, environment=played, evaluation=suites)
+        several = config_in(tmp_path, environment=None, environments=[played], evaluation=suites)
+        stages = ("rollout", "evaluation")
+        return [stage_key(each, "u", 1, stage, []) for each in (one, several) for stage in stages]
+
+    assert keys() == keys(hosts=2, step_timeout_seconds=60, start_timeout_seconds=300)
+    assert not set(keys()) & set(keys(options={"opponent": "perfect"}))
 
 
 def test_records_survive_a_cut_off_line(tmp_path: Path) -> None:
