@@ -56,10 +56,13 @@ class RewardConfig(Settings):
         description="Another interpreter for the functions, as environment.python.",
     )
     hosts: int = Field(
-        default=1, ge=1, description="Processes that run the functions, for each experience rank."
+        default=1,
+        ge=1,
+        description="Processes that run the functions, for each experience rank, and each "
+        "engine that evaluates.",
     )
     concurrency: int = Field(
-        default=32, ge=1, description="Scores under way at a time, in each experience rank."
+        default=32, ge=1, description="Scores under way at a time, in each of these ranks."
     )
     timeout_seconds: float = Field(
         default=60.0, gt=0, description="A score that takes longer has failed."

@@ -107,7 +107,8 @@ def preflight(settings: RunConfig, run: Path) -> None:
     """
     parts = [configuration.references, configuration.model, configuration.stages]
     # Code of the user's runs in worker processes only; the controller checks it there.
-    names = {each.played for each in settings.played.values()}
+    played = (*settings.played.values(), *settings.evaluation.suites)
+    names = {each.played for each in played} | {each.function for each in settings.reward.functions}
     if not any(":" in name or name in _PACKAGES for name in names):
         parts.append(configuration.environment)
     for part in parts:

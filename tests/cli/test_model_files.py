@@ -69,3 +69,17 @@ def test_what_is_there_is_enough(tmp_path: Path, files: tuple[str, ...], engine:
     config = configured(tmp_path / "model", files, engine)
     preflight(config, tmp_path / "run")
     assert [f for f in check_configuration(config) if f.level == "blocks"] == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.functions=[{function: 'nowhere.at:all'}]",
+        "evaluation.suites=[{label: held, name: 'nowhere.at:All'}]",
+    ],
+)
+def test_code_of_the_users_is_left_to_the_workers(tmp_path: Path, override: str) -> None:
+    files = ("model.safetensors", "tokenizer.json")
+    model = configured(tmp_path / "model", files, "torch").model.path
+    overrides = [f"model.path={model}", f"runs_directory={tmp_path}", override]
+    preflight(load_config(CONFIG, overrides), tmp_path / "run")
