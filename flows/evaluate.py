@@ -37,7 +37,7 @@ def play_held_out(
             episodes or settings.episodes,
             settings.temperature if temperature is None else temperature,
         )
-        suites = player.play_suites() if settings.suites else {"suites": {}, "metrics": {}}
+        suites = player.play_suites()
     return {
         "run": run,
         "checkpoint": found.label,

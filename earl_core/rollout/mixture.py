@@ -15,6 +15,8 @@ from pydantic import BaseModel
 from earl_core.config.environment import CurriculumConfig, MixedEnvironment
 from earl_core.rollout.rollout_stats import RolloutStats, Span
 
+_DIGITS = 9
+
 Draw = tuple[str, int]
 """The label of an environment, and the index of a prompt there."""
 
@@ -104,8 +106,10 @@ def _learnt(place: Place, tally: RolloutStats, memory: float) -> Place:
     returns = tally.returns_span.merge(place.returns)
     width = returns.high - returns.low
     spread = tally.group_spreads.mean / width if width > 0 else 0.0
+    # The last bits of the mean depend on which engine played what, and draws must not.
+    spread = round(spread, _DIGITS)
     if place.spread is not None:
-        spread = memory * place.spread + (1 - memory) * spread
+        spread = round(memory * place.spread + (1 - memory) * spread, _DIGITS)
     return place.model_copy(update={"spread": spread, "returns": returns})
 
 

@@ -107,19 +107,21 @@ def play(
     person = Person(console, config) if me else None
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     outcomes: Counter[str] = Counter()
-    labels = itertools.cycle(config.played)
+    labels = list(config.played)
     seed = secrets.randbits(32) if seed is None else seed
     console.print(f"Loading {checkpoint.label} of {path.name} …", style="dim")
     try:
         with PolicyPlayer(config, checkpoint) as player:
             console.print(f"Seed {seed}. Ctrl-C ends it.", style="dim")
             for number in itertools.islice(itertools.count(), games):
-                place = (_FIRST_PROMPT + number, derive_seed(seed, "play", number))
+                # Each environment counts its own prompts, whose parity is a game's side.
+                prompt, turn = divmod(number, 1 if person else len(labels))
+                place = (_FIRST_PROMPT + prompt, derive_seed(seed, "play", number))
                 console.rule(f"game {number + 1}")
                 if person is not None:
                     outcome = _against_person(player, person, place, temperature)
                 else:
-                    outcome = _watch(player, console, place, temperature, next(labels))
+                    outcome = _watch(player, console, place, temperature, labels[turn])
                 outcomes[outcome] += 1
     except (KeyboardInterrupt, EOFError):
         console.print()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from earl_core.config.environment import CurriculumConfig, MixedEnvironment
 from earl_core.rollout.mixture import Cursor, Place, draw, learn, shares
 from earl_core.rollout.rollout_load import RolloutLoad
-from earl_core.rollout.rollout_stats import RolloutStats, rollout_metrics
+from earl_core.rollout.rollout_stats import RolloutStats, merge, rollout_metrics
 from earl_core.trajectory.samples import Episode, Sample
 
 Weights = dict[str, float]
@@ -106,6 +106,14 @@ def test_the_curriculum_goes_where_groups_differ() -> None:
     assert after["solved"] == cursor["solved"]
 
 
+def test_the_curriculum_learns_the_same_whichever_engine_played() -> None:
+    calls = [played({"a": [[0.0, 0.1 * number], [0.3, 1 / number]]}) for number in range(1, 8)]
+    whole = [merge([order]).parts for order in (calls, calls[::-1])]
+    assert whole[0]["a"].group_spreads != whole[1]["a"].group_spreads
+    one, other = (learn({"a": Place()}, parts, CurriculumConfig()) for parts in whole)
+    assert one == other
+
+
 def test_what_each_environment_came_to_is_a_metric() -> None:
     tally = played({"easy": [[1.0, 1.0]], "hard": [[0.0, 0.5]]})
     metrics = rollout_metrics(RolloutStats.model_validate_json(tally.model_dump_json()))
@@ -118,8 +126,6 @@ def test_what_each_environment_came_to_is_a_metric() -> None:
 
 
 def test_parts_of_several_engines_add_up() -> None:
-    from earl_core.rollout.rollout_stats import merge
-
     one = played({"easy": [[1.0, 1.0]], "hard": [[0.0, 0.5]]})
     other = played({"hard": [[2.0, 2.5]]})
     both: Any = merge([[one], [other]])
