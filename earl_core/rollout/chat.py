@@ -81,7 +81,7 @@ class ChatTokenizer:
         self._template = tokenizer.chat_template or PLAIN_TEMPLATE
         self._tool_format = tool_format
         self.vocabulary = len(tokenizer)
-        self._special = SpecialTokens(tokenizer)
+        self._special = SpecialTokens(tokenizer, _MARK)
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
         names = tokenizer.get_vocab()
@@ -177,7 +177,8 @@ class ChatTokenizer:
     @cached_property
     def _knows_system(self) -> bool:
         try:
-            return _MARK in self.render([{"role": "system", "content": _MARK}, _QUESTION])
+            told = "earlsystemmark"
+            return told in self.render([{"role": "system", "content": told}, _QUESTION])
         except ConfigError:
             return False
 

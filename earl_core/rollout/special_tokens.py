@@ -24,14 +24,14 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 
 
 class SpecialTokens:
-    """Of one tokenizer. ids: all of them."""
+    """Of one tokenizer. ids: all of them. mark: a text that is quoted as they are."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mark: str) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         special = {number for number, token in added.items() if getattr(token, "special", False)}
         self.ids = frozenset(tokenizer.all_special_ids) | special
-        texts = {str(tokenizer.convert_ids_to_tokens(number)) for number in self.ids}
+        texts = {mark, *(str(tokenizer.convert_ids_to_tokens(number)) for number in self.ids)}
         # The longest first: one may begin another.
         self._texts = [_OPEN, *sorted(texts - {""}, key=lambda text: (-len(text), text))]
         self._numbers = {text: number for number, text in enumerate(self._texts)}

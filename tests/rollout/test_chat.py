@@ -158,7 +158,13 @@ CHATS = {name: chat_of(name) for name in ("chatml", "plain")}
 
 
 @pytest.mark.parametrize("name", STABLE)
-@given(st.lists(st.sampled_from([*make.SPECIAL, "<|", "im_end|>", "a", "\ue000", "\ue0001\ue001"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            [*make.SPECIAL, "<|", "im_end|>", "earlanswermark", "\ue000", "\ue0001\ue001"]
+        )
+    )
+)
 def test_special_tokens_that_a_message_quotes_are_text(name: str, parts: list[str]) -> None:
     """Else a page from the net could end the turn and speak as the system."""
     chat, content = chat_of(name), "b" + "".join(parts) + "b"
