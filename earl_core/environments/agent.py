@@ -2,7 +2,7 @@
 
 The agent is a function `run(task, base_url, api_key)`, a coroutine function or a plain one. It asks
 the policy by OpenAI's API at `base_url`, and returns the episode's reward: a number, or a dict with
-`reward` and, as in `StepResult.info`, `outcome` and `metrics`.
+`reward` and, as in `StepResult.info`, `outcome`, `metrics` and `scoring`.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ def pass_at(k: int, passed: int, attempts: int) -> float:
 def pass_rates(passes: Mapping[str, int], attempts: int) -> dict[str, dict[str, float]]:
     """By k = 1, 2, 4, ... up to `attempts`: the mean `share` over the prompts, its 95 % interval
     (`low`, `high`), and the number of `prompts`, those with at least k attempts that did not fail.
+    Where there are none, nothing is known of k.
 
     The interval is Wilson's for so many prompts: no share of prompts varies more than one of
     successes, so that it is at least as wide as it has to be, also at 0 and 1.
@@ -37,8 +38,10 @@ def pass_rates(passes: Mapping[str, int], attempts: int) -> dict[str, dict[str, 
     rates = {}
     for k in (2**power for power in range(attempts.bit_length())):
         able = [(pass_at(k, c, n), times) for c, n, times in counts if n >= k]
+        if not able:
+            break
         prompts = sum(times for _, times in able)
-        share = sum(value * times for value, times in able) / max(prompts, 1)
+        share = sum(value * times for value, times in able) / prompts
         low, high = wilson_interval(share * prompts, prompts)
         rates[str(k)] = {"share": share, "low": low, "high": high, "prompts": float(prompts)}
     return rates
@@ -61,7 +64,8 @@ def suite_results(tallies: Sequence[tuple[str, int, RolloutStats]]) -> dict[str,
             "failed": tally.failed,
             "pass": rates,
         }
-        metrics[f"suite/{label}/return"] = returns.mean
+        if tally.episodes:
+            metrics[f"suite/{label}/return"] = returns.mean
         for k, rate in rates.items():
             metrics |= {
                 f"suite/{label}/pass_at_{k}": rate["share"],

@@ -61,6 +61,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "user", "content": "ten" * 4_000_000}]},
         "12,000,000 characters, more than the model's context can hold",
     ),
+    "a flood of tools": (
+        {**HELLO, "tools": [schema("f", {"type": "object", "title": "ten" * 4_000_000})]},
+        "more than the model's context can hold",
+    ),
 }
 
 

@@ -60,5 +60,9 @@ def test_certainty_is_never_claimed() -> None:
     (rate,) = pass_rates({"1/1": 8}, 1).values()
     assert rate["share"] == rate["high"] == 1.0
     assert rate["low"] < 0.7
-    (nothing,) = pass_rates({}, 1).values()
-    assert (nothing["low"], nothing["high"]) == (0.0, 1.0)
+
+
+def test_failed_attempts_are_no_attempts_that_did_not_pass() -> None:
+    assert pass_rates({"1/1": 1, "0/3": 1}, 4).keys() == {"1", "2"}
+    failed = RolloutStats.of(attempts_at(0, [], failed=2), RolloutLoad())
+    assert suite_results([("sums", 2, failed)])["metrics"] == {}

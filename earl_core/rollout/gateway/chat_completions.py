@@ -43,6 +43,11 @@ class ChatRequest:
     logprobs: bool
     token_ids: bool
 
+    @property
+    def characters(self) -> int:
+        """Of its messages, and of the tools' schemas, which the prompt holds too."""
+        return sum(len(each["content"]) for each in self.messages) + len(self.tools.key)
+
 
 def parse(body: Any) -> ChatRequest:
     """Raises `HTTPException` with the field that is wrong."""

@@ -156,7 +156,7 @@ class Gateway:
                 lambda branches: branches.prompt(asked.messages, asked.tools),
                 asked.max_tokens,
                 asked.model == OPPONENT,
-                sum(len(message["content"]) for message in asked.messages),
+                asked.characters,
                 growth.add if grows else None,
             )
             pending = self._pending(session, call)

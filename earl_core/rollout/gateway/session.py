@@ -52,7 +52,7 @@ def invalid(message: str) -> HTTPException:
 @dataclass(frozen=True)
 class Call:
     """A request. locate: finds its place among the branches. opponent: on that side, which is
-    recorded nowhere. on_tokens: see `GenerationRequest`. characters: of its messages."""
+    recorded nowhere. on_tokens: see `GenerationRequest`. characters: of its messages and tools."""
 
     locate: Locate
     max_tokens: int | None
