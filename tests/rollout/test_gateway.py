@@ -10,17 +10,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.environments.registry import check
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.rollout.environment_pools import EnvironmentPools
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, RolloutFailed
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
-from earl_core.trajectory.samples import Episode
+from earl_core.trajectory.samples import Episode, EpisodeSpec
 from tests.rollout.asking import answering, limits, on_torch, specs
 from tests.rollout.chat_models import CHATML, char_tokenizer, tiny_model
 from tests.rollout.test_agent_loop import check_columns
@@ -200,3 +202,31 @@ def test_what_is_no_agent_is_refused_before_work_starts() -> None:
         check("agent:tests.rollout.agents:misnamed")
     with pytest.raises(ConfigError, match="no_such"):
         check("agent:tests.rollout.agents:no_such")
+
+
+def test_agents_and_games_side_by_side_are_different_sequences(tmp_path: Path) -> None:
+    """An agent has several in one episode: none may be another environment's."""
+    engine = answering(lockstep=False)
+    environments = {
+        "agent": EnvironmentConfig(agent="tests.rollout.agents:two_at_once"),
+        "game": EnvironmentConfig(name="tic_tac_toe"),
+    }
+    mixed = [
+        EpisodeSpec(number, number, 0, 7, "game" if number else "agent") for number in range(4)
+    ]
+
+    async def run() -> list[Episode]:
+        pools = EnvironmentPools(tmp_path / "rank.log", tmp_path / "environments.json")
+        chat = ChatTokenizer(char_tokenizer(CHATML))
+        try:
+            return await pools.play(
+                engine, chat, environments, mixed, limits(), LoadMeter(len(mixed))
+            )
+        finally:
+            await pools.close()
+
+    episodes = asyncio.run(run())
+    assert [episode.failed for episode in episodes] == [False] * 4
+    sequences = {request.sequence_id for batch in engine.batches for request in batch}
+    assert len(sequences) == len(episodes[0].samples) + 3
+    assert {number for number in sequences if number >= 0} == {1, 2, 3}

@@ -202,7 +202,7 @@ def test_a_call_over_its_time_is_refused_and_has_not_been(lockstep: bool) -> Non
         error = refused.json()["error"]
         assert error["code"] == "call_timeout"
         assert "over 0.2 s (environment.call_timeout_seconds)" in error["message"]
-        assert engine.cancelled == [0] * lockstep
+        assert engine.cancelled == [-1] * lockstep
         while (again := await asking.post(HELLO)).status_code == 400:
             assert again.json()["error"]["code"] == "call_timeout"
         assert asking.gateway._meter.calls_timed_out >= 1

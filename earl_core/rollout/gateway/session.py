@@ -283,8 +283,8 @@ class Session:
 
     def _sequence_id(self, side: _Side, branch: int) -> int:
         number = self.spec.episode_id * _MOST_BRANCHES + branch
-        # The built-in agent loop has numbers of its own, from 0 on.
-        return number if side is self._policy else -1 - number
+        # From 0 on there are those of the built-in agent loop, which may play beside this.
+        return -1 - 2 * number - (side is self._opponent)
 
     def _count_live(self, tokens: int) -> None:
         self._live += tokens
