@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from earl_core.environments.endpoints import open_endpoint
 from earl_core.system.errors import ConfigError, EarlError
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
@@ -143,15 +144,6 @@ def _field(episode: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key is for the endpoint that was named; a redirect is an error with its status."""
-
-    def redirect_request(self, *_: Any) -> None: ...
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects)
-
-
 def _post(url: str, key: str, body: Mapping[str, Any], timeout_seconds: float) -> Any:
     """The JSON that is answered. Raises `JudgeFailed`."""
     headers = {"Content-Type": "application/json"}
@@ -159,7 +151,7 @@ def _post(url: str, key: str, body: Mapping[str, Any], timeout_seconds: float) -
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with _OPENER.open(request, timeout=timeout_seconds) as reply:
+        with open_endpoint(request, timeout_seconds) as reply:
             return json.loads(reply.read())
     except urllib.error.HTTPError as error:
         said = error.read(_SHOWN).decode(errors="replace")
