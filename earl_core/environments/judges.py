@@ -53,7 +53,8 @@ class Judge:
     ) -> None:
         self._url = _checked_url(base_url) + "/chat/completions"
         self._key, self._timeout = api_key, timeout_seconds
-        self._prompt, self._fields = prompt, {"model": model, **(request or {})}
+        self._prompt = _checked_text("prompt", prompt)
+        self._fields = {"model": _checked_text("model", model), **(request or {})}
         if temperature is not None:
             self._fields["temperature"] = temperature
         try:
@@ -104,7 +105,7 @@ class RewardModel:
     ) -> None:
         self._url = _checked_url(base_url) + "/classify"
         self._key, self._timeout, self._index = api_key, timeout_seconds, index
-        self._fields = {"model": model, "use_activation": activation}
+        self._fields = {"model": _checked_text("model", model), "use_activation": activation}
 
     def __call__(self, episode: Mapping[str, Any]) -> float:
         """The score. Raises `JudgeFailed`."""
@@ -117,9 +118,15 @@ class RewardModel:
 
 
 def _checked_url(base_url: str) -> str:
-    if not re.match(r"https?://", base_url):
+    if not re.match(r"https?://", _checked_text("base_url", base_url)):
         raise ConfigError(f"base_url is {base_url!r}: begin it with http:// or https://")
     return base_url.rstrip("/")
+
+
+def _checked_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r}: write a text")
+    return value
 
 
 def _field(episode: Mapping[str, Any], name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -174,7 +175,7 @@ def _times(seconds: list[float]) -> str:
     if not seconds:
         return "never"
     ordered = sorted(1000 * each for each in seconds)
-    middle, late = statistics.median(ordered), ordered[int(0.95 * (len(ordered) - 1))]
+    middle, late = statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1]
     return f"{middle:.1f} ms (95 %: {late:.1f}, most: {ordered[-1]:.1f})"
 
 
