@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ def check(target: str, options: str | None, python: str | None, episodes: int, t
     target: an environment's name or import path, that of an agent after "agent:", or a run file or
     recipe, whose environments are tried. options: YAML of the former. Raises ConfigError.
     """
+    # Folders of the hosts go with the command.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = make_console()
     levels: Counter[Level] = Counter()
     for name, environment in _chosen(target, options, python).items():
