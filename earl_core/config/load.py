@@ -34,7 +34,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except OSError as error:
         raise ConfigError(
             f"the configuration {file} cannot be read: {error.strerror}. Give a file, or one of "
-            f"the recipes {', '.join(sorted(recipe.stem for recipe in RECIPES.glob('*.yaml')))}"
+            f"the recipes {', '.join(recipe_names())}"
         ) from error
     try:
         raw = yaml.safe_load(content.decode())
@@ -44,6 +44,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(raw, dict):
         raise ConfigError(f"the configuration {file} must be a mapping of settings")
     return parse_config(apply_overrides(raw, overrides), source=str(file))
+
+
+def recipe_names() -> list[str]:
+    """Of the recipes, sorted."""
+    return sorted(recipe.stem for recipe in RECIPES.glob("*.yaml"))
 
 
 def _run_file(path: str | Path) -> Path:

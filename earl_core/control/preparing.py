@@ -27,7 +27,7 @@ def check_start(config: RunConfig, hardware: Hardware) -> None:
     """Check references, devices, stage deployments (where the model is there) and environments.
 
     Writes nothing. Raises `ConfigError`, or `WorkerCallFailed` with what the environment's code
-    raised, whose log is then kept.
+    raised, whose log is then kept unless the error says all.
     """
     # From here on this process hides what they lead to.
     check_references(config)
@@ -55,8 +55,13 @@ def surely(
 def _check_environments(config: RunConfig, hardware: Hardware) -> None:
     logs = Path(tempfile.mkdtemp(prefix="earl-environment-"))
     groups = WorkerGroups(config, logs, logs, hardware)
+    told = True
     try:
         groups.call(StageDeployment("environment"), "environment", "check", 0)
+    except WorkerError as error:
+        told = error.expected
+        raise
     finally:
         groups.close()
-    shutil.rmtree(logs, ignore_errors=True)
+        if told:
+            shutil.rmtree(logs, ignore_errors=True)

@@ -12,6 +12,7 @@ agent       an agent of the user's own; `verifiers` are agents that play its env
 policy_conversation  what environments ask the policy
 options     what the built-in ones are given, checked without pydantic
 reward_functions  what scores whole episodes; `judges` are models behind an endpoint that do
+endpoints   requests of judges and openenv: no redirects, no proxy to this machine
 trial       what an environment does with random texts, for `earl env check`
 pool        `EnvironmentPool`: environments in host processes; `host_keeper` replaces lost hosts and
             replays their episodes, `host_process` is one process seen from the pool, `host`,

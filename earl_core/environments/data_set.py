@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from earl_core.system.errors import ConfigError
+from earl_core.system.import_path import import_package
 
 Row = dict[str, Any]
 
@@ -47,10 +48,9 @@ def read_rows(path: str, split: str | None, columns: tuple[str, ...]) -> DataSet
     columns: what each row must have.
     Raises ConfigError when the data is missing, empty or malformed.
     """
-    import fsspec
-
+    storage = import_package("fsspec.core", "fsspec")
     try:
-        files, root = fsspec.core.url_to_fs(path)
+        files, root = storage.url_to_fs(path)
         parts = _open(files, root, path, split)
     except ConfigError:
         raise
@@ -165,8 +165,7 @@ def _open(files: Any, root: str, path: str, split: str | None) -> list[Rows]:
 
 def _saved(files: Any, folder: str) -> list[Rows]:
     """What `datasets` saved: its files hold Arrow IPC streams."""
-    import pyarrow as pa
-
+    pa = import_package("pyarrow", "pyarrow")
     state = json.loads(files.cat_file(f"{folder}/state.json"))
     tables: list[Rows] = []
     for each in state["_data_files"]:
@@ -184,8 +183,7 @@ def _read(files: Any, name: str) -> Rows:
             "directory that datasets saved"
         )
     if kind == "parquet":
-        import pyarrow.parquet as pq
-
+        pq = import_package("pyarrow.parquet", "pyarrow")
         with files.open(name, "rb") as stream:
             return _ArrowRows(pq.read_table(stream))
     compressed = not name.endswith(".jsonl")

@@ -131,9 +131,7 @@ class GymnasiumEnvironment:
 
 
 def _make(options: GymnasiumOptions) -> Any:
-    gymnasium: Any = import_package(
-        "gymnasium", "the environment gymnasium", "pip install gymnasium, into environment.python"
-    )
+    gymnasium = import_package("gymnasium", "gymnasium")
     try:
         made = gymnasium.make(options.id, **options.make_options)
         modes = made.metadata.get("render_modes") or ()
@@ -143,7 +141,8 @@ def _make(options: GymnasiumOptions) -> Any:
     except Exception as error:
         raise ConfigError(
             f"the environment {options.id!r} of gymnasium cannot be made with the make_options "
-            f"{options.make_options!r}: {type(error).__name__}: {error}"
+            f"{options.make_options!r}: {type(error).__name__}: {error}",
+            remedy="correct the option id or make_options, or install what it needs",
         ) from error
     return made
 

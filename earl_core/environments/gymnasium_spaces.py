@@ -112,7 +112,7 @@ def uncoloured(rendered: str) -> str:
 
 def _style(codes: str) -> str:
     words = []
-    for code in map(int, codes.split(";")):
+    for code in (int(each or 0) for each in codes.split(";")):
         for first, before in ((30, ""), (40, "on ")):
             if 0 <= code - first < len(_COLOURS):
                 words.append(before + _COLOURS[code - first])

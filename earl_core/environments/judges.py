@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from earl_core.environments.endpoints import open_endpoint
 from earl_core.system.errors import ConfigError, EarlError
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
@@ -52,7 +53,8 @@ class Judge:
     ) -> None:
         self._url = _checked_url(base_url) + "/chat/completions"
         self._key, self._timeout = api_key, timeout_seconds
-        self._prompt, self._fields = prompt, {"model": model, **(request or {})}
+        self._prompt = _checked_text("prompt", prompt)
+        self._fields = {"model": _checked_text("model", model), **(request or {})}
         if temperature is not None:
             self._fields["temperature"] = temperature
         try:
@@ -103,7 +105,7 @@ class RewardModel:
     ) -> None:
         self._url = _checked_url(base_url) + "/classify"
         self._key, self._timeout, self._index = api_key, timeout_seconds, index
-        self._fields = {"model": model, "use_activation": activation}
+        self._fields = {"model": _checked_text("model", model), "use_activation": activation}
 
     def __call__(self, episode: Mapping[str, Any]) -> float:
         """The score. Raises `JudgeFailed`."""
@@ -116,9 +118,15 @@ class RewardModel:
 
 
 def _checked_url(base_url: str) -> str:
-    if not re.match(r"https?://", base_url):
+    if not re.match(r"https?://", _checked_text("base_url", base_url)):
         raise ConfigError(f"base_url is {base_url!r}: begin it with http:// or https://")
     return base_url.rstrip("/")
+
+
+def _checked_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r}: write a text")
+    return value
 
 
 def _field(episode: Mapping[str, Any], name: str) -> str:
@@ -143,15 +151,6 @@ def _field(episode: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key is for the endpoint that was named; a redirect is an error with its status."""
-
-    def redirect_request(self, *_: Any) -> None: ...
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects)
-
-
 def _post(url: str, key: str, body: Mapping[str, Any], timeout_seconds: float) -> Any:
     """The JSON that is answered. Raises `JudgeFailed`."""
     headers = {"Content-Type": "application/json"}
@@ -159,7 +158,7 @@ def _post(url: str, key: str, body: Mapping[str, Any], timeout_seconds: float) -
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with _OPENER.open(request, timeout=timeout_seconds) as reply:
+        with open_endpoint(request, timeout_seconds) as reply:
             return json.loads(reply.read())
     except urllib.error.HTTPError as error:
         said = error.read(_SHOWN).decode(errors="replace")

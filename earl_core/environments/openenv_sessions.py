@@ -15,12 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.options import lacking
+from earl_core.environments.endpoints import is_local, open_endpoint
 from earl_core.system.errors import ConfigError, EarlError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import import_object, import_package
 
 _SCHEMA_SECONDS = 10.0
 _FREE_SECONDS, _FREE_POLL_SECONDS = 20.0, 0.1
@@ -69,12 +68,10 @@ class Hosted:
     deterministic = True
 
     def __init__(self, environment: str, action: str, options: Mapping[str, Any]) -> None:
-        try:
-            from openenv.core.env_server import interfaces
-            from openenv.core.env_server.serialization import deserialize_action
-        except ImportError as error:
-            raise lacking("openenv", error) from error
-        self._interface, self._deserialize = interfaces.Environment, deserialize_action
+        server = "openenv.core.env_server"
+        self._interface = import_package(f"{server}.interfaces", "openenv").Environment
+        serialization = import_package(f"{server}.serialization", "openenv")
+        self._deserialize = serialization.deserialize_action
         kind = import_object(environment, "the option environment")
         self._action = import_object(action, "the option action")
         if getattr(kind, "REQUIRES_SINGLE_THREAD_EXECUTOR", False):
@@ -126,16 +123,11 @@ class Remote:
     deterministic = False
 
     def __init__(self, url: str, token: str | None) -> None:
-        try:
-            from websockets.asyncio import client
-        except ImportError as error:
-            raise lacking("websockets", error) from error
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-        self._connect = client.connect
+        self._connect = import_package("websockets.asyncio.client", "websockets").connect
         self._socket: Any = None
-        self.schema = _schema(self._url, tuple(self._headers.items()), self._local)
+        self.schema = _schema(self._url, tuple(self._headers.items()))
 
     async def reset(self, arguments: Mapping[str, Any]) -> Observed:
         """See `Session`. Waits for a session where the server has all that it allows in use."""
@@ -165,7 +157,7 @@ class Remote:
                 await socket.close()
 
     async def _open(self) -> None:
-        options: dict[str, Any] = {"proxy": None} if self._local else {}
+        options: dict[str, Any] = {"proxy": None} if is_local(self._url) else {}
         try:
             self._socket = await self._connect(
                 f"ws{self._url.removeprefix('http')}/ws",
@@ -219,12 +211,11 @@ def _invalid(errors: Any) -> Invalid:
 
 
 @lru_cache
-def _schema(url: str, headers: tuple[tuple[str, str], ...], local: bool) -> dict[str, Any]:
+def _schema(url: str, headers: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     """Of the server's actions; asked for once by each process. Raises ConfigError."""
     request = urllib.request.Request(f"{url}/schema", headers=dict(headers))
-    proxies = [urllib.request.ProxyHandler({})] if local else []
     try:
-        with urllib.request.build_opener(*proxies).open(request, timeout=_SCHEMA_SECONDS) as reply:
+        with open_endpoint(request, _SCHEMA_SECONDS) as reply:
             schema: dict[str, Any] = json.load(reply)["action"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 import types
 from collections.abc import Mapping
 from typing import (
@@ -69,15 +68,6 @@ def check_pattern(name: str, pattern: str) -> None:
         raise ValueError(f"{name} is no regular expression: {error}; correct it") from error
     if groups > 1:
         raise ValueError(f"{name} has several groups: use one, or none, for what is meant")
-
-
-def lacking(package: str, error: ImportError) -> ConfigError:
-    """What is raised where the hosts' Python has not what an adapter needs."""
-    return ConfigError(
-        f"{sys.executable} has no package {package} ({error})",
-        remedy=f"install it there, {sys.executable} -m pip install {package}, or name by "
-        "environment.python an interpreter that has it",
-    )
 
 
 class _Wrong(Exception):

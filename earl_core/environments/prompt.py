@@ -39,6 +39,10 @@ class PromptOptions(Options):
     system_prompt: str | None = None
     reward_function: str = "earl_core.environments.rewards:exact_match"
 
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path is empty: name a file, a directory or a URL")
+
 
 class PromptEnvironment:
     """One question, one answer, one reward. The prompt index modulo the number of rows is the row.

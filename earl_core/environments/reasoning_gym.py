@@ -126,8 +126,7 @@ def _check(config: Mapping[str, Any], level: int | Mapping[str, int] | None) -> 
 
 
 def _library() -> Any:
-    remedy = "pip install reasoning-gym, into environment.python"
-    return import_package("reasoning_gym", "the environment reasoning_gym", remedy)
+    return import_package("reasoning_gym", "reasoning-gym")
 
 
 @lru_cache(maxsize=8)

@@ -46,7 +46,14 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
         environment: Environment = factory(parse_options(factory.options_model, options, name))
         return environment
     if name.startswith(PREFIX):
-        return AgentEnvironment(name.removeprefix(PREFIX), options)
+        path = name.removeprefix(PREFIX)
+        if ":" not in path:
+            raise ConfigError(
+                f"there is no agent {path!r}",
+                remedy="use verifiers, or the import path of a function of your own, like "
+                "'package.module:function'",
+            )
+        return AgentEnvironment(path, options)
     factory = _own_class(name)
     try:
         created = factory(**options)
@@ -78,6 +85,10 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _own_class(name: str) -> Any:
     if ":" not in name:
         known = (each for each in BUILT_IN if not each.startswith(PREFIX))
+        if f"{PREFIX}{name}" in BUILT_IN:
+            raise ConfigError(
+                f"{name!r} is an agent", remedy="name it by environment.agent, without a name"
+            )
         raise ConfigError(
             f"there is no environment {name!r}",
             remedy=f"use one of {', '.join(known)}, or the import path of a class of your own, "

@@ -206,8 +206,7 @@ def _seed(text: str) -> int:
 
 
 def _textarena() -> Any:
-    remedy = "pip install 'earl-rl[textarena]'"
-    return import_package("textarena", "the environment textarena", remedy)
+    return import_package("textarena", "textarena")
 
 
 def _make_game(options: TextArenaOptions) -> Any:

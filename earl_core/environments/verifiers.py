@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 
 from earl_core.environments.agent import MODEL, OPPONENT, episode_result
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.options import Options, at_least, lacking
+from earl_core.environments.options import Options, at_least
 from earl_core.system.errors import ConfigError, EarlError
+from earl_core.system.import_path import import_package
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,7 @@ class _World:
             return cls._made[key]
 
     def __init__(self, options: VerifiersOptions) -> None:
-        try:
-            import verifiers.v1 as verifiers
-        except ImportError as error:
-            raise lacking("verifiers", error) from error
+        verifiers = import_package("verifiers.v1", "verifiers")
         self._verifiers = verifiers
         self._keys = itertools.count()
         self._loading = threading.Lock()

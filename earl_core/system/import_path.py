@@ -62,12 +62,18 @@ def import_object(path: str, what: str) -> Any:
         ) from error
 
 
-def import_package(name: str, what: str, remedy: str) -> Any:
-    """The package that `what` needs. Raises `ConfigError` with the remedy where it is missing."""
+def import_package(module: str, package: str) -> Any:
+    """A module of a package that the hosts' Python may lack. Raises `ConfigError` if it does.
+
+    package: what one installs, such as "reasoning-gym".
+    """
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"{what} needs the package {name} ({error})", remedy=remedy) from error
+        raise ConfigError(
+            f"{sys.executable} has no package {package} ({error})",
+            remedy="install it there, or name by environment.python an interpreter that has it",
+        ) from error
 
 
 def load_object(path: str) -> Any:

@@ -213,7 +213,10 @@ def init(
 def environment_check(
     target: Annotated[
         str,
-        typer.Argument(help="package.module:Class or a built-in name; or a run file or recipe."),
+        typer.Argument(
+            help="package.module:Class or a built-in name; agent:package.module:function; or a "
+            "run file or recipe."
+        ),
     ],
     options: Annotated[
         str | None, typer.Option(metavar="YAML", help="Options of the class: '{limit: 50}'.")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from earl_core.config import load_config
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.config.load import explain, recipe_names
+from earl_core.config.refusal import refuse_override
+from earl_core.environments.agent import PREFIX
 from earl_core.environments.registry import BUILT_IN
 from earl_core.environments.trial.findings import examine
 from earl_core.system.errors import ConfigError
@@ -20,9 +27,11 @@ from flows.cli.tables import make_console
 def check(target: str, options: str | None, python: str | None, episodes: int, turns: int) -> int:
     """Print what was found; 1 if something breaks training, else 0.
 
-    target: an environment's name or import path, or a run file or recipe, whose environments are
-    tried. options: YAML of the former. Raises ConfigError.
+    target: an environment's name or import path, that of an agent after "agent:", or a run file or
+    recipe, whose environments are tried. options: YAML of the former. Raises ConfigError.
     """
+    # Folders of the hosts go with the command.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = make_console()
     levels: Counter[Level] = Counter()
     for name, environment in _chosen(target, options, python).items():
@@ -36,8 +45,20 @@ def check(target: str, options: str | None, python: str | None, episodes: int, t
 
 def _chosen(target: str, options: str | None, python: str | None) -> dict[str, EnvironmentConfig]:
     if target in BUILT_IN or ":" in target:
+        agent = target.removeprefix(PREFIX) if target.startswith(PREFIX) else None
+        name = None if agent else target
         given = _mapping(options)
-        return {target: EnvironmentConfig(name=target, options=given, python=python)}
+        try:
+            chosen = EnvironmentConfig(name=name, agent=agent, options=given, python=python)
+        except ValidationError as error:
+            raise ConfigError(explain(error, target)) from error
+        return {target: chosen}
+    if not Path(target).suffix and not Path(target).exists() and target not in recipe_names():
+        raise ConfigError(
+            f"{target!r} is no environment, run file or recipe",
+            remedy=f"name one of {', '.join(BUILT_IN)}, package.module:Class, a file, or one of "
+            f"the recipes {', '.join(recipe_names())}",
+        )
     if options is not None or python is not None:
         raise ConfigError(
             f"--options and --python are for one environment, and {target!r} is a configuration",
@@ -60,4 +81,6 @@ def _mapping(options: str | None) -> dict[str, Any]:
         raise ConfigError(
             f"--options {options!r} is no mapping", remedy="write YAML, such as '{limit: 50}'"
         )
+    for key, value in read.items():
+        refuse_override(str(key), value)
     return read

@@ -26,6 +26,12 @@ def create_project(directory: Path) -> None:
     _check_name(name)
     if where.exists() and (not where.is_dir() or any(where.iterdir())):
         raise ConfigError(f"{directory} is there and not empty", remedy="name another directory")
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be made: {error.strerror}", remedy="name another directory"
+        ) from error
     for source in sorted(TEMPLATE.rglob("*")):
         if not source.is_file() or "__pycache__" in source.parts:
             continue
@@ -51,5 +57,5 @@ def _check_name(name: str) -> None:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:
             return
-        why = f"the name of a package that is installed: {found.origin}"
+        why = f"the name of a module that is there already: {found.origin}"
     raise ConfigError(f"{name!r} is {why}", remedy="call the directory something else")

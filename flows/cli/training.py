@@ -103,7 +103,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     """Refuse at once what cannot work, before a server or a worker is started.
 
     Raises `ConfigError` or `InUse`. The controller checks again, and
-    more: this is the part that takes no process.
+    more: this is the part that takes no rank.
     """
     parts = [configuration.references, configuration.model, configuration.stages]
     # Code of the user's runs in worker processes only; the controller checks it there.

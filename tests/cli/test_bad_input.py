@@ -115,8 +115,13 @@ def test_a_prefect_server_that_does_not_answer(fresh_earl: Earl) -> None:
     ],
 )
 def test_an_environment_of_ones_own_that_cannot_work(
-    earl: Earl, source: str | None, words: list[str]
+    earl: Earl,
+    source: str | None,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(earl.environment, "TMPDIR", str(tmp_path))
     module = Path(earl.directory) / "ghost.py"
     if source is not None:
         module.write_text(source)
@@ -129,6 +134,7 @@ def test_an_environment_of_ones_own_that_cannot_work(
     assert code == 2
     assert is_one_block(text), text
     assert all(word in text for word in words), text
+    assert not list(tmp_path.glob("earl-*"))
 
 
 def test_debug_shows_the_traceback(fresh_earl: Earl) -> None:

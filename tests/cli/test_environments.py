@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cli.conftest import Earl
 
 GAME = """
@@ -40,3 +42,21 @@ def test_the_environments_of_a_configuration_are_checked(fresh_earl: Earl) -> No
     wrong = fresh_earl.run("env", "check", "tictactoe_tiny", "--options", "{}")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: --options and --python are for one environment")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gymnasum"], "'gymnasum' is no environment, run file or recipe: name one of tic_tac_toe"),
+        (["gone.yaml"], "gone.yaml cannot be read"),
+        (["prompt", "--options", "{api_key: hunter2}"], "api_key holds a secret"),
+        (["prompt", "--options", "{path: .nan}"], "options: path is nan: give it a finite number"),
+        (["prompt", "--options", "[path]"], "is no mapping"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused(
+    fresh_earl: Earl, arguments: list[str], words: str
+) -> None:
+    refused = fresh_earl.run("env", "check", *arguments)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert words in refused.stderr

@@ -56,9 +56,10 @@ def test_a_new_project_trains(earl: Earl) -> None:
         ("json", "'json' is a name that Python, EARL or the project uses itself"),
         ("flows", "uses itself: call the directory something else"),
         ("tests", "uses itself"),
-        ("numpy", "the name of a package that is installed"),
+        ("numpy", "the name of a module that is there already"),
         ("full", "full is there and not empty: name another directory"),
         ("file", "file is there and not empty"),
+        ("file/game", "file/game cannot be made: Not a directory: name another directory"),
     ],
 )
 def test_what_cannot_become_a_project_is_refused(fresh_earl: Earl, name: str, words: str) -> None:

@@ -18,13 +18,17 @@ from earl_core.algorithms.aggregation import AGGREGATIONS, Totals
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.objective import Objective
 from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
-from earl_core.config import load_config
+from earl_core.config import load_config, parse_config
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.config.load import RECIPES
+from earl_core.environments.options import parse_options
 from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.registry import BUILT_IN
 from earl_core.environments.trial.findings import examine
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.system.import_path import load_object
 from tests.algorithms.central import compute_advantages
 from tests.environments.test_tools import call, calling, texts
 from tests.rollout.asking import answering, limits, specs
@@ -64,6 +68,27 @@ def test_an_environment_of_ones_own(directory: Path) -> None:
     findings = examine(EnvironmentConfig(**page.settings["environment"]), episodes=9)
     assert [finding for finding in findings if finding.level in ("blocks", "warning")] == []
     exec(compile(page.snippets[0], "own-environment.md", "exec"), {})
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in PAGES.glob("*.md")))
+def test_settings_are_accepted(name: str, directory: Path) -> None:
+    Page(name, directory)
+    told = yaml.safe_load((RECIPES / "tictactoe_tiny.yaml").read_text())
+    for language, text in _BLOCK.findall((PAGES / name).read_text()):
+        if language != "yaml":
+            continue
+        block = yaml.safe_load(text)
+        if "environment" in block or "environments" in block:
+            told.pop("environment", None)
+            told.pop("environments", None)
+        for section, settings in block.items():
+            both = isinstance(settings, dict) and isinstance(told.get(section), dict)
+            told[section] = told[section] | settings if both else settings
+        config = parse_config(told)
+        for environment in (*config.played.values(), *config.evaluation.suites):
+            if environment.played in BUILT_IN:
+                model = load_object(BUILT_IN[environment.played]).options_model
+                parse_options(model, environment.options, environment.played)
 
 
 def test_tools_of_ones_own(directory: Path) -> None:

@@ -136,7 +136,7 @@ async def test_reward_functions_run_there_too(python: str) -> None:
         ({"name": "no_such_module:World"}, "cannot be imported: ModuleNotFoundError"),
         (
             {"name": "textarena", "options": {"game": "Nim-v0"}},
-            "the environment textarena needs the package textarena",
+            "bin/python has no package textarena",
         ),
         ({"name": "openenv", "options": HOSTED}, "bin/python has no package openenv"),
         ({"name": None, "agent": "verifiers", "options": {"env": {}}}, "has no package verifiers"),

@@ -145,6 +145,9 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
         (f"{USER}:Refusing", {}, "no sandbox here"),
         (f"{USER}:NotAnEnvironment", {}, "must have the methods reset"),
         ("prompt", {}, "option 'path' is missing"),
+        ("prompt", {"path": ""}, "option path is empty: name a file"),
+        ("verifiers", {}, "'verifiers' is an agent: name it by environment.agent"),
+        ("agent:verifers", {}, "no agent 'verifers': use verifiers, or the import path"),
     ],
 )
 def test_the_registry_explains(name: str, options: dict[str, Any], match: str) -> None:

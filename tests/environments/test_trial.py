@@ -78,6 +78,12 @@ def test_what_cannot_be_replayed_may_say_so_and_what_cannot_be_made_is_refused()
     assert level == "blocks"
 
 
+def test_what_asks_the_policy_is_told_that_there_is_none() -> None:
+    ((text, level),) = worse(tried("Asking", episodes=2)).items()
+    assert "the attribute `policy` is None here" in text
+    assert level == "blocks"
+
+
 def test_a_step_over_its_deadline_is_named() -> None:
     slow = {"step_timeout_seconds": 0.3, "options": {"turns": 2, "pause": 30.0}}
     found = worse(tried("Pausing", episodes=2, **slow))

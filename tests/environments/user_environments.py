@@ -342,6 +342,17 @@ class Held(Trying):
         return super().step(text)
 
 
+class Asking(Trying):
+    """Plays against the policy, and counts on it."""
+
+    wants_policy = True
+    policy: dict[str, str] | None = None
+
+    def step(self, text: str) -> StepResult:
+        assert self.policy is not None
+        return super().step(text)
+
+
 class Named(Trying):
     """Names fewer characters than it shows."""
 

@@ -284,6 +284,7 @@ JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": "?"}
         ("judge", {"model": "m"}, "missing 2 required keyword-only arguments"),
         ("judge", {**JUDGE, "pattern": "score"}, "has no group"),
         ("judge", {**JUDGE, "scale": [1, 1]}, "write [least, greatest]"),
+        ("judge", {**JUDGE, "prompt": 3}, "prompt is 3: write a text"),
         ("reward_model", {"base_url": "host:1", "model": "m"}, "begin it with http://"),
     ],
 )

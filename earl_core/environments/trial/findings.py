@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.environments.trial.plays import Difference
+from earl_core.environments.trial.plays import Difference, Played
 from earl_core.environments.trial.trial import EPISODES, TURNS, Trial, try_out
 from earl_core.environments.trial.usage import Usage
 from earl_core.system.errors import ConfigError
@@ -91,13 +92,24 @@ def _failures(trial: Trial) -> Iterator[Finding]:
             "blocks",
             f"{count} of {number} failed ({error.reason}), first {text} in the episode "
             f"({each.prompt}, {each.seed}): {_cut(last.strip())}",
-            _REMEDIES.get(error.reason, ""),
+            _remedy(trial, each),
         )
+
+
+def _remedy(trial: Trial, failed: Played) -> str:
+    assert failed.failure is not None
+    reason = failed.failure.reason
+    if reason == "exception" and trial.wants_policy:
+        return "the attribute `policy` is None here: do without an answer then"
+    if reason == "exception" and not failed.texts:
+        return "every prompt and seed has to begin"
+    return _REMEDIES.get(reason, "")
 
 
 def _replays(trial: Trial) -> Iterator[Finding]:
     if not trial.deterministic:
-        yield Finding("note", "deterministic = False: a lost host's episodes are played anew")
+        why = "it asks the policy" if trial.wants_policy else "deterministic = False"
+        yield Finding("note", f"{why}: a lost host's episodes are played anew")
         return
     advice = ""
     where: tuple[Difference | None, str] = (None, "")
@@ -163,7 +175,7 @@ def _times(seconds: list[float]) -> str:
     if not seconds:
         return "never"
     ordered = sorted(1000 * each for each in seconds)
-    middle, late = statistics.median(ordered), ordered[int(0.95 * (len(ordered) - 1))]
+    middle, late = statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1]
     return f"{middle:.1f} ms (95 %: {late:.1f}, most: {ordered[-1]:.1f})"
 
 

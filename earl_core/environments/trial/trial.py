@@ -21,15 +21,16 @@ _SECONDS = 20.0
 class Trial:
     """What was seen of an environment.
 
-    deterministic, concurrent, characters: what the class says of itself. played: the first plays,
-    one after the other. again, beside, elsewhere: the first difference of the same episodes played
-    once more in the same process, all at once, and in a fresh process. growth: of what the process
-    holds, for each episode; None where it was lost. in_turn, at_once: seconds of the second plays
-    and of those side by side. computed: seconds of the processor in the latter.
+    deterministic, concurrent, wants_policy, characters: what the class says of itself. played: the
+    first plays, one after the other. again, beside, elsewhere: the first difference of the same
+    episodes played once more in the same process, all at once, and in a fresh process. growth: of
+    what the process holds, for each episode; None where it was lost. in_turn, at_once: seconds of
+    the second plays and of those side by side. computed: seconds of the processor in the latter.
     """
 
     deterministic: bool
     concurrent: bool
+    wants_policy: bool
     characters: str
     turns: int
     played: list[Played]
@@ -75,6 +76,7 @@ async def try_out(
     return Trial(
         deterministic=pool.deterministic,
         concurrent=pool.concurrent,
+        wants_policy=pool.wants_policy,
         characters=pool.characters,
         turns=turns,
         played=played,
