@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from earl_core.environments.base import Message
+from earl_core.rollout.sized_cache import SizedCache
 from earl_core.rollout.special_tokens import SpecialTokens
 from earl_core.rollout.tool_calls import NO_TOOLS, Answer, ToolParser, Tools, call_id, parser_of
 from earl_core.rollout.tool_prompt import in_words
@@ -36,8 +37,6 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MARK = "earlanswermark"
 _QUESTION: Message = {"role": "user", "content": "question"}
 _CACHED_ANSWER_LENGTH = 8
-_CACHE_SIZE = 4 * 2**20
-_ENTRY_SIZE = 32
 _MOST_TOOLS = 256
 
 _TOOL = Tools(
@@ -55,8 +54,6 @@ _TOOL = Tools(
 _RESULT: Message = {"role": "tool", "content": "1", "tool_call_id": call_id(0), "name": "tool"}
 
 _Key = tuple[str, ...]
-K = TypeVar("K")
-V = TypeVar("V", bound=Sized)
 
 
 class ChatTokenizer:
@@ -88,9 +85,9 @@ class ChatTokenizer:
         self.longest = max(map(len, names))
         """Characters that one token may stand for."""
         self._bytes = frozenset(number for name, number in names.items() if _BYTE.fullmatch(name))
-        self._first: _SizedCache[_Key, list[int]] = _SizedCache()
-        self._following: _SizedCache[_Key, list[int]] = _SizedCache()
-        self._texts: _SizedCache[tuple[int, ...], str] = _SizedCache()
+        self._first: SizedCache[_Key, list[int]] = SizedCache()
+        self._following: SizedCache[_Key, list[int]] = SizedCache()
+        self._texts: SizedCache[tuple[int, ...], str] = SizedCache()
         closing = self._after_answer([], NO_TOOLS, add_generation_prompt=False)
         self._end_of_turn = self.encode(closing) if closing else []
         self._stable = {NO_TOOLS.key: self._probe_stability(NO_TOOLS)}
@@ -382,21 +379,3 @@ def _key(messages: Sequence[Message], tools: Tools) -> _Key:
         if len(message) > 2:
             key.append(json.dumps(message))
     return tuple(key)
-
-
-class _SizedCache(Generic[K, V]):
-    """A dictionary of sized values that starts anew when they are too many together."""
-
-    def __init__(self) -> None:
-        self._values: dict[K, V] = {}
-        self._size = 0
-
-    def of(self, key: K, make: Callable[[], V]) -> V:
-        if key not in self._values:
-            value = make()
-            self._size += len(value) + _ENTRY_SIZE
-            if self._size > _CACHE_SIZE:
-                self._values.clear()
-                self._size = len(value) + _ENTRY_SIZE
-            self._values[key] = value
-        return self._values[key]

@@ -34,6 +34,13 @@ HERE = "tests.experience.scoring_functions"
 BRIEF = {"function": f"{HERE}:brief", "weight": -0.5, "options": {"most": 10}}
 RIGHT = {"function": f"{HERE}:right", "label": "truth", "weight": 2.0}
 BY_NUMBER = {"function": f"{HERE}:by_number"}
+SEVERAL = {
+    "functions": [BRIEF, RIGHT, BY_NUMBER],
+    "environment_weight": 0.5,
+    "retries": 0,
+    "timeout_seconds": 0.5,
+    "max_failed_share": 0.65,
+}
 
 
 def told(number: int, group: int) -> Episode:
@@ -105,14 +112,7 @@ def test_functions_get_the_whole_episode(tmp_path: Path) -> None:
 
 
 def test_held_out_episodes_are_rated_as_the_stage_does(tmp_path: Path) -> None:
-    reward = {
-        "functions": [BRIEF, RIGHT, BY_NUMBER],
-        "environment_weight": 0.5,
-        "retries": 0,
-        "timeout_seconds": 0.5,
-        "max_failed_share": 0.65,
-    }
-    config = configuration(tmp_path, reward)
+    config = configuration(tmp_path, SEVERAL)
     store = ShardStore(tmp_path / "shm", 2**30)
     episodes = deepcopy(EPISODES)
 
@@ -137,14 +137,7 @@ def test_held_out_episodes_are_rated_as_the_stage_does(tmp_path: Path) -> None:
 
 
 def test_three_ranks_weigh_scores_and_leave_out_what_failed(tmp_path: Path) -> None:
-    reward = {
-        "functions": [BRIEF, RIGHT, BY_NUMBER],
-        "environment_weight": 0.5,
-        "retries": 0,
-        "timeout_seconds": 0.5,
-        "max_failed_share": 0.65,
-    }
-    config = configuration(tmp_path, reward, advantage="turn_returns")
+    config = configuration(tmp_path, SEVERAL, advantage="turn_returns")
     ranks = Ranks(tmp_path, config)
     try:
         rollout = rolled_out(ranks.store)
