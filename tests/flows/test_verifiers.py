@@ -62,8 +62,13 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Guessing(ScriptedEngine):
     """Who begins says 5, the other 1."""
 
+    _begins: int | None = None
+
     def _answer(self, request: GenerationRequest) -> Completion:
-        (said,) = TOKENIZER.encode("51"[request.sequence_id % 2], add_special_tokens=False)
+        if self._begins is None:
+            self._begins = request.sequence_id
+        word = "5" if request.sequence_id == self._begins else "1"
+        (said,) = TOKENIZER.encode(word, add_special_tokens=False)
         return replace(super()._answer(request), tokens=[said, STOP])
 
 
