@@ -12,7 +12,7 @@ from earl_core.trajectory.samples import Episode
 
 
 def count_passes(episodes: Iterable[Episode], passing_return: float) -> dict[str, int]:
-    """How many prompts had c of n attempts pass, by "c/n". Failed attempts were none."""
+    """How many prompts had c of n attempts pass, by "c/n"; attempts that failed are left out."""
     passed: dict[int, list[bool]] = {}
     for episode in episodes:
         if not episode.failed:
