@@ -1,0 +1,83 @@
+"""Commands around runs: this machine, the servers, the begin of a project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.arguments import Debug, RunsDirectory
+from flows.cli.errors import reported
+
+app = typer.Typer()
+environments = typer.Typer(help="Try environments of your own.", no_args_is_help=True)
+app.add_typer(environments, name="env")
+
+
+@app.command()
+def doctor(
+    config: Annotated[str | None, typer.Argument(help="A run file to check as well.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Check this machine: versions, memory, ports, model, offline settings."""
+    with reported(debug):
+        from flows.cli.doctor import doctor as run_doctor
+
+        raise typer.Exit(run_doctor(config))
+
+
+@app.command()
+def init(
+    directory: Annotated[
+        Path, typer.Argument(help="New or empty; its name becomes the package's.")
+    ],
+    debug: Debug = False,
+) -> None:
+    """Begin a project: an environment, a reward, a run file and a test that runs."""
+    with reported(debug):
+        from flows.cli.project import create_project
+
+        create_project(directory)
+
+
+@environments.command("check")
+def environment_check(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:Class or a built-in name; agent:package.module:function; or a "
+            "run file or recipe."
+        ),
+    ],
+    options: Annotated[
+        str | None, typer.Option(metavar="YAML", help="Options of the class: '{limit: 50}'.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Another interpreter that has the class's packages.")
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=2, help="Played four times each.")] = 18,
+    turns: Annotated[int, typer.Option(min=1, help="An episode is given up after these.")] = 100,
+    debug: Debug = False,
+) -> None:
+    """Play an environment with random texts, replay it, and say what breaks training.
+
+    The exit status is 1 if something does. Its code runs in processes of its own.
+    """
+    with reported(debug):
+        from flows.cli.environments import check
+
+        raise typer.Exit(check(target, options, python, episodes, turns))
+
+
+@app.command()
+def server(
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 4200,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Serve Prefect's web pages and its API, with a password, until Ctrl-C."""
+    with reported(debug):
+        from flows.cli.serving import serve
+
+        serve(runs_directory, port)

@@ -1,0 +1,134 @@
+"""Commands on runs: train, resume, evaluate, play, serve."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flows.cli.arguments import Checkpoint, Debug, Overrides, Plain, Run, RunsDirectory, Temperature
+from flows.cli.errors import reported
+
+app = typer.Typer()
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="A recipe, such as tictactoe_tiny, or a run file.")],
+    name: Annotated[str | None, typer.Option(help="Name of the run; else the file's.")] = None,
+    overrides: Overrides = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
+    plain: Plain = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model. A run that exists already is continued."""
+    with reported(debug):
+        from flows.cli.training import train as run_training
+
+        given = [f"name={name}"] if name else []
+        given += [f"iterations={iterations}"] if iterations else []
+        run_training(config, [*(overrides or []), *given], plain)
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
+    plain: Plain = False,
+    debug: Debug = False,
+) -> None:
+    """Train SmolLM2-135M at tic-tac-toe, in minutes on two CPU cores: the recipe `demo`."""
+    with reported(debug):
+        from flows.cli.training import demo as run_demo
+
+        given = [f"iterations={iterations}"] if iterations else []
+        run_demo([*(overrides or []), *given], plain)
+
+
+@app.command()
+def resume(
+    run: Run,
+    overrides: Overrides = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="N|initial",
+            help="Go back to this iteration's checkpoint first; what came later is set aside.",
+        ),
+    ] = None,
+    runs_directory: RunsDirectory = "runs",
+    plain: Plain = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a run that was stopped or killed; nothing that is finished is repeated.
+
+    If its last checkpoint is damaged, the last whole one is taken.
+    """
+    with reported(debug):
+        from flows.cli.training import resume as run_resume
+
+        run_resume(run, overrides or [], runs_directory, plain, start)
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    checkpoint: Checkpoint = "last",
+    episodes: Annotated[int | None, typer.Option(min=1, help="Games to play.")] = None,
+    temperature: Temperature = None,
+    overrides: Overrides = None,
+    runs_directory: RunsDirectory = "runs",
+    plain: Plain = False,
+    debug: Debug = False,
+) -> None:
+    """Play held-out games with a checkpoint and count the outcomes. The run may be training."""
+    with reported(debug):
+        from flows.cli.evaluating import evaluate as run_evaluation
+
+        path = (run, runs_directory)
+        run_evaluation(path, checkpoint, episodes, temperature, overrides or [], plain)
+
+
+@app.command()
+def play(
+    run: Run,
+    me: Annotated[bool, typer.Option("--me", help="Play against it yourself.")] = False,
+    games: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this many; else until Ctrl-C.")
+    ] = None,
+    checkpoint: Checkpoint = "last",
+    temperature: Temperature = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the first game; else random.")] = None,
+    overrides: Overrides = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Watch a checkpoint play game after game, or play against it."""
+    with reported(debug):
+        from earl_core.run.record import stored_config
+        from flows.cli.playing import play as run_play
+        from flows.cli.serving import find_run
+
+        path = find_run(run, runs_directory)
+        config = stored_config(path, overrides or [])
+        run_play(path, config, checkpoint, me=me, games=games, temperature=temperature, seed=seed)
+
+
+@app.command()
+def serve(
+    run: Annotated[
+        str, typer.Argument(help="Name of a run, or its directory; or a model directory.")
+    ],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8001,
+    checkpoint: Checkpoint = "last",
+    temperature: Temperature = None,
+    overrides: Overrides = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Answer OpenAI's clients with a checkpoint, or with any model, until Ctrl-C."""
+    with reported(debug):
+        from flows.cli.policy_serve import serve as run_serve
+
+        run_serve((run, runs_directory), checkpoint, overrides or [], port, temperature)
