@@ -102,7 +102,7 @@ def _example(one: int, other: int) -> list[Message]:
 
 def main() -> None:
     made = parser("SmolLM2-135M learns to call a calculator.")
-    made.add_argument("--iterations", type=int, default=16)
+    made.add_argument("--iterations", type=int, default=6)
     made.add_argument("--directory", type=Path, help="kept, and gone on with")
     options = made.parse_args()
     if options.quick:
