@@ -20,7 +20,7 @@ from earl_core.environments.registry import BUILT_IN
 from earl_core.environments.trial.findings import examine
 from earl_core.system.errors import ConfigError
 from earl_core.system.finding import Level
-from flows.cli.findings import show_findings
+from flows.cli.findings import show_findings, summary
 from flows.cli.tables import make_console
 
 
@@ -36,10 +36,7 @@ def check(target: str, options: str | None, python: str | None, episodes: int, t
     levels: Counter[Level] = Counter()
     for name, environment in _chosen(target, options, python).items():
         levels += show_findings(console, name, examine(environment, episodes, turns))
-    console.print(
-        f"\n{levels['blocks']} findings break training, {levels['warning']} deserve a look.",
-        style="bold",
-    )
+    console.print(f"\n{summary(levels, 'break', 'training')}", style="bold")
     return 1 if levels["blocks"] else 0
 
 

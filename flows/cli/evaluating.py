@@ -9,6 +9,7 @@ from rich.console import Console
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
+from earl_core.system.plural import plural
 from flows.cli.flow_command import FlowCommand, make_display
 from flows.cli.serving import find_run
 from flows.cli.tables import duration, make_console, rows_table
@@ -47,7 +48,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     metrics = result["metrics"]
     console.print(
         f"\n[bold]{result['run']}[/bold], {result['checkpoint']} (policy version "
-        f"{result['policy_version']}): {result['episodes']} held-out games in "
+        f"{result['policy_version']}): {plural(result['episodes'], 'held-out game')} in "
         f"{duration(metrics['seconds'])}",
         highlight=False,
     )

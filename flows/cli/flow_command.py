@@ -22,6 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from earl_core.system.plural import plural
 from flows import server
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
 from flows.cli.tables import (
@@ -290,7 +291,7 @@ class LiveDisplay(Display):
             times += f", about {duration(left * pace)} left"
         head = Table.grid(padding=(0, 1))
         head.add_row(
-            Text(f"{finished} of {self._iterations} iterations", style="bold"),
+            Text(f"{finished} of {plural(self._iterations, 'iteration')}", style="bold"),
             ProgressBar(total=self._iterations, completed=finished, width=30),
             Text(times, style="dim"),
         )

@@ -21,6 +21,7 @@ from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.environments.games.board_game import MARKS, BoardGame
 from earl_core.environments.registry import create
 from earl_core.system.errors import ConfigError
+from earl_core.system.plural import plural
 from earl_core.trajectory.samples import derive_seed
 from flows.cli.board import show
 from flows.cli.tables import make_console
@@ -126,8 +127,7 @@ def play(
     except (KeyboardInterrupt, EOFError):
         console.print()
     counted = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
-    games_word = "game" if outcomes.total() == 1 else "games"
-    console.print(f"{outcomes.total()} {games_word} played{': ' if counted else ''}{counted}")
+    console.print(f"{plural(outcomes.total(), 'game')} played{': ' if counted else ''}{counted}")
 
 
 def _watch(

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from earl_core.config import RunConfig
 from earl_core.config.table import resolved_rows
+from earl_core.system.plural import plural
 
 Row = Mapping[str, str]
 
@@ -143,7 +144,7 @@ def evaluation_text(line: Line) -> str:
         *(f"{name} {_interval(line, name)} %" for name in outcome_names([line])),
     ]
     told = ", ".join(part for part in parts if part)
-    return f"evaluation after {line['iteration']} iterations: {told}"
+    return f"evaluation after {plural(line['iteration'], 'iteration')}: {told}"
 
 
 def evaluation_table(lines: Sequence[Line]) -> Table:
