@@ -16,14 +16,14 @@ from types import ModuleType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from earl_core.system.plural import plural
 from flows import server
+from flows.cli.fitting import BarLine
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
 from flows.cli.tables import (
     Line,
@@ -231,6 +231,7 @@ class LiveDisplay(Display):
         self._stage, self._preparing = "starting", ""
         self._numbers: Event = {}
         self._spinner = Spinner("dots")
+        self._size = console.size
         self._live = Live(
             console=console, refresh_per_second=_PER_SECOND, get_renderable=self.screen
         )
@@ -274,6 +275,7 @@ class LiveDisplay(Display):
 
     def screen(self) -> RenderableType:
         """All that is shown now."""
+        self._redraw_if_resized()
         with self._changing:
             parts: list[RenderableType] = [self._head(), self._activity()]
             if self._rows:
@@ -282,30 +284,29 @@ class LiveDisplay(Display):
                 parts.append(evaluation_table(self._evaluations[-_EVALUATIONS_SHOWN:]))
             return Group(*parts)
 
-    def _head(self) -> Table:
+    def _redraw_if_resized(self) -> None:
+        """Terminals break the lines of a narrower window anew, each in its own way, so that nobody
+        knows where they stand: the screen is begun anew."""
+        before, self._size = self._size, self._console.size
+        if self._console.is_terminal and before != self._size:
+            self._console.control(Control.clear(), Control.home())
+
+    def _head(self) -> BarLine:
         finished = self._rows[-1]["iteration"] + 1 if self._rows else 0
         times = f"{duration(time.monotonic() - self._began)} so far"
         left = self._iterations - finished
         if left > 0 and len(self._ends) > 1:
             pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
             times += f", about {duration(left * pace)} left"
-        head = Table.grid(padding=(0, 1))
-        head.add_row(
-            Text(f"{finished} of {plural(self._iterations, 'iteration')}", style="bold"),
-            ProgressBar(total=self._iterations, completed=finished, width=30),
-            Text(times, style="dim"),
-        )
-        return head
+        text = f"{finished} of {plural(self._iterations, 'iteration')}"
+        done, total = finished, self._iterations
+        return BarLine(Text(text, style="bold"), Text(times, style="dim"), total, done)
 
-    def _activity(self) -> Table:
+    def _activity(self) -> BarLine:
         text = ": ".join(part for part in (self._stage, self._preparing) if part)
-        cells: list[RenderableType] = [self._spinner, Text(text, style="bold cyan")]
         done, total, _ = counted(self._numbers)
-        if total:
-            cells.append(ProgressBar(total=total, completed=done, width=20))
-        line = Table.grid(padding=(0, 1))
-        line.add_row(*cells, Text(numbers_text(self._numbers), style="dim"))
-        return line
+        numbers = Text(numbers_text(self._numbers), style="dim")
+        return BarLine(Text(text, style="bold cyan"), numbers, total, done, self._spinner)
 
     def __enter__(self) -> Display:
         super().__enter__()

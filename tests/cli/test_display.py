@@ -162,7 +162,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "starting the rollout worker",
         "iteration 0: return -0.250, win 25 %, illegal 50 %, context 51, max 76, rollout 2,047 "
         "tokens/s, update 9,152 tokens/s, 6.5 s",
-        "evaluation after 1 iterations: return +0.100, win 50 (40-60) %",
+        "evaluation after 1 iteration: return +0.100, win 50 (40-60) %",
         "iteration 1: rollout 40/64 episodes",
         "warning: the tracker is away",
     ]

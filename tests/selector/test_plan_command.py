@@ -75,7 +75,7 @@ def test_wrong_questions_say_what_to_change() -> None:
     with pytest.raises(ConfigError, match=r"qwen2\.5-7b"):
         find_model("gpt-9")
     for none in ("2x0xh100", "2x00xh100", "00x8xh100"):
-        with pytest.raises(ConfigError, match="16x8xh100-80gb"):
+        with pytest.raises(ConfigError, match="16x8xh100"):
             find_hardware(none)
     with pytest.raises(ConfigError, match="1K,8K,128K"):
         parse_contexts("many")
@@ -107,9 +107,7 @@ def test_numbers_that_no_model_has_are_refused(
 
 
 def test_too_few_episodes_for_any_mesh_are_not_called_a_lack_of_memory() -> None:
-    with pytest.raises(
-        NoFeasiblePlan, match=r"is on offer.* for 1 episodes: some would stand idle"
-    ):
+    with pytest.raises(NoFeasiblePlan, match=r"is on offer.* for 1 episode: some would stand idle"):
         select(given(8192.0, model="llama-3.1-8b", hosts=16, episodes=1))
 
 
