@@ -53,9 +53,9 @@ class StepResult:
     done: whether the episode is over.
     info: anything JSON can hold. At the end of an episode `info["outcome"]` (str: win, draw, loss,
         illegal, ...) is counted into the metrics, beside a zero for each that did not occur of
-        `info["outcomes"]` (list of str: all that there are); `info["metrics"]` (dict of real numbers between
-        -1e30 and 1e30, by name) is averaged; `info["scoring"]` is given to the run's reward
-        functions with the episode.
+        `info["outcomes"]` (list of str: all that there are); `info["metrics"]` (dict of real
+        numbers between -1e30 and 1e30, by name) is averaged; `info["scoring"]` is given to the
+        run's reward functions with the episode.
 
     A result that is otherwise costs its own episode only: "invalid_result".
     """

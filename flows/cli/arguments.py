@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+from earl_core.system.errors import ConfigError
 
 Run = Annotated[str, typer.Argument(help="Name of a run, or its directory.")]
 Overrides = Annotated[
@@ -14,6 +16,14 @@ Overrides = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Plain = Annotated[
     bool, typer.Option("--plain", help="One line per event instead of a live display.")
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing but warnings and errors, on stderr.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+JsonLines = Annotated[
+    bool,
+    typer.Option("--json", help="Print a line of JSON for each iteration and evaluation only."),
 ]
 RunsDirectory = Annotated[
     str, typer.Option("--runs-directory", help="Where runs given by name are looked for.")
@@ -26,6 +36,17 @@ Checkpoint = Annotated[
         help="The iteration whose checkpoint is used; initial: the model before training.",
     ),
 ]
+Show = Literal["live", "plain", "quiet", "json"]
+"""How a command tells of its work."""
+
+
+def show(plain: bool, quiet: bool, as_json: bool) -> Show:
+    """What these options ask for; refuses --quiet with --json."""
+    if quiet and as_json:
+        raise ConfigError("--quiet and --json exclude each other: drop one of them")
+    return "json" if as_json else "quiet" if quiet else "plain" if plain else "live"
+
+
 Temperature = Annotated[
     float | None,
     typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.  As in the run."),

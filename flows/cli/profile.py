@@ -8,7 +8,8 @@ from rich.console import Console
 
 from earl_core.config import load_config
 from earl_core.system.plural import plural
-from flows.cli.flow_command import FlowCommand, make_display
+from flows.cli.display import make_display
+from flows.cli.flow_command import FlowCommand
 from flows.cli.plan import parse_contexts
 from flows.cli.tables import duration, make_console, rows_table
 
@@ -22,7 +23,7 @@ def profile(
     console = make_console()
     result = FlowCommand(settings.runs_directory).run(
         "profile",
-        make_display(console, plain),
+        make_display(console, "plain" if plain else "live"),
         lambda: "Stopped. What was measured is kept: rerun to continue.",
         config=config,
         minutes=minutes,

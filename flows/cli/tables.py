@@ -6,6 +6,7 @@ An evaluation is the same with its own metrics, and `iteration` counts those don
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,10 +24,15 @@ _PIPE_WIDTH = 140
 _LONG = 1e6
 
 
-def make_console() -> Console:
-    """Standard output; pipes and logs get lines that are wide enough for every table."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+def make_console(quiet: bool = False) -> Console:
+    """Standard output; pipes and logs get lines that are wide enough for every table.
+
+    quiet: nothing of it is shown.
+    """
+    console = Console(highlight=False, quiet=quiet)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, quiet=quiet, width=_PIPE_WIDTH)
 
 
 def resolved_table(config: RunConfig) -> FittingTable:
@@ -105,6 +111,21 @@ def _limit_texts(line: Line) -> list[str]:
     return [
         f"{100 * share:.0f} % ended by the {name}" for name, share in limit_shares(line).items()
     ]
+
+
+def json_line(line: Line, stage: str = "") -> str:
+    """An iteration or an evaluation (`stage`) as one line of JSON: its kind, number, return and
+    outcomes beside all its metrics."""
+    kind = "evaluation" if stage == "evaluation" else "iteration"
+    numbers = {name: value for name, value in line.items() if name not in ("iteration", "time")}
+    told = {
+        "kind": kind,
+        "iteration": line["iteration"],
+        "return": mean_return(line),
+        "outcomes": outcome_shares(line),
+        "metrics": numbers,
+    }
+    return json.dumps(told)
 
 
 def iteration_text(line: Line) -> str:

@@ -16,8 +16,8 @@ from rich.console import Console
 from earl_core.config import RunConfig, load_config
 from flows.cli.board import find_board
 from flows.cli.curve import HEIGHT, WIDTH, Series, draw
+from flows.cli.display import LiveDisplay, PlainDisplay, make_display
 from flows.cli.errors import next_commands
-from flows.cli.flow_command import LiveDisplay, PlainDisplay, make_display
 from flows.cli.tables import duration
 from tests.cli.conftest import CONFIG
 
@@ -193,10 +193,10 @@ def commands(config: RunConfig) -> list[str]:
 
 
 def test_a_pipe_gets_plain_lines() -> None:
-    assert isinstance(make_display(Console(file=io.StringIO()), False), PlainDisplay)
+    assert isinstance(make_display(Console(file=io.StringIO()), "live"), PlainDisplay)
     terminal = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(make_display(terminal, True), PlainDisplay)
-    assert isinstance(make_display(terminal, False), LiveDisplay)
+    assert isinstance(make_display(terminal, "plain"), PlainDisplay)
+    assert isinstance(make_display(terminal, "live"), LiveDisplay)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(-1e6, 1e6)), min_size=1, max_size=80))
