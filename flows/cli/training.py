@@ -22,9 +22,6 @@ from flows.cli.flow_command import FlowCommand
 from flows.cli.serving import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, resolved_table
 
-_PACKAGES = ("textarena", "gymnasium", "reasoning_gym", "openenv")
-"""Environments that run the code of packages."""
-
 
 def train(config: str, overrides: list[str], show: Show) -> None:
     """Start the run of a configuration file, or go on with it."""
@@ -108,10 +105,8 @@ def preflight(settings: RunConfig, run: Path) -> None:
     more: this is the part that takes no rank.
     """
     parts = [configuration.references, configuration.model, configuration.stages]
-    # Code of the user's runs in worker processes only; the controller checks it there.
-    played = (*settings.played.values(), *settings.evaluation.suites)
-    names = {each.played for each in played} | {each.function for each in settings.reward.functions}
-    if not any(":" in name or name in _PACKAGES for name in names):
+    # The hosts of a cluster may have packages that this one lacks; the controller asks them.
+    if settings.cluster.backend == "local":
         parts.append(configuration.environment)
     for part in parts:
         list(part(settings))
