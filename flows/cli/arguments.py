@@ -7,8 +7,18 @@ from typing import Annotated, Literal
 import typer
 
 from earl_core.system.errors import ConfigError
+from flows.cli.completion import complete_checkpoint, complete_recipe, complete_run
 
-Run = Annotated[str, typer.Argument(help="Name of a run, or its directory.")]
+Run = Annotated[
+    str,
+    typer.Argument(help="Name of a run, or its directory.", autocompletion=complete_run),
+]
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        help="A recipe, such as tictactoe_tiny, or a run file.", autocompletion=complete_recipe
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Change a setting; may be given several times."),
@@ -34,6 +44,7 @@ Checkpoint = Annotated[
         "--checkpoint",
         metavar="N|last|initial",
         help="The iteration whose checkpoint is used; initial: the model before training.",
+        autocompletion=complete_checkpoint,
     ),
 ]
 Show = Literal["live", "plain", "quiet", "json"]

@@ -44,7 +44,7 @@ from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
 
 
-def explain_run(run: str, runs_directory: str, explain: bool) -> None:
+def explain_run(run: str, runs_directory: str, explain: bool, as_json: bool = False) -> None:
     """Print the choices of RUN@ITERATION, made again from their sealed inputs.
 
     explain: all attempts of the iteration with all candidates, what each infeasible stage
@@ -58,6 +58,9 @@ def explain_run(run: str, runs_directory: str, explain: bool) -> None:
     inputs = _sealed_inputs(path, folder, iteration)
     seen = _observations(path, iteration)
     plan = _sealed_plan(folder)
+    if as_json:
+        print(json.dumps(plan.model_dump(mode="json") if plan else None))
+        return
     console = make_console()
     policy = plan.policy if plan else inputs[-1].selector.policy
     console.print(f"[bold]{path}[/bold], iteration {iteration}, policy {policy}")
@@ -154,7 +157,7 @@ _PATIENCE = 3600.0
 
 
 def explain_question(
-    model: str | None, place: str, context: str | None, explain: bool, **load: Any
+    model: str | None, place: str, context: str | None, explain: bool, as_json: bool, **load: Any
 ) -> None:
     """Print what would be run for a model, on hardware by its name, and a load.
 
@@ -171,7 +174,7 @@ def explain_question(
             f"--context {longest} is longer than the model's position range of "
             f"{shape.max_positions:,}: ask for less"
         )
-    console = make_console()
+    console = make_console(quiet=as_json)
     device = device_of(hardware)
     place = plural(hardware.devices, device.name)
     if hardware.gpus:
@@ -186,7 +189,10 @@ def explain_question(
     console.print(_assumed(loads), style="dim")
     inputs = [ask(shape, hardware, asked) for asked in loads]
     try:
-        if len(inputs) > 1:
+        if as_json:
+            plans = [_plain(name, asked, given) for asked, given in zip(loads, inputs, strict=True)]
+            print(json.dumps(plans))
+        elif len(inputs) > 1:
             console.print(rows_table([summary(given) for given in inputs]))
         else:
             _print_plan(select(inputs[0]), console)
@@ -201,6 +207,15 @@ def explain_question(
         raise ConfigError(str(error)) from error
     if explain:
         _print_figures(hardware, console)
+
+
+def _plain(name: str, asked: PlannedLoad, given: SelectionInput) -> dict[str, Any]:
+    return {
+        "model": name,
+        "assumed": {**asked._asdict(), "generated_share": GENERATED_SHARE},
+        "hardware": given.hardware.model_dump(mode="json"),
+        "plan": select(given).model_dump(mode="json"),
+    }
 
 
 def _fitting(hardware: Hardware, loads: Sequence[PlannedLoad]) -> tuple[str, ModelShape]:
@@ -245,9 +260,12 @@ def _assumed(loads: Sequence[PlannedLoad]) -> str:
     )
 
 
-def explain_memory(hardware: str) -> None:
+def explain_memory(hardware: str, as_json: bool = False) -> None:
     """Print what the memory formulas give for well-known shapes on one device."""
     device = device_of(find_hardware(hardware))
+    if as_json:
+        print(json.dumps(memory_rows(MODELS, device)))
+        return
     console = make_console()
     console.print(
         f"One sample of 8,192 tokens; GiB on one {device.name} of {device.memory_bytes / 2**30:.0f}"

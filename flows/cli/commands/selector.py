@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Debug, Overrides, Plain, RunsDirectory
+from flows.cli.arguments import Debug, Json, Overrides, Plain, Recipe, RunsDirectory
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -14,7 +14,7 @@ app = typer.Typer()
 
 @app.command()
 def profile(
-    config: Annotated[str, typer.Argument(help="A recipe, such as tictactoe_tiny, or a run file.")],
+    config: Recipe,
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Time for all starts of this profile together.")
     ] = 20.0,
@@ -75,6 +75,7 @@ def plan(
         bool, typer.Option("--memory", help="Print the memory formulas for well-known shapes.")
     ] = False,
     runs_directory: RunsDirectory = "runs",
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Say what a past choice took, or what would be taken, and why. Needs no GPU.
@@ -85,11 +86,11 @@ def plan(
         from flows.cli import plan as planning
 
         if memory:
-            planning.explain_memory(hardware)
+            planning.explain_memory(hardware, as_json)
         elif run is not None:
-            planning.explain_run(run, runs_directory, explain)
+            planning.explain_run(run, runs_directory, explain, as_json)
         else:
             load = {"responses": responses, "running": running, "engine_share": engine_share}
             planning.explain_question(
-                model, hardware, context, explain, reference=reference, **load
+                model, hardware, context, explain, as_json, reference=reference, **load
             )

@@ -13,11 +13,13 @@ from flows.cli.arguments import (
     Overrides,
     Plain,
     Quiet,
+    Recipe,
     Run,
     RunsDirectory,
     Temperature,
     show,
 )
+from flows.cli.completion import complete_checkpoint, complete_run
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -25,7 +27,7 @@ app = typer.Typer()
 
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(help="A recipe, such as tictactoe_tiny, or a run file.")],
+    config: Recipe,
     name: Annotated[str | None, typer.Option(help="Name of the run; else the file's.")] = None,
     overrides: Overrides = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
@@ -70,6 +72,7 @@ def resume(
             "--from",
             metavar="N|initial",
             help="Go back to this iteration's checkpoint first; what came later is set aside.",
+            autocompletion=complete_checkpoint,
         ),
     ] = None,
     runs_directory: RunsDirectory = "runs",
@@ -138,7 +141,11 @@ def play(
 @app.command()
 def serve(
     run: Annotated[
-        str, typer.Argument(help="Name of a run, or its directory; or a model directory.")
+        str,
+        typer.Argument(
+            help="Name of a run, or its directory; or a model directory.",
+            autocompletion=complete_run,
+        ),
     ],
     port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8001,
     checkpoint: Checkpoint = "last",
