@@ -151,7 +151,10 @@ def _reason(episode: Episode) -> str:
 
 def _outcomes(episodes: Sequence[Episode]) -> dict[str, int]:
     """Of each how often it occurred; zero where the environment names it and it did not."""
-    named = {str(name): 0 for e in episodes for name in e.info.get("outcomes", ())}
+    named: dict[str, int] = {}
+    for episode in episodes:
+        listed = episode.info.get("outcomes")
+        named |= {str(name): 0 for name in listed} if isinstance(listed, list) else {}
     return named | Counter(str(e.info["outcome"]) for e in episodes if "outcome" in e.info)
 
 

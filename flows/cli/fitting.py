@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -102,7 +101,12 @@ class BarLine:
     """
 
     def __init__(
-        self, before: Text, after: Text, total: float, done: float, spinner: Spinner | None = None
+        self,
+        before: Text,
+        after: Text,
+        total: float,
+        done: float,
+        spinner: RenderableType | None = None,
     ) -> None:
         self._before, self._after, self._spinner = before, after, spinner
         self._total, self._done = total, done
@@ -112,7 +116,7 @@ class BarLine:
         taken = sum(text.cell_len + 1 for text in texts) + (2 if self._spinner else 0)
         room = min(options.max_width - taken, options.max_width // 4, 30)
         line = Table.grid(padding=(0, 1))
-        cells: list[Text | Spinner | ProgressBar] = [self._before]
+        cells: list[RenderableType] = [self._before]
         if self._spinner:
             cells.insert(0, self._spinner)
         if self._total and room >= _LEAST_BAR:
