@@ -3,6 +3,7 @@ the shell asks at each press of the key."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import typer
@@ -29,12 +30,11 @@ def complete_configuration(context: typer.Context, incomplete: str) -> list[str]
 
 
 def complete_checkpoint(context: typer.Context, incomplete: str) -> list[str]:
-    """Checkpoints of the run that stands on the line."""
-    run = Path(str(context.params.get("run", "")))
-    place = run if (run / "config.yaml").is_file() else _directory(context) / run
-    numbers = sorted(
-        int(path.name) for path in _children(place / "checkpoints") if path.name.isdigit()
-    )
+    """Checkpoints of the run that stands on the line, which is not parsed: its end is missing."""
+    words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    places = [place for word in words.split() for place in (Path(word), _directory(context) / word)]
+    run = next((place for place in places if (place / "config.yaml").is_file()), Path())
+    numbers = sorted(int(p.name) for p in _children(run / "checkpoints") if p.name.isdigit())
     return [x for x in ["last", "initial", *map(str, numbers)] if x.startswith(incomplete)]
 
 

@@ -16,8 +16,6 @@ COMMANDS = (
     *("init", "runs", "config", "train", "resume", "evaluate", "play"),
     *("shards", "env", "doctor"),
 )
-    ["init", "runs", "config", "train", "resume", "evaluate", "play", "shards", "env", "doctor"]
-)
 
 
 def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:

@@ -85,8 +85,9 @@ def test_the_schema_takes_the_recipes_and_refuses_others(runs: Path) -> None:
     code, text = run("config", "schema")
     assert code == 0, text
     schema = json.loads(text)
-    recipe = yaml.safe_load(CONFIG.read_text())
-    jsonschema.validate(recipe, schema)
+    for file in CONFIG.parent.glob("*.yaml"):
+        recipe = yaml.safe_load(file.read_text())
+        jsonschema.validate(recipe, schema)
     with pytest.raises(jsonschema.ValidationError, match="temprature"):
         jsonschema.validate({**recipe, "temprature": 1}, schema)
 
