@@ -15,6 +15,7 @@ from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_tree
+from earl_core.system.plural import plural
 from flows.overrides import Overrides
 from flows.running import HOOKS, heard, recorded
 
@@ -93,7 +94,10 @@ async def _evaluate(
         redact_tree(rows),
         key=f"{name}-evaluation",
         description=" ".join(
-            [*result["damaged"], f"{result['episodes']} held-out games with {result['checkpoint']}"]
+            [
+                *result["damaged"],
+                f"{plural(result['episodes'], 'held-out game')} with {result['checkpoint']}",
+            ]
         ),
     )
     return result

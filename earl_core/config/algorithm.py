@@ -44,7 +44,11 @@ class AlgorithmConfig(Settings):
         default=0.0, ge=0, description="Added to the loss times -entropy."
     )
 
-    @field_validator("advantage", "policy_loss", "aggregation", mode="before")
+    @field_validator(
+        *("advantage", "policy_loss", "aggregation"),
+        mode="before",
+        json_schema_input_type=str | dict[str, Any],
+    )
     @classmethod
     def _named(cls, value: Any) -> Any:
         if isinstance(value, str):

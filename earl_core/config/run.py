@@ -87,11 +87,6 @@ class RunConfig(Settings):
     def _renamed(cls, given: Any) -> Any:
         if isinstance(given, dict) and "layout" in given:
             raise ValueError("the section `layout` is called `stages` now: rename it")
-        environment = given.get("environment") if isinstance(given, dict) else None
-        if isinstance(environment, dict) and "max_failed_share" in environment:
-            raise ValueError(
-                "environment.max_failed_share is in the section `rollout` now: move it"
-            )
         return given
 
     @field_validator("name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from earl_core.config.run import RunConfig
+from earl_core.system.plural import plural
 
 
 def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -42,7 +43,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("precision of the update", update.precision, "update.precision"),
         ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
         ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),
-        ("checkpoint every", f"{config.checkpoint.every} iterations", "checkpoint.every"),
+        ("checkpoint every", plural(config.checkpoint.every, "iteration"), "checkpoint.every"),
     ]
 
 

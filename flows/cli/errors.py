@@ -159,7 +159,11 @@ def learning_curve(run: Path) -> str:
 
 
 def _share(outcome: str) -> Callable[[Line], float | None]:
-    return lambda line: outcome_shares(line).get(outcome)
+    def share(line: Line) -> float | None:
+        shares = outcome_shares(line)
+        return shares.get(outcome, 0.0) if shares else None
+
+    return share
 
 
 def _curve(

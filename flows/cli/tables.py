@@ -6,18 +6,17 @@ An evaluation is the same with its own metrics, and `iteration` counts those don
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, JustifyMethod
-from rich.table import Table
+from rich.console import Console
 
 from earl_core.config import RunConfig
 from earl_core.config.table import resolved_rows
-
-Row = Mapping[str, str]
-
+from earl_core.system.plural import plural
+from flows.cli.fitting import FittingTable, Row
 
 _PIPE_WIDTH = 140
 
@@ -25,38 +24,28 @@ _PIPE_WIDTH = 140
 _LONG = 1e6
 
 
-_NUMERIC = re.compile(
-    r"[-+]?[\d,.]*(e[-+]\d+)?%?( \([\d-]+\)| - [\d.]+%| [%KMGTik]*B?| [sh]| (min|h) \d+ (s|min))?"
-)
+def make_console(quiet: bool = False) -> Console:
+    """Standard output; pipes and logs get lines that are wide enough for every table.
+
+    quiet: nothing of it is shown.
+    """
+    console = Console(highlight=False, quiet=quiet)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, quiet=quiet, width=_PIPE_WIDTH)
 
 
-def make_console() -> Console:
-    """Standard output; pipes and logs get lines that are wide enough for every table."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
-
-
-def resolved_table(config: RunConfig) -> Table:
+def resolved_table(config: RunConfig) -> FittingTable:
     """What the sizes of a configuration come to."""
     names = ("what", "value", "from")
     rows = [dict(zip(names, row, strict=True)) for row in resolved_rows(config)]
-    table = rows_table(rows, {"what": "bold", "value": "cyan", "from": "dim"})
-    table.title, table.title_justify = f"Run {config.name}", "left"
-    return table
+    styles = {"what": "bold", "value": "cyan", "from": "dim"}
+    return FittingTable(rows, styles, title=f"Run {config.name}")
 
 
-def rows_table(rows: Sequence[Row], styles: Mapping[str, str] | None = None) -> Table:
-    """Rows as a table of all columns in which any of them has something; numbers to the right."""
-    columns = dict.fromkeys(name for row in rows for name, cell in row.items() if cell)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        numeric = all(_NUMERIC.fullmatch(row.get(column, "")) for row in rows)
-        style = (styles or {}).get(column, "")
-        justify: JustifyMethod = "right" if numeric else "left"
-        table.add_column(column, justify=justify, no_wrap=numeric, style=style, overflow="fold")
-    for row in rows:
-        table.add_row(*(row.get(column, "") for column in columns))
-    return table
+def rows_table(rows: Sequence[Row], styles: Mapping[str, str] | None = None) -> FittingTable:
+    """Rows as a table of all columns in which any of them has something."""
+    return FittingTable(rows, styles)
 
 
 def signed(value: float | None, places: int) -> str:
@@ -83,6 +72,13 @@ _COLORS = {"win": "green", "draw": "yellow", "loss": "red", "illegal": "magenta"
 
 _OUTCOME = re.compile("rollout/outcome/(.+)|outcome/(.+)/share")
 
+_LIMITS = {
+    "max_turns": "turn limit",
+    "max_tokens": "token limit",
+    "model_context": "model's context",
+}
+"""What may end an episode besides its environment, by finish reason."""
+
 
 def mean_return(line: Line) -> float | None:
     """The mean return of an iteration or an evaluation; None where it was not measured."""
@@ -102,12 +98,43 @@ def outcome_names(lines: Sequence[Line]) -> list[str]:
     return [name for name in _COLORS if name in found] + sorted(found - set(_COLORS))
 
 
+def limit_shares(line: Line) -> dict[str, float]:
+    """The share of the episodes that each limit has ended, where it has ended any."""
+    shares = {
+        name: max(float(line.get(f"{stage}finish/{reason}", 0.0)) for stage in ("rollout/", ""))
+        for reason, name in _LIMITS.items()
+    }
+    return {name: share for name, share in shares.items() if share}
+
+
+def _limit_texts(line: Line) -> list[str]:
+    return [
+        f"{100 * share:.0f} % ended by the {name}" for name, share in limit_shares(line).items()
+    ]
+
+
+def json_line(line: Line, stage: str = "") -> str:
+    """An iteration or an evaluation (`stage`) as one line of JSON: its kind, number, return and
+    outcomes beside all its metrics."""
+    kind = "evaluation" if stage == "evaluation" else "iteration"
+    numbers = {name: value for name, value in line.items() if name not in ("iteration", "time")}
+    told = {
+        "kind": kind,
+        "iteration": line["iteration"],
+        "return": mean_return(line),
+        "outcomes": outcome_shares(line),
+        "metrics": numbers,
+    }
+    return json.dumps(told)
+
+
 def iteration_text(line: Line) -> str:
     """An iteration's numbers in one line."""
     shares = outcome_shares(line)
     parts = [
         _return_text(line),
         *(f"{name} {100 * shares[name]:.0f} %" for name in outcome_names([line])),
+        *_limit_texts(line),
         _shown(line, "rollout/context/mean", "context {:.0f}"),
         _shown(line, "rollout/context/max", "max {:.0f}"),
         _shown(line, "rollout/tokens_per_second", "rollout {:,.0f} tokens/s"),
@@ -117,14 +144,15 @@ def iteration_text(line: Line) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def iteration_table(lines: Sequence[Line]) -> Table:
-    """Iterations, newest last."""
-    names = outcome_names(lines)
+def iteration_table(lines: Sequence[Line]) -> FittingTable:
+    """Iterations, newest last; what matters most stands to the left."""
+    names, limits = outcome_names(lines), _limits(lines)
     rows = [
         {
             "iteration": str(line["iteration"]),
             "return": signed(mean_return(line), 2),
             **{f"{name} %": f"{100 * outcome_shares(line).get(name, 0.0):.0f}" for name in names},
+            **{f"{name} %": f"{100 * limit_shares(line).get(name, 0.0):.0f}" for name in limits},
             "context": _shown(line, "rollout/context/mean", "{:.0f}"),
             "max": _shown(line, "rollout/context/max", "{:.0f}"),
             "rollout tok/s": _shown(line, "rollout/tokens_per_second", "{:,.0f}"),
@@ -133,7 +161,14 @@ def iteration_table(lines: Sequence[Line]) -> Table:
         }
         for line in lines
     ]
-    return rows_table(rows, {f"{name} %": color for name, color in _COLORS.items()})
+    styles = {f"{name} %": color for name, color in _COLORS.items()}
+    return FittingTable(rows, styles, drop=True)
+
+
+def _limits(lines: Sequence[Line]) -> list[str]:
+    """Those that have ended an episode."""
+    found = {name for line in lines for name in limit_shares(line)}
+    return [name for name in _LIMITS.values() if name in found]
 
 
 def evaluation_text(line: Line) -> str:
@@ -141,22 +176,26 @@ def evaluation_text(line: Line) -> str:
     parts = [
         _return_text(line),
         *(f"{name} {_interval(line, name)} %" for name in outcome_names([line])),
+        *_limit_texts(line),
     ]
     told = ", ".join(part for part in parts if part)
-    return f"evaluation after {line['iteration']} iterations: {told}"
+    return f"evaluation after {plural(line['iteration'], 'iteration')}: {told}"
 
 
-def evaluation_table(lines: Sequence[Line]) -> Table:
+def evaluation_table(lines: Sequence[Line]) -> FittingTable:
     """Held-out evaluations with their intervals."""
+    names, limits = outcome_names(lines), _limits(lines)
     rows = [
         {
             "evaluation": str(line["iteration"]),
             "return": signed(mean_return(line), 2),
-            **{f"{name} % (95 %)": _interval(line, name) for name in outcome_names([line])},
+            **{f"{name} % (95 %)": _interval(line, name) for name in names},
+            **{f"{name} %": f"{100 * limit_shares(line).get(name, 0.0):.0f}" for name in limits},
         }
         for line in lines
     ]
-    return rows_table(rows, {f"{name} % (95 %)": color for name, color in _COLORS.items()})
+    styles = {f"{name} % (95 %)": color for name, color in _COLORS.items()}
+    return FittingTable(rows, styles, drop=True)
 
 
 def _return_text(line: Line) -> str:
@@ -166,6 +205,8 @@ def _return_text(line: Line) -> str:
 
 def _interval(line: Line, outcome: str) -> str:
     """A share with its 95 % interval in per cent, such as `48 (42-54)`."""
+    if f"outcome/{outcome}/share" not in line:
+        return ""
     parts = (float(line[f"outcome/{outcome}/{part}"]) for part in ("share", "low", "high"))
     share, low, high = (100 * part for part in parts)
     return f"{share:.0f} ({low:.0f}-{high:.0f})"

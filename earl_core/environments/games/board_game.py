@@ -23,6 +23,9 @@ from earl_core.environments.games.opponents import (
 from earl_core.environments.options import Options, at_least, check_pattern
 from earl_core.environments.policy_conversation import PolicyConversation
 
+OUTCOMES = ("win", "draw", "loss", "illegal")
+"""All ends of a game, as the agent sees them."""
+
 MARKS = ("X", "O")
 """The marks of the player that moves first and of the other."""
 
@@ -244,6 +247,7 @@ class BoardGame(ABC, Generic[StateT]):
             metrics["opponent_illegal_answers"] = float(self._rival.illegal if self._rival else 0)
         info: dict[str, Any] = {
             "outcome": outcome,
+            "outcomes": list(OUTCOMES),
             "side": ("first", "second")[self._side],
             "metrics": metrics,
         }

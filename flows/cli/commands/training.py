@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Checkpoint, Debug, Overrides, Plain, Run, RunsDirectory, Temperature
+from flows.cli.arguments import (
+    Checkpoint,
+    Debug,
+    JsonLines,
+    Overrides,
+    Plain,
+    Quiet,
+    Recipe,
+    Run,
+    RunsDirectory,
+    Temperature,
+    show,
+)
+from flows.cli.completion import complete_checkpoint, complete_run
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -14,11 +27,13 @@ app = typer.Typer()
 
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(help="A recipe, such as tictactoe_tiny, or a run file.")],
+    config: Recipe,
     name: Annotated[str | None, typer.Option(help="Name of the run; else the file's.")] = None,
     overrides: Overrides = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
     plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
     """Train a model. A run that exists already is continued."""
@@ -27,7 +42,7 @@ def train(
 
         given = [f"name={name}"] if name else []
         given += [f"iterations={iterations}"] if iterations else []
-        run_training(config, [*(overrides or []), *given], plain)
+        run_training(config, [*(overrides or []), *given], show(plain, quiet, as_json))
 
 
 @app.command()
@@ -35,6 +50,8 @@ def demo(
     overrides: Overrides = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
     plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
     """Train SmolLM2-135M at tic-tac-toe, in minutes on two CPU cores: the recipe `demo`."""
@@ -42,7 +59,7 @@ def demo(
         from flows.cli.training import demo as run_demo
 
         given = [f"iterations={iterations}"] if iterations else []
-        run_demo([*(overrides or []), *given], plain)
+        run_demo([*(overrides or []), *given], show(plain, quiet, as_json))
 
 
 @app.command()
@@ -55,10 +72,13 @@ def resume(
             "--from",
             metavar="N|initial",
             help="Go back to this iteration's checkpoint first; what came later is set aside.",
+            autocompletion=complete_checkpoint,
         ),
     ] = None,
     runs_directory: RunsDirectory = "runs",
     plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
     """Continue a run that was stopped or killed; nothing that is finished is repeated.
@@ -68,7 +88,7 @@ def resume(
     with reported(debug):
         from flows.cli.training import resume as run_resume
 
-        run_resume(run, overrides or [], runs_directory, plain, start)
+        run_resume(run, overrides or [], runs_directory, show(plain, quiet, as_json), start)
 
 
 @app.command()
@@ -80,6 +100,8 @@ def evaluate(
     overrides: Overrides = None,
     runs_directory: RunsDirectory = "runs",
     plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
     """Play held-out games with a checkpoint and count the outcomes. The run may be training."""
@@ -87,7 +109,8 @@ def evaluate(
         from flows.cli.evaluating import evaluate as run_evaluation
 
         path = (run, runs_directory)
-        run_evaluation(path, checkpoint, episodes, temperature, overrides or [], plain)
+        shown = show(plain, quiet, as_json)
+        run_evaluation(path, checkpoint, episodes, temperature, overrides or [], shown)
 
 
 @app.command()
@@ -118,7 +141,11 @@ def play(
 @app.command()
 def serve(
     run: Annotated[
-        str, typer.Argument(help="Name of a run, or its directory; or a model directory.")
+        str,
+        typer.Argument(
+            help="Name of a run, or its directory; or a model directory.",
+            autocompletion=complete_run,
+        ),
     ],
     port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8001,
     checkpoint: Checkpoint = "last",
