@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from flows.cli.commands import selector, setup, training
+from flows.cli.commands import selector, services, setup, training
 from flows.cli.commands.shards import shards
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (training, setup, selector):
+for part in (training, services, setup, selector):
     app.add_typer(part.app)
 app.add_typer(shards, name="shards")
 
