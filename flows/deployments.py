@@ -84,11 +84,15 @@ def deploy(access: Access, runs_directory: str, directory: Path | None = None) -
     """Make the work pool and all deployments, or renew those that are there.
 
     Parameters, schedules and limits that somebody changed at the server stay. directory: where
-    flow runs work, whose relative paths a form takes; by default the working directory. Raises
-    `OSError` or `ValueError` when the server cannot be asked.
+    flow runs work, to which paths in a form are relative; None leaves it as it is, for a deployment
+    that is new the working directory. Raises `OSError` or `ValueError` when the server cannot be
+    asked.
     """
     _ensure(access, f"work_pools/{POOL}", "work_pools/", {"name": POOL, "type": "process"})
-    place = str((directory or Path.cwd()).resolve())
+    # Not the worker's setting: a process that begins in the project would find the project's
+    # modules before ours.
+    place = {"directory": str((directory or Path.cwd()).resolve())}
+    steps = {"pull_steps": [{"prefect.deployments.steps.set_working_directory": place}]}
     for deployment in deployments(runs_directory):
         renewed = {
             "description": deployment.description,
@@ -96,15 +100,12 @@ def deploy(access: Access, runs_directory: str, directory: Path | None = None) -
             "parameter_openapi_schema": _schema(deployment),
             "tags": [TAG],
             "work_pool_name": POOL,
-            # Not the worker's setting: a process that begins in the project would find the
-            # project's modules before ours.
-            "pull_steps": [
-                {"prefect.deployments.steps.set_working_directory": {"directory": place}}
-            ],
+            **(steps if directory is not None else {}),
         }
         flow = access.ask("flows/", {"name": deployment.name})["id"]
         new = {
             **renewed,
+            **steps,
             "name": deployment.name,
             "flow_id": flow,
             "parameters": deployment.parameters,
@@ -118,6 +119,12 @@ def deploy(access: Access, runs_directory: str, directory: Path | None = None) -
         )
         if known is not None:
             access.ask(f"deployments/{known['id']}", renewed, method="PATCH")
+
+
+def import_flows() -> None:
+    """Import what `deploy` reads, which takes seconds, while a server starts."""
+    for deployment in deployments():
+        _schema(deployment)
 
 
 def _ensure(access: Access, known: str, collection: str, new: dict[str, Any]) -> Any:

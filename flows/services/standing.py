@@ -27,7 +27,7 @@ from earl_core.system.service import (
     services_directory,
     write_services,
 )
-from flows.deployments import deploy
+from flows.deployments import deploy, import_flows
 from flows.server import (
     ServerUnavailable,
     access_of,
@@ -106,14 +106,16 @@ class Standing:
                 self._start_server(name, listener)
         if missing:
             say("starting the servers; Prefect needs 10 to 20 s")
+            import_flows()
         access = outside.prefect or access_of(self.services["prefect"])
         if outside.prefect is None:
             self._wait("prefect", lambda: healthy(access.url))
         say("deploying train, iteration, evaluate, profile")
-        deploy(access, self.runs_directory)
         if self._alive("worker") and self.services["worker"].url != access.url:
             say("ending the worker, which asks another server")
             self._end("worker")
+        # Flow runs of a worker that goes on work where it was started.
+        deploy(access, self.runs_directory, None if self._alive("worker") else Path.cwd())
         if not self._alive("worker"):
             end(self.services.get("worker", Service("worker")))
             self._note(start_worker(self.runs_directory, self.home, access))
@@ -128,15 +130,15 @@ class Standing:
             return []
         with self._alone():
             self.services = read_services(self.runs_directory)
-            there = [name for name, service in self.services.items() if service.processes()]
+            order = ("worker", "mlflow", "prefect")
+            there = [name for name in order if self._is_there(name)]
             worker = self.services.get("worker")
             if worker is not None and "worker" in there:
                 with suppress(ServerUnavailable):
                     access = running_server(self.home, self.runs_directory)
                     if access is not None and access.url == worker.url:
-                        say("stopping the flow runs of the worker")
-                        stop_flow_runs(access, worker)
-            for name in ("worker", "mlflow", "prefect"):
+                        stop_flow_runs(access, worker, say)
+            for name in order:
                 self._end(name)
             self.login.unlink(missing_ok=True)
             return there
@@ -169,6 +171,9 @@ class Standing:
 
     def _alive(self, name: str) -> bool:
         return name in self.services and self.services[name].alive
+
+    def _is_there(self, name: str) -> bool:
+        return name in self.services and bool(self.services[name].processes())
 
     def _listen(self, name: str, port: int | None) -> socket.socket:
         known = self.services.get(name)

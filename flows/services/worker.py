@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -57,10 +58,14 @@ def reports(access: Access, worker: Service) -> bool:
     return False
 
 
-def stop_flow_runs(access: Access, worker: Service) -> int:
-    """Cancel what the worker runs, as its pages do, and wait for its processes; how many there
-    were. What does not end, or a server that does not answer, is left to signals."""
+def stop_flow_runs(access: Access, worker: Service, say: Callable[[str], None]) -> None:
+    """Cancel what the worker runs, as Prefect's pages do, and wait for its processes.
+
+    What does not end, or what a server that does not answer was not told, is left to signals.
+    """
     running = _flow_runs(worker)
+    if running:
+        say(f"cancelling {len(running)} of the worker's flow runs")
     for flow_run in running:
         with suppress(OSError, ValueError):
             state = {"type": "CANCELLING", "name": "Cancelling"}
@@ -68,7 +73,6 @@ def stop_flow_runs(access: Access, worker: Service) -> int:
     deadline = time.monotonic() + STOP_FLOWS_SECONDS
     while _flow_runs(worker) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return len(running)
 
 
 def _flow_runs(worker: Service) -> set[str]:

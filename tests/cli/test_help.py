@@ -11,6 +11,7 @@ import pytest
 from tests.cli.conftest import ROOT, Earl
 
 COMMANDS = ("init", "train", "resume", "evaluate", "play", "shards", "env", "doctor")
+COMMANDS += ("up", "down", "status")
 
 
 def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:
@@ -39,7 +40,7 @@ def test_wrong_usage_exits_with_2(fresh_earl: Earl) -> None:
 
 
 def test_only_commands_that_need_prefect_import_it() -> None:
-    modules = "app,doctor,shards,playing,training,evaluating,flow_command,errors"
+    modules = "app,doctor,status,shards,playing,training,evaluating,flow_command,errors"
     code = "; ".join(f"import flows.cli.{name}" for name in modules.split(","))
     assert _imported(code) & {"prefect", "mlflow", "torch", "transformers", "vllm"} == set()
 

@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,8 @@ from websockets import ConnectionClosed, InvalidStatus, Subprotocol
 from websockets.sync.client import connect
 
 from earl_core.config import ConfigError
+from earl_core.system.processes import ProcessId
+from earl_core.system.service import Service, write_services
 from flows import server, server_access
 
 
@@ -158,7 +162,8 @@ def test_a_server_of_another_user_is_used_only_when_it_is_named(
             monkeypatch.setattr(server, "DEFAULT_URL", url)
             assert server_access.healthy(url)
             assert server.running_server(tmp_path, tmp_path) is None
-            server_access.write_access(tmp_path / "server.env", server_access.Access(url, "a:b"))
+            own = str(ProcessId.current())
+            write_services(tmp_path, [Service("prefect", url, "a", "b", own)])
             assert server.running_server(tmp_path, tmp_path) is None
             monkeypatch.setenv("PREFECT_API_URL", url)
             assert server.running_server(tmp_path, tmp_path) == (url, None)
@@ -166,13 +171,20 @@ def test_a_server_of_another_user_is_used_only_when_it_is_named(
             other.kill()
 
 
-def test_the_server_of_earl_server_is_found_with_its_password(
+def test_the_server_of_earl_up_is_found_with_its_password(
     tmp_path: Path, answering: tuple[str, list[bytes]]
 ) -> None:
-    access = server_access.Access(answering[0], "earl:word")
-    server_access.write_access(tmp_path / "server.env", access)
-    assert (tmp_path / "server.env").stat().st_mode & 0o777 == 0o600
-    assert server.running_server(tmp_path, tmp_path) == access
+    own = str(ProcessId.current())
+    service = Service("prefect", answering[0], "earl", "word", own, "", time.time())
+    write_services(tmp_path, [service])
+    kept = tmp_path / "services" / "services.json"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert server.running_server(tmp_path, tmp_path) == (answering[0], "earl:word")
+    write_services(tmp_path, [replace(service, process=own + "1")])
+    assert server.running_server(tmp_path, tmp_path) is None
+    write_services(tmp_path, [service])
+    kept.chmod(0o644)
+    assert server.running_server(tmp_path, tmp_path) is None
 
 
 def test_the_prefect_home_is_closed_to_others(tmp_path: Path) -> None:
