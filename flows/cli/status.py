@@ -64,7 +64,7 @@ def services(runs: Path) -> list[dict[str, Any]]:
     known = read_services(runs)
     rows = []
     for name in _SERVICES:
-        row = {"service": name, "state": "none", "address": "", "since": None}
+        row: dict[str, Any] = {"service": name, "state": "none", "address": "", "since": None}
         service = known.get(name)
         if service is not None and service.process:
             row |= {"state": "running" if service.alive else "ended", "address": service.url}

@@ -183,9 +183,8 @@ def test_down_ends_all_of_it(here: Earl, services: dict[str, Service]) -> None:
     assert not any(listens(service.url) for service in known.values())
     assert "Nothing" in here.run("down").stdout
     assert not (here.directory / "runs" / "services" / "login.env").exists()
-    assert {
-        row["state"] for row in json.loads(here.run("status", "--json").stdout)["services"]
-    } == {"none"}
+    shown = json.loads(here.run("status", "--json").stdout)
+    assert {row["state"] for row in shown["services"]} == {"none"}
 
 
 def test_a_process_that_has_the_pid_by_now_is_left_alone(fresh_earl: Earl) -> None:

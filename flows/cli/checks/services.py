@@ -50,10 +50,8 @@ def _prefect(asked: str | None, own: Service | None) -> Finding:
         text = f"port {_PREFECT_PORT} is taken by something that is not a Prefect server of yours"
         advice = "runs use a temporary server; for the web pages: earl up --port 4201"
         return Finding("note", text, advice)
-    return Finding(
-        "good",
-        "no Prefect server runs; each command starts a temporary one; `earl up` starts one that stays",
-    )
+    text = "no Prefect server runs: commands start temporary ones, `earl up` one that stays"
+    return Finding("good", text)
 
 
 def _mlflow(uri: str | None, own: Service | None) -> Iterator[Finding]:
