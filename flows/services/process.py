@@ -35,11 +35,12 @@ def spawn(
 ) -> Service:
     """Start a service in a session of its own; returns it with its process.
 
-    command: of this interpreter. listener: a socket that it inherits, whose number is put at the
-    command's end.
+    service: with a mark, it has that one again, so that what an earlier process of it has left
+    belongs to it. command: of this interpreter. listener: a socket that it inherits, whose number
+    is put at the command's end.
     """
     state = services_directory(runs_directory)
-    mark = secrets.token_hex(8)
+    mark = service.mark or secrets.token_hex(8)
     numbers = (listener.fileno(),) if listener else ()
     log = os.open(log_of(runs_directory, service.name), _LOG_FLAGS, 0o600)
     try:

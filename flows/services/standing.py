@@ -66,7 +66,8 @@ class Standing:
 
     def __init__(self, runs_directory: str) -> None:
         self.runs_directory = runs_directory
-        self.home = configure(runs_directory)
+        self.home = Path()
+        """Prefect's, once it is needed."""
         self.services: dict[str, Service] = {}
         self.started: list[str] = []
         """The services that `up` has started, by name."""
@@ -83,6 +84,7 @@ class Standing:
         anything fails, what was started here is ended. Raises `ConfigError` for a port in use and
         `ServiceFailed`.
         """
+        self.home = configure(self.runs_directory)
         with self._alone():
             self.services = read_services(self.runs_directory)
             outside = self._outside()
@@ -117,8 +119,8 @@ class Standing:
         # Flow runs of a worker that goes on work where it was started.
         deploy(access, self.runs_directory, None if self._alive("worker") else Path.cwd())
         if not self._alive("worker"):
-            end(self.services.get("worker", Service("worker")))
-            self._note(start_worker(self.runs_directory, self.home, access))
+            mark = self.services.get("worker", Service("worker")).mark
+            self._note(start_worker(self.runs_directory, self.home, access, mark))
         if outside.mlflow is None:
             self._wait("mlflow", lambda: _mlflow_answers(self.services["mlflow"].url))
         self._wait("worker", lambda: reports(access, self.services["worker"]))
@@ -128,6 +130,7 @@ class Standing:
         """End what `up` started; the names of the services that were ended."""
         if not services_directory(self.runs_directory).is_dir():
             return []
+        self.home = configure(self.runs_directory)
         with self._alone():
             self.services = read_services(self.runs_directory)
             order = ("worker", "mlflow", "prefect")

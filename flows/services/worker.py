@@ -26,8 +26,11 @@ STOP_FLOWS_SECONDS = 40.0
 _FLOW_RUN = b"PREFECT__FLOW_RUN_ID="
 
 
-def start_worker(runs_directory: str, home: Path, access: Access) -> Service:
-    """Start the worker; it asks the server of `access`."""
+def start_worker(runs_directory: str, home: Path, access: Access, mark: str) -> Service:
+    """Start the worker; it asks the server of `access`.
+
+    mark: of an earlier worker, whose flow runs go on; empty if there is none.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": child_path(os.environ),
@@ -41,7 +44,8 @@ def start_worker(runs_directory: str, home: Path, access: Access) -> Service:
         environment["PREFECT_API_AUTH_STRING"] = access.auth
     command = ["-m", "prefect", "worker", "start", "--pool", POOL, "--name", _name()]
     command += ["--type", "process"]
-    return spawn(runs_directory, Service("worker", access.url), command, environment)
+    worker = Service("worker", access.url, mark=mark)
+    return spawn(runs_directory, worker, command, environment)
 
 
 def _name() -> str:

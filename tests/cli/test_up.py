@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from earl_core.dispatch.segments.pool_directory import write_mark
 from earl_core.system.processes import ProcessId, boot_id, start_time
 from earl_core.system.service import Service, read_services, write_services
 from flows.server import access_of
@@ -142,6 +143,9 @@ def test_a_deployment_runs_and_its_run_is_in_mlflow(
 def test_status_shows_services_runs_and_shared_memory(
     here: Earl, services: dict[str, Service]
 ) -> None:
+    store = here.shared_memory / "0123456789ab"
+    store.mkdir(parents=True)
+    write_mark(store, here.directory / "runs" / "worked")
     shown = json.loads(here.run("status", "--json").stdout)
     assert {row["service"]: row["state"] for row in shown["services"]} == dict.fromkeys(
         services, "running"
