@@ -364,9 +364,16 @@ def _worker_environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "TOKENIZERS_PARALLELISM": "false",
-        # Code of environments runs there, and has no business with the Prefect server.
+        # Code of environments runs there, and has no business with the servers.
         **dict.fromkeys(
-            ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_KEY"), ""
+            (
+                "PREFECT_API_AUTH_STRING",
+                "PREFECT_SERVER_API_AUTH_STRING",
+                "PREFECT_API_KEY",
+                "MLFLOW_TRACKING_PASSWORD",
+                "MLFLOW_TRACKING_TOKEN",
+            ),
+            "",
         ),
         # vLLM must be gone before the supervisor loses patience, or it leaves entries in shared
         # memory.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.commands import inspection, selector, setup, training
+from flows.cli.commands import inspection, selector, services, setup, training
 from flows.cli.commands.shards import shards
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (training, inspection, setup, selector):
+for part in (training, inspection, services, setup, selector):
     app.add_typer(part.app)
 app.add_typer(shards, name="shards")
 

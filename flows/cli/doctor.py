@@ -40,9 +40,10 @@ def examine(config: str | None) -> Iterator[tuple[str, Iterable[Finding]]]:
         except ConfigError as error:
             of_file = [refused(error)]
     yield "Versions", check_packages(settings)
-    yield "Machine", check_machine(Path(settings.runs_directory if settings else "runs"))
+    runs = Path(settings.runs_directory if settings else "runs")
+    yield "Machine", check_machine(runs)
     yield "Shared memory", check_shared_memory(settings)
-    yield "Services", check_services(os.environ)
+    yield "Services", check_services(os.environ, runs)
     if settings is not None and settings.cluster.backend != "local":
         yield "Hosts", check_hosts(settings)
     if config is not None:

@@ -177,15 +177,16 @@ def _curve(
 def places(run: Path, used: Server) -> list[tuple[str, str]]:
     """(what, command or address) for the run directory, MLflow and Prefect."""
     found = [("everything about the run", f"{run}/ (config.yaml, metrics.jsonl, logs/)")]
+    elsewhere = f" --runs-directory {shlex.quote(str(run.parent))}"
+    up = "earl up" + ("" if run.parent == Path("runs") else elsewhere)
     uri = tracking_uri(run)
     if uri is not None:
-        served = uri.startswith(("http://", "https://"))
         command = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        if uri == f"sqlite:///{run.parent.resolve() / 'mlflow.db'}":
+            command = up
+        served = uri.startswith(("http://", "https://"))
         found.append(("metrics, plans, episodes in MLflow", uri if served else command))
-    pages = used.url.removesuffix("/api")
-    if used.embedded:
-        elsewhere = f" --runs-directory {shlex.quote(str(run.parent))}"
-        pages = "earl server" + ("" if run.parent == Path("runs") else elsewhere)
+    pages = up if used.embedded else used.url.removesuffix("/api")
     found.append(("flow runs and stages in Prefect", pages))
     return found
 

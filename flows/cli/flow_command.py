@@ -58,7 +58,7 @@ class FlowCommand:
 
     def _work(self, flow: str, display: Display, parameters: dict[str, Any]) -> Any:
         display.say("starting Prefect")
-        self._starting = server.start(self._home)
+        self._starting = server.start(self._home, self._runs_directory)
         # These imports take about as long as the server's start.
         self._running = import_module("flows.running")
         function = getattr(import_module(f"flows.{flow}"), flow)
