@@ -51,16 +51,16 @@ class AlgorithmConfig(Settings):
     """Names come from the registries in `earl_core.algorithms`; other keys are parameters."""
 
     advantage: Options = Field(
-        default_factory=lambda: {"name": "grpo"},
+        default={"name": "grpo"},
         description="The advantage estimator: a name, an import path `package.module:Class`, or "
         "a mapping of `name` and its parameters. By default grpo.",
     )
     policy_loss: Options = Field(
-        default_factory=lambda: {"name": "ppo_clip"},
+        default={"name": "ppo_clip"},
         description="The loss of a token, in the same form. By default ppo_clip.",
     )
     aggregation: Options = Field(
-        default_factory=lambda: {"name": "token_mean"},
+        default={"name": "token_mean"},
         description="How the losses of the tokens become one number, in the same form. By default "
         "token_mean.",
     )

@@ -56,7 +56,9 @@ class RunConfig(Settings):
     cannot work; `earl_core.config.load.load_config` turns that into one readable `ConfigError`.
     """
 
-    name: str = Field(description="Also the name of the run directory.")
+    name: str = Field(
+        description="Of the run and of its directory: up to 100 letters, digits, `.`, `_`, `-`."
+    )
     seed: int = Field(
         default=0,
         description="Every random draw of the run derives from it, and from its place in the run.",
