@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return found[0]
         path = os.path.normpath(os.path.join(os.path.dirname(here), target))
         uri = _on_site(path)
-        if files.get_file_from_path(uri) is not None:
+        if uri is not None and files.get_file_from_path(uri) is not None:
             relative = os.path.relpath(uri, os.path.dirname(page.file.src_uri) or ".")
             return f"[{text}]({relative}{anchor})"
         return f"{text} (`{path}`)" if (ROOT / path).exists() else found[0]
@@ -78,7 +78,9 @@ def _in_repository(uri: str) -> str:
     return uri if uri in outside() else f"docs/{uri}"
 
 
-def _on_site(path: str) -> str:
+def _on_site(path: str) -> str | None:
     if path == "benchmarks/results":
         return "benchmarks/README.md"
-    return path.removeprefix("docs/")
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return path if path in outside() else None
