@@ -64,9 +64,10 @@ class Step:
 
 
 def tested_pages() -> list[str]:
-    """Pages that say that their blocks are run, relative to docs/."""
-    pages = sorted(DOCS.rglob("*.md"))
-    return [str(p.relative_to(DOCS)) for p in pages if p.read_text().startswith(TESTED)]
+    """Pages that say that their blocks are run, relative to docs/; the tutorial makes the model."""
+    pages = [page for page in DOCS.rglob("*.md") if page.read_text().startswith(TESTED)]
+    names = [page.relative_to(DOCS).as_posix() for page in pages]
+    return sorted(names, key=lambda name: (name != "tutorial.md", name))
 
 
 def steps(name: str) -> list[Step]:
@@ -87,7 +88,7 @@ class Reader:
         self.directory = directory
         self._deadline = time.monotonic() + seconds
         programs = directory / ".programs"
-        programs.mkdir()
+        programs.mkdir(exist_ok=True)
         for name, module in (("earl", "flows.cli"), ("pytest", "pytest")):
             program = programs / name
             program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')

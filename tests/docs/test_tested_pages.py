@@ -1,4 +1,4 @@
-"""The commands of the pages that say so, run in order, each page in a directory of its own."""
+"""The commands of the pages that say so, run in order, in one directory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import fsspec
 import pytest
 
 from tests.docs.pages import DOCS, Reader, steps, tested_pages
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reader")
 
 
 @pytest.fixture
@@ -28,12 +33,12 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", tested_pages())
 def test_a_page_does_what_it_says(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, directory: Path, request: pytest.FixtureRequest
 ) -> None:
     if name == "how-to/s3.md":
         request.getfixturevalue("bucket")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
-    reader = Reader(tmp_path, {**kept, "NO_PROXY": "127.0.0.1"}, seconds=800)
+    reader = Reader(directory, {**kept, "NO_PROXY": "127.0.0.1"}, seconds=800)
     for step in steps(name):
         reader.follow(step)
 
