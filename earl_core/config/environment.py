@@ -193,7 +193,7 @@ class SuiteConfig(EnvironmentConfig):
     prompts: int = Field(
         default=128,
         ge=1,
-        description="How many, the same in every evaluation; training draws none of them.",
+        description="How many, with numbers that training never draws; the same each time.",
     )
     attempts: int = Field(
         default=1, ge=1, description="At each prompt; pass@k is told for every power of 2 up to it."
