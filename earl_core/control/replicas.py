@@ -125,6 +125,7 @@ def play_evaluation(
     )
     done, engines = run(controller, deployment, job)
     tally = merged(done)
+    rollout_stats.check_failures(tally, controller.config.rollout.max_failed_share)
     results = rollout_stats.evaluation_results(tally)
     suites = suite_results(
         [
@@ -167,7 +168,9 @@ def _play_suite(
         }
 
     job = replace(evaluation, method="play_suite", items=suite.prompts, arguments=arguments)
-    return merged(run(controller, deployment, job)[0])
+    tally = merged(run(controller, deployment, job)[0])
+    rollout_stats.check_failures(tally, controller.config.rollout.max_failed_share)
+    return tally
 
 
 def run(

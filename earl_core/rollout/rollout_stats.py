@@ -299,7 +299,7 @@ def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
         frequent = f" The most frequent failure ({count} of {failed}) is {reason}"
     if total and not tally.episodes:
         raise RolloutFailed(
-            "every episode failed, so there is nothing to learn from: repair the environment."
+            "every episode failed, so nothing is known of the policy: repair the environment."
             + frequent,
             payload={"failed": failed, "episodes": total, "reasons": tally.failures},
         )
