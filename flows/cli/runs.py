@@ -61,8 +61,9 @@ def state_of(path: Path) -> State:
         return "training"
     if is_finished(path):
         return "finished"
-    last = next(reversed(read_lines(path / "ledger.jsonl")), {})
-    return "failed" if (last.get("stage"), last.get("event")) == ("run", "failed") else "stopped"
+    ledger = read_lines(path / "ledger.jsonl")
+    failed = bool(ledger) and (ledger[-1]["stage"], ledger[-1]["event"]) == ("run", "failed")
+    return "failed" if failed else "stopped"
 
 
 def list_runs(runs_directory: str, as_json: bool) -> None:
