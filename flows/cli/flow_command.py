@@ -24,16 +24,9 @@ from rich.text import Text
 
 from flows import server
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
-from flows.cli.tables import (
-    Line,
-    duration,
-    evaluation_table,
-    evaluation_text,
-    iteration_table,
-    iteration_text,
-    signed,
-)
+from flows.cli.tables import duration, evaluation_table, iteration_table
 from flows.server_access import ServerLost, ServerWatch
+from tasks.reports.lines import Line, evaluation_text, iteration_text, signed
 
 
 class FlowCommand:

@@ -14,9 +14,9 @@ from earl_core.run.record import RunDamaged, read_lines, read_record
 from earl_core.system.errors import ConfigError
 from flows import server
 from flows.cli.interrupt import Interrupted, leave, run_interruptible
-from flows.cli.tables import Line
 from flows.reaper import keep_reconciled
 from flows.server_access import STANDING, is_mine, read_access
+from tasks.reports.lines import Line
 
 
 def serve(runs_directory: str, port: int) -> None:

@@ -1,28 +1,30 @@
-"""Tables and numbers for a terminal; what iterations and evaluations came to.
-
-An iteration is a line of metrics.jsonl: its number under `iteration`, its metrics as `stage/name`.
-An evaluation is the same with its own metrics, and `iteration` counts those done before it.
-"""
+"""Tables and numbers for a terminal."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from earl_core.config import RunConfig
 from earl_core.config.table import resolved_rows
+from tasks.reports.lines import (
+    Line,
+    interval,
+    mean_return,
+    outcome_names,
+    outcome_shares,
+    total_seconds,
+    shown,
+    signed,
+)
 
 Row = Mapping[str, str]
 
 
 _PIPE_WIDTH = 140
-
-
-_LONG = 1e6
 
 
 _NUMERIC = re.compile(
@@ -59,13 +61,6 @@ def rows_table(rows: Sequence[Row], styles: Mapping[str, str] | None = None) -> 
     return table
 
 
-def signed(value: float | None, places: int) -> str:
-    """The value with its sign, or nothing; long numbers in four digits and an exponent."""
-    if value is None:
-        return ""
-    return f"{value:+.4g}" if abs(value) >= _LONG else f"{value:+.{places}f}"
-
-
 def duration(seconds: float) -> str:
     """Such as `45 s`, `3 min 05 s` or `2 h 10 min`."""
     whole = round(seconds)
@@ -76,45 +71,8 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-Line = Mapping[str, Any]
-
 _COLORS = {"win": "green", "draw": "yellow", "loss": "red", "illegal": "magenta"}
-"""The outcomes that are shown first, in this order, whatever others an environment has."""
-
-_OUTCOME = re.compile("rollout/outcome/(.+)|outcome/(.+)/share")
-
-
-def mean_return(line: Line) -> float | None:
-    """The mean return of an iteration or an evaluation; None where it was not measured."""
-    names = ("rollout/return/mean", "reward/mean", "return/mean")
-    return next((float(line[name]) for name in names if name in line), None)
-
-
-def outcome_shares(line: Line) -> dict[str, float]:
-    """The share of each outcome, in [0, 1]."""
-    named = {name: _OUTCOME.fullmatch(name) for name in line}
-    return {found[1] or found[2]: float(line[name]) for name, found in named.items() if found}
-
-
-def outcome_names(lines: Sequence[Line]) -> list[str]:
-    """All outcomes that occur, the games' first."""
-    found = {name for line in lines for name in outcome_shares(line)}
-    return [name for name in _COLORS if name in found] + sorted(found - set(_COLORS))
-
-
-def iteration_text(line: Line) -> str:
-    """An iteration's numbers in one line."""
-    shares = outcome_shares(line)
-    parts = [
-        _return_text(line),
-        *(f"{name} {100 * shares[name]:.0f} %" for name in outcome_names([line])),
-        _shown(line, "rollout/context/mean", "context {:.0f}"),
-        _shown(line, "rollout/context/max", "max {:.0f}"),
-        _shown(line, "rollout/tokens_per_second", "rollout {:,.0f} tokens/s"),
-        _shown(line, "update/tokens_per_second", "update {:,.0f} tokens/s"),
-        f"{_seconds(line):.1f} s",
-    ]
-    return ", ".join(part for part in parts if part)
+"""Of outcomes that games share."""
 
 
 def iteration_table(lines: Sequence[Line]) -> Table:
@@ -125,25 +83,15 @@ def iteration_table(lines: Sequence[Line]) -> Table:
             "iteration": str(line["iteration"]),
             "return": signed(mean_return(line), 2),
             **{f"{name} %": f"{100 * outcome_shares(line).get(name, 0.0):.0f}" for name in names},
-            "context": _shown(line, "rollout/context/mean", "{:.0f}"),
-            "max": _shown(line, "rollout/context/max", "{:.0f}"),
-            "rollout tok/s": _shown(line, "rollout/tokens_per_second", "{:,.0f}"),
-            "update tok/s": _shown(line, "update/tokens_per_second", "{:,.0f}"),
-            "seconds": f"{_seconds(line):.1f}",
+            "context": shown(line, "rollout/context/mean", "{:.0f}"),
+            "max": shown(line, "rollout/context/max", "{:.0f}"),
+            "rollout tok/s": shown(line, "rollout/tokens_per_second", "{:,.0f}"),
+            "update tok/s": shown(line, "update/tokens_per_second", "{:,.0f}"),
+            "seconds": f"{total_seconds(line):.1f}",
         }
         for line in lines
     ]
     return rows_table(rows, {f"{name} %": color for name, color in _COLORS.items()})
-
-
-def evaluation_text(line: Line) -> str:
-    """An evaluation in one line."""
-    parts = [
-        _return_text(line),
-        *(f"{name} {_interval(line, name)} %" for name in outcome_names([line])),
-    ]
-    told = ", ".join(part for part in parts if part)
-    return f"evaluation after {line['iteration']} iterations: {told}"
 
 
 def evaluation_table(lines: Sequence[Line]) -> Table:
@@ -152,28 +100,8 @@ def evaluation_table(lines: Sequence[Line]) -> Table:
         {
             "evaluation": str(line["iteration"]),
             "return": signed(mean_return(line), 2),
-            **{f"{name} % (95 %)": _interval(line, name) for name in outcome_names([line])},
+            **{f"{name} % (95 %)": interval(line, name) for name in outcome_names([line])},
         }
         for line in lines
     ]
     return rows_table(rows, {f"{name} % (95 %)": color for name, color in _COLORS.items()})
-
-
-def _return_text(line: Line) -> str:
-    text = signed(mean_return(line), 3)
-    return f"return {text}" if text else ""
-
-
-def _interval(line: Line, outcome: str) -> str:
-    """A share with its 95 % interval in per cent, such as `48 (42-54)`."""
-    parts = (float(line[f"outcome/{outcome}/{part}"]) for part in ("share", "low", "high"))
-    share, low, high = (100 * part for part in parts)
-    return f"{share:.0f} ({low:.0f}-{high:.0f})"
-
-
-def _shown(line: Line, name: str, form: str) -> str:
-    return form.format(line[name]) if name in line else ""
-
-
-def _seconds(line: Line) -> float:
-    return sum(float(value) for name, value in line.items() if name.endswith("/stage_seconds"))
