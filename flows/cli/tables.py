@@ -16,9 +16,9 @@ from tasks.reports.lines import (
     mean_return,
     outcome_names,
     outcome_shares,
-    total_seconds,
     shown,
     signed,
+    total_seconds,
 )
 
 Row = Mapping[str, str]
