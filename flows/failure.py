@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import State
+from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Failed
 
@@ -20,16 +21,20 @@ from earl_core.config import ConfigError
 from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 
-_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine", "asyncio")
 
 
 class _Sentences(logging.Filter):
-    """Puts the text of an error of ours in the place of its traceback."""
+    """Puts the text of an error of ours in the place of its traceback; leaves out the signal that
+    ends a flow, which Prefect reports in words too."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        debug = logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-        if isinstance(error, EarlError) and not debug:
+        if error is None or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
+            return True
+        if isinstance(error, TerminationSignal):
+            return False
+        if isinstance(error, EarlError):
             record.msg, record.args = redact(str(error)), ()
             record.exc_info = record.exc_text = None
         return True

@@ -1,8 +1,8 @@
 """The learning curve as a page: a picture, and the last iterations as a table.
 
-The picture is a drawing (SVG) inside the page, for pages of Prefect have no files beside them. It is
-made after each iteration, so it is written here in a millisecond; a plotting library takes a second
-to import and 150 ms a picture.
+The picture is a drawing (SVG) inside the page, because a page of Prefect's has no files beside it.
+One is made after each iteration, so it is written here in a millisecond; a plotting library takes a
+second to import and 150 ms a picture.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _dialogue(episode: dict[str, Any]) -> list[str]:
         "environment": episode["environment"],
         "episode": str(episode["episode_id"]),
     }
-    parts = ["\n".join(f"- {name}: {_inline(value)}" for name, value in facts.items() if value)]
+    parts = [" · ".join(f"{name} {_inline(value)}" for name, value in facts.items() if value)]
     for number, turn in enumerate(turns[:_MOST_TURNS]):
         parts.append(f"**Environment or tool**\n\n{fenced(turn['observation'])}")
         earned = f", reward {turn['reward']:+.3g}" if turn["reward"] else ""
