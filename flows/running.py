@@ -193,7 +193,8 @@ def _tell_owner(flow_run: FlowRun, runs_directory: str, shown: list[str]) -> Non
             body = {"tags": sorted(known | missing)}
             access.ask(f"flow_runs/{flow_run.id}", body, method="PATCH")
     keep_reconciled(access, runs_directory)
-    try_to_renew_runs(access, runs_directory)
+    if flow_run.parent_task_run_id is None:
+        try_to_renew_runs(access, runs_directory)
 
 
 def forget(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:

@@ -18,15 +18,7 @@ from flows.flow_names import train_name
 from flows.forms import AtLeastOne, Config, Unset, titled
 from flows.iteration import Plan, Stages, iteration, until_done
 from flows.overrides import Overrides
-from flows.running import (
-    HOOKS,
-    configured,
-    heard,
-    log,
-    opened,
-    recorded,
-    stopping,
-)
+from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
 from tasks.evaluate import evaluation
 from tasks.select import select_inputs
 from tasks.trust import forget_results
@@ -111,7 +103,7 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
             try:
                 await _evaluate_if_due(controller, number)
                 done = await iteration(run, number)
-                log(done["line"])
+                log(done.get("line", f"iteration {number} was done before"))
             except StateLost:
                 if not _may_go_back(controller, number, returned):
                     raise

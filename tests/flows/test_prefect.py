@@ -19,6 +19,9 @@ from earl_core.run.lock import RunLock
 from tests.flows.runs import REPOSITORY, Runs
 from tests.flows.server import ask
 
+_EXITED = " exited "
+"""Is in the worker's line about each process of a flow that has ended."""
+
 
 @contextmanager
 def worker(runs: Runs, project: Path, **more: str) -> Iterator[None]:
@@ -68,9 +71,12 @@ class Submitted:
 
     def __init__(self, runs: Runs, flow: str, **parameters: Any) -> None:
         self._runs = runs
+        self._log = runs.directory / "project" / "worker.log"
         deployment = ask(runs, f"deployments/name/{flow}/{flow}")["id"]
         path = f"deployments/{deployment}/create_flow_run"
         self.id = ask(runs, path, {"parameters": parameters})["id"]
+
+        self._exits = self._log.read_text().count(_EXITED)
 
     def seen(self) -> dict[str, Any]:
         found: dict[str, Any] = ask(self._runs, f"flow_runs/{self.id}")
@@ -89,6 +95,11 @@ class Submitted:
         ended = (*names, "Failed", "Crashed", "Cancelled", "Completed")
         until(lambda: self.state() in ended, seconds, lambda: (self.state(), self.logs()))
         assert self.state() in names, (self.message(), self.logs())
+
+    def wait_for_process(self) -> None:
+        """Until the worker knows how the flow's process ended; before, a retry would be crashed."""
+        exits = self._log.read_text
+        until(lambda: exits().count(_EXITED) > self._exits, 60, exits)
 
     def logs(self) -> str:
         chosen = {"logs": {"flow_run_id": {"any_": [self.id]}}, "limit": 200}
@@ -121,6 +132,7 @@ def _training_fails_with_a_sentence_and_is_retried(runs: Runs) -> None:
         runs, "train", config=str(runs.config), iterations=2, overrides=["deadlines.repeats=0"]
     )
     flow_run.until("Failed")
+    flow_run.wait_for_process()
     assert flow_run.seen()["name"] == "train run"
     assert flow_run.message().startswith("Worker group 'update', rank 0")
     assert flow_run.message().endswith(f". Continue with: earl resume {runs.run()}")
@@ -166,6 +178,7 @@ def _iteration_is_cancelled_and_retried(runs: Runs) -> None:
     flow_run.set_state("CANCELLING", "Cancelling")
     runs.wait_for_workers_to_end(15)
     flow_run.until("Cancelled", seconds=30)
+    flow_run.wait_for_process()
     flow_run.set_state("SCHEDULED", "AwaitingRetry")
     flow_run.until("Completed")
     states = flow_run.stages()
