@@ -91,7 +91,7 @@ class Submitted:
     def set_state(self, kind: str, name: str) -> None:
         ask(self._runs, f"flow_runs/{self.id}/set_state", {"state": {"type": kind, "name": name}})
 
-    def until(self, *names: str, seconds: float = 90) -> None:
+    def until(self, *names: str, seconds: float = 240) -> None:
         ended = (*names, "Failed", "Crashed", "Cancelled", "Completed")
         until(lambda: self.state() in ended, seconds, lambda: (self.state(), self.logs()))
         assert self.state() in names, (self.message(), self.logs())
@@ -174,7 +174,7 @@ def _iteration_waits_for_its_run(runs: Runs) -> None:
 
 def _iteration_is_cancelled_and_retried(runs: Runs) -> None:
     flow_run = Submitted(runs, "iteration", run=str(runs.run()))
-    until((runs.directory / "once" / "update.step0@3").exists, 90, flow_run.logs)
+    until((runs.directory / "once" / "update.step0@3").exists, 240, flow_run.logs)
     flow_run.set_state("CANCELLING", "Cancelling")
     runs.wait_for_workers_to_end(15)
     flow_run.until("Cancelled", seconds=30)
