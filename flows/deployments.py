@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.flow_notes import TAG
+from flows.forms import renew_runs
 from flows.server_access import Access
 
 POOL = "earl"
@@ -119,6 +120,7 @@ def deploy(access: Access, runs_directory: str, directory: Path | None = None) -
         )
         if known is not None:
             access.ask(f"deployments/{known['id']}", renewed, method="PATCH")
+    renew_runs(access, runs_directory)
 
 
 def import_flows() -> None:

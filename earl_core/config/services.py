@@ -190,6 +190,12 @@ class DeadlineConfig(Settings):
     start: float = Field(default=300.0, gt=0, description="Start of a worker group.")
     stage: float = Field(default=3600.0, gt=0, description="One stage of one iteration.")
     heartbeat: float = Field(default=120.0, ge=2, description="A worker silent for longer is lost.")
+    run_in_use: float = Field(
+        default=86400.0,
+        ge=0,
+        description="How long a flow run of a Prefect deployment waits for its run while another "
+        "process has it. `earl train` and `earl resume` never wait.",
+    )
     repeats: int = Field(
         default=3,
         ge=0,

@@ -23,16 +23,8 @@ from rich.text import Text
 from earl_core.system.plural import plural
 from flows.cli.arguments import Show
 from flows.cli.fitting import BarLine
-from flows.cli.tables import (
-    Line,
-    duration,
-    evaluation_table,
-    evaluation_text,
-    iteration_table,
-    iteration_text,
-    json_line,
-    signed,
-)
+from flows.cli.tables import duration, evaluation_table, iteration_table, json_line
+from tasks.reports.lines import Line, evaluation_text, iteration_text, signed
 
 Event = Mapping[str, Any]
 

@@ -21,16 +21,9 @@ from earl_core.system.errors import EarlError
 from flows.cli.curve import Series, draw
 from flows.cli.serving import evaluations_of, iterations_of, tracking_uri
 from flows.cli.shards import shards_command
-from flows.cli.tables import (
-    Line,
-    evaluation_table,
-    iteration_table,
-    mean_return,
-    outcome_names,
-    outcome_shares,
-    signed,
-)
+from flows.cli.tables import evaluation_table, iteration_table
 from flows.server import Server
+from tasks.reports.lines import Line, mean_return, outcome_names, outcome_shares, signed
 
 _TAIL_LINES = 12
 _LOG_PREFIX = "  | "

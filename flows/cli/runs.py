@@ -17,7 +17,8 @@ from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished, read_lines
 from earl_core.system.errors import ConfigError
 from flows.cli.serving import iterations_of
-from flows.cli.tables import duration, make_console, mean_return, rows_table, signed
+from flows.cli.tables import duration, make_console, rows_table
+from tasks.reports.lines import mean_return, signed
 
 State = Literal["training", "finished", "failed", "stopped"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.run.record import RunDamaged, read_lines, read_record
 from earl_core.system.errors import ConfigError
-from flows.cli.tables import Line
+from tasks.reports.lines import Line
 
 
 def find_run(run: str, runs_directory: str) -> Path:
