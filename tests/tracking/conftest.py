@@ -208,7 +208,7 @@ def finish(
         tracker.changed()
 
 
-def history(uri: str, run_id: str | None, key: str = "rollout/return/mean") -> dict[int, float]:
+def history(uri: str, run_id: str | None, key: str = "1_learning/return") -> dict[int, float]:
     from mlflow import MlflowClient
 
     assert run_id is not None

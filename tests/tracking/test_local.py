@@ -66,7 +66,7 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert history(uri, tracker.run_id) == {0: 0.0, 1: 0.1, 2: 0.2}
     assert history(uri, tracker.run_id, "entropy") == {0: 1.5, 1: 1.5, 2: 1.5}
     assert history(uri, tracker.run_id, "nothing") == {}
-    assert history(uri, tracker.run_id, "evaluation/outcome/win/share") == {3: 0.5}
+    assert history(uri, tracker.run_id, "1_learning/win_rate_held_out") == {3: 0.5}
     table = json.loads(artifact(client, tracker.run_id, "evaluation/suites.json"))
     assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "sums"]]
     assert json.loads(tags["mlflow.loggedArtifacts"])[0]["type"] == "table"
@@ -123,15 +123,15 @@ def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:
         "episode 4",
         "episode 4/turn 1",
         "episode 4/turn 1/environment",
-        "episode 4/turn 1/llm",
+        "episode 4/turn 1/generation",
         "episode 4/turn 2",
         "episode 4/turn 2/environment",
-        "episode 4/turn 2/llm",
+        "episode 4/turn 2/generation",
     ]
     (turn,) = [span for span in spans.values() if span.name == "turn 2"]
     assert turn.inputs == {"observation": "board 2"}
     assert turn.outputs == {"answer": "[9]", "reward": 1.0}
-    answer = [span for span in spans.values() if span.name == "llm"][-1]
+    answer = [span for span in spans.values() if span.name == "generation"][-1]
     assert answer.span_type == "CHAT_MODEL"
     assert {span.span_type for span in spans.values()} == {"AGENT", "CHAIN", "CHAT_MODEL", "TOOL"}
 
@@ -237,7 +237,7 @@ def test_a_run_that_went_back_sends_its_other_past_again(runs: Runs) -> None:
     client = MlflowClient(tracking_uri=second.uri)
     assert history(second.uri, second.run_id, "only/now") == {1: 1.0}
     # What is the same arrives once, though all was sent again.
-    rows = client.get_metric_history(second.run_id, "rollout/return/mean")
+    rows = client.get_metric_history(second.run_id, "1_learning/return")
     assert sorted(row.step for row in rows) == [0, 1, 1, 2]
     traces = client.search_traces(locations=[second.experiment_id], run_id=second.run_id)
     assert len(traces) == 3
@@ -250,7 +250,7 @@ def test_evaluations_of_an_untracked_attempt_are_sent(runs: Runs) -> None:
     evaluate(run, 2, **{"outcome/win/share": 0.25})
     tracker = runs.tracker(run)
     tracker.close()
-    assert history(tracker.uri, tracker.run_id, "evaluation/outcome/win/share") == {2: 0.25}
+    assert history(tracker.uri, tracker.run_id, "1_learning/win_rate_held_out") == {2: 0.25}
 
 
 def test_switched_off_it_does_nothing(runs: Runs) -> None:
