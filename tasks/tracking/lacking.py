@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from earl_core.config import RunConfig, dump_config
+from earl_core.config.environment import EnvironmentConfig
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
@@ -198,7 +199,7 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
 
 def _with_tools(config: RunConfig) -> set[str]:
     """Labels of the environments in which tools answer; a run's only one has none."""
-    played = {each.title: each for each in config.environments}
+    played: dict[str, EnvironmentConfig] = {each.title: each for each in config.environments}
     if config.environment is not None:
         played[""] = config.environment
     return {label for label, each in played.items() if each.tools or each.mcp}

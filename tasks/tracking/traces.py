@@ -85,9 +85,10 @@ def episode_trace(
     """The trace of one episode of `earl_core.run.episodes.read_episodes`.
 
     tools: whether tools answer the model. mismatch: between engine and trainer, over the whole
-    iteration: a single update step keeps no log-probs of its own by episode. end_seconds: Unix time at which the episode is drawn to end. How long a turn took is not kept,
-    because equal episodes have equal bytes: an answer is drawn a millisecond long for each of its
-    tokens, the environment without a length.
+    iteration, because an update keeps no log-probs by episode. end_seconds: Unix time at which the
+    episode is drawn to end. How long a turn took is not kept, because equal episodes have equal
+    bytes: an answer is drawn a millisecond long for each of its tokens, the environment without a
+    length.
     """
     episode, turns = kept["episode_id"], kept["turns"]
     end_ns = int(end_seconds * _SECOND)

@@ -44,7 +44,7 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     for iteration in range(3):
         finish(run, tracker, iteration, entropy=1.5, nothing=math.nan)
     evaluate(run, 0)
-    evaluate(run, 3, **{"outcome/win/share": 0.5})
+    evaluate(run, 3, **{"outcome/win/share": 0.5, "return/mean": 0.25})
     tracker.changed()
     tracker.close()
 
@@ -67,9 +67,17 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert history(uri, tracker.run_id, "entropy") == {0: 1.5, 1: 1.5, 2: 1.5}
     assert history(uri, tracker.run_id, "nothing") == {}
     assert history(uri, tracker.run_id, "1_learning/win_rate_held_out") == {3: 0.5}
-    table = json.loads(artifact(client, tracker.run_id, "evaluation/suites.json"))
-    assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "sums"]]
-    assert json.loads(tags["mlflow.loggedArtifacts"])[0]["type"] == "table"
+    table = json.loads(artifact(client, tracker.run_id, "evaluation/results.json"))
+    assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "held-out"], [3, "sums"]]
+    assert json.loads(tags["mlflow.loggedArtifacts"]) == [
+        {"path": "evaluation/results.json", "type": "table"},
+        {"path": "metrics.json", "type": "table"},
+    ]
+    meanings = json.loads(artifact(client, tracker.run_id, "metrics.json"))
+    assert ["1_learning/return", ""] in [row[:2] for row in meanings["data"]]
+    (played,) = found.inputs.dataset_inputs
+    assert played.dataset.name == "tictactoe"
+    assert json.loads(played.dataset.source)["options"] == {}
     assert yaml.safe_load(artifact(client, tracker.run_id, "config.yaml"))["name"] == "first"
     assert json.loads(artifact(client, tracker.run_id, "plans/000000.json")) == plan()
     assert client.list_artifacts(tracker.run_id, "plans")[1:] == []
@@ -188,7 +196,7 @@ def test_nothing_arrives_twice(runs: Runs) -> None:
     """Whoever asks, and however often: every kind of thing is sent once."""
     run = runs.run(iterations=1)
     finish(run, None, 0, **{"selector/update/switched": 1.0, "selector/update/measured_seconds": 2})
-    evaluate(run, 1, x=0.5)
+    evaluate(run, 1, **{"return/mean": 0.5})
     client, known = None, None
     for _ in range(3):
         tracker = runs.tracker(run, flush_seconds=120)
@@ -198,16 +206,20 @@ def test_nothing_arrives_twice(runs: Runs) -> None:
         assert (tracker.waiting, tracker.dropped) == (False, 0)
         client = client or MlflowClient(tracking_uri=tracker.uri)
         sent = json.loads(client.get_run(tracker.run_id).data.tags["earl.sent"])
+        sent.pop("system", None)  # the machine's load is measured now and then
         assert sent == {
-            "chart": 0, "config.yaml": 1, "evaluation": 1, "metrics": 0, "past": 0, "plan": 0,
-            "suites": 1, "trace": 0,
+            "chart": 0, "checkpoints": 2, "child run": 1, "config.yaml": 1, "evaluation": 1,
+            "inputs": 0, "metrics": 0, "metrics.json": 4, "past": 0, "plan": 0, "results": 1,
+            "trace": 0,
         }  # fmt: skip
         assert history(tracker.uri, tracker.run_id) == {0: 0.0}
-        assert history(tracker.uri, tracker.run_id, "evaluation/x") == {1: 0.5}
+        assert history(tracker.uri, tracker.run_id, "1_learning/return_held_out") == {1: 0.5}
         files = {path.name: path.stat().st_mtime_ns for path in stored_files(runs)}
         assert {"config.yaml", "000000.json", "predicted_and_measured.svg"} <= set(files)
         traces = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
         assert len(traces) == 1
+        assert len(client.search_runs([tracker.experiment_id])) == 2
+        assert [each.version for each in client.search_model_versions("name = 'first'")] == [1]
         # config.yaml is each attempt's, and this is one attempt.
         known = known or files
         assert files == known
