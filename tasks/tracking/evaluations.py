@@ -33,8 +33,7 @@ def evaluation_rows(evaluations: Sequence[Manifest]) -> list[dict[str, Any]]:
         if "return/mean" in metrics:
             held_out["return"] = f"{metrics['return/mean']:.3f}"
         for name, part in found.outputs.get("outcomes", {}).items():
-            shown = "{share:.1%} ({low:.1%} - {high:.1%})".format(**part)
-            held_out[f"{name} (95 %)"] = shown
+            held_out[f"{name} (95 %)"] = "{share:.0%} ({low:.0%}-{high:.0%})".format(**part)
         if len(held_out) > len(("iterations", "suite")):
             rows.append(held_out)
         for row in suite_rows(found.outputs.get("suites", {})):

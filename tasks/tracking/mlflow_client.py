@@ -193,7 +193,7 @@ class MlflowRun:
         `MlflowClient.log_table` would add them to those that are there, twice if sent twice.
         """
         columns = list(dict.fromkeys(name for row in rows for name in row))
-        data = [[row.get(name) for name in columns] for row in rows]
+        data = [[row.get(name, "") for name in columns] for row in rows]
         self.log_text(json.dumps({"columns": columns, "data": data}), path)
         there = patient(lambda: self.client.get_run(self.run_id)).data.tags
         tables = json.loads(there.get(_TABLES, "[]"))

@@ -14,28 +14,15 @@ import yaml
 from mlflow import MlflowClient
 
 from earl_core.config.run import STAGES
-from earl_core.dispatch import Manifest
-from earl_core.run import RunDirectory
 from earl_core.run.episodes import read_episodes
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan
 from tests.kept import game
-from tests.tracking.conftest import Runs, finish, history, plan, until, warnings_in
+from tests.tracking.conftest import Runs, evaluate, finish, history, plan, until, warnings_in
 
 
 def artifact(client: MlflowClient, run_id: str, path: str) -> str:
     root = Path(unquote(urlsplit(client.get_run(run_id).info.artifact_uri).path))
     return (root / path).read_text()
-
-
-def evaluate(run: RunDirectory, iteration: int, **metrics: float) -> None:
-    passed = {"1": {"share": 0.5, "low": 0.2, "high": 0.8, "prompts": 8.0}}
-    suite = {"return": 0.5, "error": 0.1, "episodes": 8, "failed": 0, "pass": passed}
-    run.seal(
-        Manifest(
-            run=run.uid, iteration=iteration, stage="evaluation", key="", policy_version=iteration,
-            metrics=metrics, outputs={"suites": {"sums": suite}},
-        )
-    )  # fmt: skip
 
 
 def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
