@@ -32,7 +32,6 @@ logger = logging.getLogger("earl.tracking")
 SENT = "earl.sent"
 
 _CHART_EVERY = 5
-_MISMATCH = ("mismatch_mean", "mismatch_max", "mismatch_kl")
 _NOT_METRICS = ("iteration", "time")
 
 Send = Callable[[MlflowRun], None]
@@ -177,7 +176,8 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
         logger.warning("iteration %d is not traced: %s", iteration, error)
         return None
     tools = _with_tools(run.config)
-    mismatch = {name: row[f"update/{name}"] for name in _MISMATCH if f"update/{name}" in row}
+    names = {part: f"update/mismatch_{part}" for part in ("mean", "max", "kl")}
+    mismatch = {part: row[name] for part, name in names.items() if name in row}
     traces = [
         episode_trace(
             run.uid,

@@ -79,6 +79,7 @@ _ENVIRONMENT = {
     "MLFLOW_ASYNC_TRACE_LOGGING_RETRY_TIMEOUT": "5",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # Failures are raised to us and told once; MLflow's own lines would tear the display.
     "MLFLOW_LOGGING_LEVEL": "ERROR",
 }

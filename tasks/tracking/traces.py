@@ -97,7 +97,7 @@ def episode_trace(
         "outcome": kept["outcome"],
         "return": kept["reward"],
         "finish_reason": kept["finish_reason"],
-        **(mismatch or {}),
+        **({"mismatch_of_iteration": dict(mismatch)} if mismatch else {}),
     }
     answered = sum(turn["tokens"] for turn in turns)
     tokens = _usage(sum(turn["context"] for turn in turns), answered)

@@ -96,7 +96,8 @@ def test_a_plan_is_stored_when_its_layouts_change_and_its_reasons_always(runs: R
 def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:
     run = runs.run()
     tracker = runs.tracker(run)
-    finish(run, tracker, 7, episodes=[game(4), game(5, "loss", samples=2), game(6)])
+    mismatch = {"update/mismatch_mean": 0.5, "update/mismatch_kl": 0.25}
+    finish(run, tracker, 7, episodes=[game(4), game(5, "loss", samples=2), game(6)], **mismatch)
     finish(run, tracker, 8, episodes=[Episode(7, 0, 0, [Sample()], "done")])
     tracker.close()
     client = MlflowClient(tracking_uri=tracker.uri)
@@ -126,8 +127,17 @@ def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:
     (turn,) = [span for span in spans.values() if span.name == "turn 2"]
     assert turn.inputs == {"observation": "board 2"}
     assert turn.outputs == {"answer": "[9]", "reward": 1.0}
-    answer = [span for span in spans.values() if span.name == "generation"][-1]
+    answer = next(
+        s for s in spans.values() if s.name == "generation" and s.parent_id == turn.span_id
+    )
     assert answer.span_type == "CHAT_MODEL"
+    usage = {"input_tokens": 6, "output_tokens": 4, "total_tokens": 10}
+    assert answer.attributes["mlflow.chat.tokenUsage"] == usage
+    assert answer.attributes["logprob_mean"] == -0.5
+    assert seven["4"].info.token_usage["output_tokens"] == 7
+    (root,) = [span for span in spans.values() if span.parent_id is None]
+    assert root.outputs["return"] == 1.0
+    assert root.outputs["mismatch_of_iteration"] == {"mean": 0.5, "kl": 0.25}
     assert {span.span_type for span in spans.values()} == {"AGENT", "CHAIN", "CHAT_MODEL", "TOOL"}
 
 

@@ -85,9 +85,8 @@ def test_a_server_gets_the_paths_and_an_evaluation_is_a_child_once(
     assert len(children) == len(found) == 2
     assert found["evaluation after 1 iteration"]["1_learning/return_held_out"] == 0.25
     good = client.search_runs([tracker.experiment_id], "metrics.`1_learning/return_held_out` > 0.4")
-    names = {
-        each.info.run_name for each in good if each in children or each.info.run_name == "served"
-    }
+    known = {tracker.run_id, *(child.info.run_id for child in children)}
+    names = {each.info.run_name for each in good if each.info.run_id in known}
     assert names == {"served", "evaluation after 2 iterations"}
 
     # All of it again, where the server lost the run.
