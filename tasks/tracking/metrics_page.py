@@ -1,4 +1,4 @@
-"""`docs/metrics.md`, made of the metric catalogue; `python -m tasks.reports.metrics_page` does."""
+"""`docs/metrics.md`, made of the metric catalogue; `python -m tasks.tracking.metrics_page` does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 _INTRODUCTION = """# Metrics
 
-Written by `python -m tasks.reports.metrics_page` from `tasks/tracking/metric_catalogue.py`.
+Written by `python -m tasks.tracking.metrics_page` from `tasks/tracking/metric_catalogue.py`.
 
 Every finished iteration is a line of `metrics.jsonl` in the run directory, with all numbers. MLflow
 gets those of the first tables, one chart each. It orders its sections by name, so that the run page
