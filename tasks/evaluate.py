@@ -24,5 +24,10 @@ def evaluation(given: StageInputs) -> dict[str, Any]:
     }
     return {
         "outputs": {"outcomes": result["outcomes"], "suites": result["suites"]},
-        "metrics": {**result["metrics"], **shares},
+        "metrics": {**_without_outcomes(result["metrics"]), **shares},
     }
+
+
+def _without_outcomes(metrics: dict[str, float]) -> dict[str, float]:
+    """`outcome/NAME` is `outcome/NAME/share`, which comes with its interval."""
+    return {name: value for name, value in metrics.items() if not name.startswith("outcome/")}

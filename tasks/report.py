@@ -88,22 +88,11 @@ def finish_iteration(
     if is_updated(run, iteration):
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
-        run.prune_checkpoints(keep=best_checkpoint(controller))
+        run.prune_checkpoints()
     controller.finish_iteration(iteration)
     controller.tracker.changed()
     controller.listener("iteration", iteration, {"finished": True, "metrics": metrics})
     return metrics
-
-
-def best_checkpoint(controller: RunController) -> set[int]:
-    """The iteration whose checkpoint was evaluated best, so that pruning keeps it."""
-    stable = controller.run.stable_iterations()
-    scored = [
-        (found.metrics.get("return/mean", float("-inf")), found.iteration - 1)
-        for found in controller.run.evaluations()
-        if found.iteration - 1 in stable
-    ]
-    return {max(scored)[1]} if scored else set()
 
 
 async def publish_artifacts(

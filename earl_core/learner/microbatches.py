@@ -316,6 +316,8 @@ class UpdateMetrics:
         steps = len(self._norms)
         every = ranks.gather_json(self._own() | {"peaks": peaks})
         metrics = {name: total / max(1, steps) for name, total in _added(every, "sums").items()}
+        if {name for name in metrics if name.startswith("loss/")} == {"loss/policy"}:
+            del metrics["loss/policy"]  # the loss has no other part
         if "ratio" in metrics:
             metrics["ratio_mean"] = metrics.pop("ratio")
         # numpy's: a NaN stays one.

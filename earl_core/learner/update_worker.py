@@ -330,7 +330,7 @@ class LearnerWorker(ModelWorker):
         self._applied = {
             "policy_version": self._version,
             "digest": self._digest(),
-            "metrics": {**metrics, "steps": steps, "seconds": time.perf_counter() - started}
+            "metrics": {**metrics, "seconds": time.perf_counter() - started}
             | self._reader.reads.spent(),
             "shards": [entry.model_dump(mode="json") for entry in shards],
         }

@@ -266,24 +266,17 @@ def _load_metrics(tally: RolloutStats) -> dict[str, float]:
 
 
 def selector_statistics(tally: RolloutStats) -> dict[str, float]:
-    """What the selector wants to know: contexts and live tokens in tokens, waits in seconds.
+    """What the selector wants to know beside `rollout_metrics`: live tokens, waits in seconds.
 
     Running requests and live tokens are those of one engine: the mean over all, and the most.
     """
-    load, contexts = tally.load, _context_metrics(tally)
+    load = tally.load
     waits = load.environment_wait + load.tool_wait
-    turns = sum(value * count for value, count in tally.turns.items())
     return {
-        "context_mean": contexts["context/mean"],
-        "context_p95": contexts["context/p95"],
-        "context_max": contexts["context/max"],
         "running_requests_mean": load.request_seconds / max(load.busy_seconds, 1e-9),
         "running_requests_max": float(load.running_max),
         "live_tokens_max": float(load.live_tokens_max),
-        "turns_mean": turns / max(tally.episodes, 1),
         "tool_wait_seconds": waits / max(load.environment_steps, 1),
-        "tokens_per_second": load.tokens_per_second,
-        "peak_memory_bytes": float(load.peak_memory_bytes),
     }
 
 

@@ -7,6 +7,7 @@ runs/<name>/
   ledger.jsonl                   what each attempt really executed
   metrics.jsonl                  one line per finished iteration
   selector.jsonl                 what was observed of the stages, oldest first
+  system.jsonl                   how loaded the machine was, while it was tracked
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
@@ -269,6 +270,16 @@ class RunDirectory:
         """The last iteration covered by a STABLE checkpoint; -1 when there is none."""
         return max(self.stable_iterations(), default=-1)
 
+    def best_stable(self) -> int | None:
+        """The last iteration before the best evaluation of those whose checkpoint is there."""
+        stable = set(self.stable_iterations())
+        scored = [
+            (found.metrics.get("return/mean", float("-inf")), found.iteration - 1)
+            for found in self.evaluations()
+            if found.iteration - 1 in stable
+        ]
+        return max(scored)[1] if scored else None
+
     def mark_stable(self, iteration: int) -> None:
         """Declare the checkpoint whole; drop older ones and the shards it covers."""
         marker = {"iteration": iteration, "policy_version": iteration + 1, "time": time.time()}
@@ -276,13 +287,14 @@ class RunDirectory:
         self.note(iteration, "checkpoint", "stable")
         self.release_through(iteration)
 
-    def prune_checkpoints(self, keep: set[int]) -> None:
-        """Remove old checkpoints but the last `keep_last`, those in `keep` and unfinished ones.
+    def prune_checkpoints(self) -> None:
+        """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, and
+        unfinished ones.
 
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
         stable = self.stable_iterations()
-        kept = set(stable[-self.config.checkpoint.keep_last :]) | keep
+        kept = {*stable[-self.config.checkpoint.keep_last :], self.best_stable()}
         for iteration in stable:
             if iteration not in kept:
                 remove_checkpoint(self.checkpoint_path(iteration))

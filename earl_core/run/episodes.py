@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ SCHEMA = pa.schema(
 
 _SOURCE = b"earl.source"
 _SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]
-_PER_SAMPLE = ["texts", "turn_rewards", "turn_starts", "loss_mask"]
+_PER_SAMPLE = ["texts", "turn_rewards", "turn_starts", "loss_mask", "rollout_logprobs"]
 
 
 class EpisodesDamaged(EarlError):
@@ -93,7 +94,8 @@ def read_episodes(path: Path, most: int) -> list[dict[str, Any]]:
     """The first `most` episodes to read, none where none were kept.
 
     Each: episode_id, prompt_id, environment, outcome, finish_reason, reward, `turns` (observation,
-    answer, reward, and the tokens of the answer) and `closing`. Raises `EpisodesDamaged`.
+    answer, reward, the `tokens` of the answer, their mean `logprob` in nats, and the tokens that
+    stood before it, `context`) and `closing`. Raises `EpisodesDamaged`.
     """
     episodes: dict[int, dict[str, Any]] = {}
     try:
@@ -119,15 +121,21 @@ def _readable(episodes: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         texts = [text for sample in samples for text in sample["texts"]]
         rewards = [reward for sample in samples for reward in sample["turn_rewards"]]
         read = transcript(texts, rewards)
-        answered = [
-            sum(sample["loss_mask"][start:stop])
-            for sample in samples
-            for start, stop in itertools.pairwise([*sample["turn_starts"], None])
-        ]
-        for turn, tokens in zip(read["turns"], answered, strict=True):
-            turn["tokens"] = tokens
+        counted = [each for sample in samples for each in _counted(sample)]
+        for turn, numbers in zip(read["turns"], counted, strict=True):
+            turn.update(numbers)
         found.append({**{name: episode[name] for name in _SHOWN}, **read})
     return found
+
+
+def _counted(sample: dict[str, Any]) -> Iterator[dict[str, float]]:
+    """Of each turn of a sample what its tokens say."""
+    mask, logprobs = sample["loss_mask"], sample["rollout_logprobs"]
+    for start, stop in itertools.pairwise([*sample["turn_starts"], len(mask)]):
+        tokens = sum(mask[start:stop])
+        # 0 where the mask is 0.
+        mean = sum(logprobs[start:stop]) / max(tokens, 1)
+        yield {"tokens": tokens, "context": stop - tokens, "logprob": mean}
 
 
 def _source_of(path: Path) -> bytes | None:

@@ -40,7 +40,9 @@ def selector_chart(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
         for axes, (name, unit, scale) in zip(row, _PANELS, strict=True):
             axes.set_title(f"{stage}: {unit}")
             for kind, style in _STYLES.items():
-                key = f"selector/{stage}/{kind}_{name}"
+                # A stage's own seconds are what it measured.
+                seconds = (kind, name) == ("measured", "seconds")
+                key = f"{stage}/seconds" if seconds else f"selector/{stage}/{kind}_{name}"
                 points = [(line["iteration"], line[key] / scale) for line in lines if key in line]
                 if points:
                     axes.plot(*zip(*points, strict=True), style, marker=".", label=kind)

@@ -53,35 +53,35 @@ def selector_metrics(
         numbers = {
             **_numbers(plan[stage]),
             **_predicted(plan, stage),
-            **_measured(manifests[stage], mine, gpus),
             "switched": float(stage in moved),
             "out_of_memory": float(sum(item.kind == "out_of_memory" for item in mine)),
             "switch_seconds": sum((i.seconds for i in mine if i.kind in _SWITCHES), start=0.0),
         }
-        for what in ("seconds", "peak_bytes"):
-            predicted, measured = (numbers.get(f"{kind}_{what}") for kind in _KINDS)
+        peak = _measured_peak(manifests[stage], mine, gpus)
+        if peak > 0:
+            numbers["measured_peak_bytes"] = peak
+        measures = {"seconds": _measured_seconds(manifests[stage].metrics), "peak_bytes": peak}
+        for what, measured in measures.items():
+            predicted = numbers.get(f"predicted_{what}")
             if predicted and measured:
                 numbers[f"predicted_over_measured_{what}"] = predicted / measured
         metrics.update({f"selector/{stage}/{name}": value for name, value in numbers.items()})
     return metrics
 
 
-_KINDS = ("predicted", "measured")
 _SWITCHES = ("switched", "resharded")
 
 
 def load_metrics(
     rollout: Mapping[str, float], earlier_contexts: Sequence[float]
 ) -> dict[str, float]:
-    """What the rollout's own metrics imply: how the wait was shared, and where contexts go.
+    """What the rollout's own metrics imply of contexts: what wrote them, and where they go.
 
     rollout: the metrics of its manifest. earlier_contexts: mean contexts of the iterations before,
     oldest first. `context/trend` is in tokens an iteration, the slope of a line through the last
     eight.
     """
     metrics: dict[str, float] = {}
-    if "environment_share" in rollout:
-        metrics["rollout/generation_share"] = 1.0 - rollout["environment_share"]
     context = rollout.get("context/mean", 0.0)
     if context > 0:
         written = rollout.get("tokens_per_turn", 0.0) * rollout.get("turns/mean", 0.0)
@@ -113,19 +113,15 @@ def _predicted(plan: DeploymentPlan, stage: str) -> dict[str, float]:
     return {names.get(name, f"predicted_{name}"): value for name, value in found}
 
 
-def _measured(manifest: Manifest, seen: Sequence[Observation], gpus: int) -> dict[str, float]:
-    """The run's own observation where it has one: it is what the next prediction learns from."""
+def _measured_seconds(stage: Mapping[str, float]) -> float:
+    """What a stage took by its own metrics: without the start of its workers, where it knows."""
+    return float(stage.get("seconds", stage.get("stage_seconds", 0.0)))
+
+
+def _measured_peak(manifest: Manifest, seen: Sequence[Observation], gpus: int) -> float:
+    """Of the run's own observation where it has one: it is what the next prediction learns from;
+    0 where nothing is known."""
     own = [item for item in seen if item.kind == "measured"]
     if own:
-        numbers = {
-            "measured_seconds": own[-1].seconds,
-            "measured_peak_bytes": comparable_peak(own[-1], gpus),
-            "measured_tokens_per_second": own[-1].tokens_per_second,
-        }
-    else:
-        found = manifest.metrics
-        numbers = {
-            "measured_seconds": found.get("seconds", found["stage_seconds"]),
-            "measured_peak_bytes": 0.0 if gpus else found.get("peak_bytes", 0.0),
-        }
-    return {name: value for name, value in numbers.items() if value > 0}
+        return comparable_peak(own[-1], gpus)
+    return 0.0 if gpus else manifest.metrics.get("peak_bytes", 0.0)

@@ -13,13 +13,18 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from earl_core.config import dump_config
-from earl_core.dispatch import ManifestError
-from earl_core.rollout.pass_rates import suite_rows
+from earl_core.config import RunConfig, dump_config
+from earl_core.config.environment import EnvironmentConfig
+from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from tasks.reports.selector_chart import selector_chart
+from tasks.tracking.evaluations import TABLE, child_runs, evaluation_numbers, evaluation_rows
+from tasks.tracking.inputs import played_inputs
+from tasks.tracking.metric_catalogue import described, for_mlflow
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers
+from tasks.tracking.registry import checkpoints_to_register, register
+from tasks.tracking.system_metrics import system_samples
 from tasks.tracking.traces import episode_trace
 
 logger = logging.getLogger("earl.tracking")
@@ -27,6 +32,7 @@ logger = logging.getLogger("earl.tracking")
 SENT = "earl.sent"
 
 _CHART_EVERY = 5
+_NOT_METRICS = ("iteration", "time")
 
 Send = Callable[[MlflowRun], None]
 
@@ -64,19 +70,56 @@ def lacking(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
     if sent.get("config.yaml", -1) < run.attempt:
         text = dump_config(run.config)
         yield Thing("config.yaml", run.attempt, lambda mlflow: mlflow.log_text(text, "config.yaml"))
-    rows = run.metrics()
-    for kind, numbers in (("metrics", _iterations(rows)), ("evaluation", _evaluations(run))):
-        yield from _batches(kind, [each for each in numbers if each.step > sent.get(kind, -1)])
+    if "inputs" not in sent:
+        yield Thing("inputs", 0, lambda mlflow: mlflow.log_inputs(played_inputs(run.config)))
+    rows, evaluations = run.metrics(), run.evaluations()
+    numbers = {
+        "metrics": _iterations(run.config, rows),
+        "evaluation": (evaluation_numbers(run, found) for found in evaluations),
+        "system": _system(run),
+    }
+    for kind, steps in numbers.items():
+        yield from _batches(kind, [each for each in steps if each.step > sent.get(kind, -1)])
     finished = [int(row["iteration"]) for row in rows]
-    for kind, thing in (("plan", _new_layout), ("trace", _traces)):
-        for iteration in finished:
-            if iteration > sent.get(kind, -1):
-                yield Thing(kind, iteration, thing(run, iteration))
-    yield from _suites(run, sent.get("suites", -1))
+    for iteration in finished:
+        if iteration > sent.get("plan", -1):
+            yield Thing("plan", iteration, _new_layout(run, iteration))
+    for row in rows:
+        if (iteration := int(row["iteration"])) > sent.get("trace", -1):
+            yield Thing("trace", iteration, _traces(run, iteration, row))
+    if (last := max((each.iteration for each in evaluations), default=-1)) > sent.get(
+        "results", -1
+    ):
+        table = evaluation_rows(evaluations)
+        yield Thing("results", last, lambda mlflow: mlflow.log_table(table, TABLE))
+    for iteration, send in child_runs(run, sent.get("child run", -1)):
+        yield Thing("child run", iteration, send)
+    yield from _pages(run, rows, evaluations, sent)
+
+
+def _pages(
+    run: RunDirectory,
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Manifest],
+    sent: Mapping[str, int],
+) -> Iterator[Thing]:
+    """What is of the whole run: its chart, the meaning of its numbers, its checkpoints."""
+    finished = [int(row["iteration"]) for row in rows]
     whole = run.config.iterations
     drawn = [k for k in finished if (k + 1) % _CHART_EVERY == 0 or k + 1 >= whole]
     if drawn and drawn[-1] > sent.get("chart", -1):
         yield Thing("chart", drawn[-1], _chart(rows))
+    names = {name for row in rows for name in row if name not in _NOT_METRICS}
+    names |= {f"evaluation/{name}" for found in evaluations for name in found.metrics}
+    if len(names) > sent.get("metrics.json", 0):
+        table = described(names)
+        yield Thing("metrics.json", len(names), lambda to: to.log_table(table, "metrics.json"))
+    # A checkpoint or an evaluation more may move an alias; both only grow.
+    news = run.last_stable() + 1 + max((each.iteration for each in evaluations), default=0)
+    if news > sent.get("checkpoints", 0):
+        wanted = checkpoints_to_register(run)
+        send = (lambda mlflow: register(mlflow, run, wanted)) if wanted else None
+        yield Thing("checkpoints", news, send)
 
 
 def _past(run: RunDirectory) -> int:
@@ -84,28 +127,18 @@ def _past(run: RunDirectory) -> int:
     return sum(1 for _ in (run.path / "set_aside").glob("[0-9]*"))
 
 
-def _iterations(rows: Sequence[Mapping[str, Any]]) -> Iterator[Numbers]:
+def _iterations(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Iterator[Numbers]:
+    reward = config.reward
+    scored = bool(reward.functions) or reward.environment_weight != 1.0
     for row in rows:
-        metrics = {name: row[name] for name in row if name not in ("iteration", "time")}
-        yield Numbers(int(row["iteration"]), metrics, float(row["time"]))
+        metrics = {name: row[name] for name in row if name not in _NOT_METRICS}
+        yield Numbers(int(row["iteration"]), for_mlflow(metrics, scored=scored), float(row["time"]))
 
 
-def _evaluations(run: RunDirectory) -> Iterator[Numbers]:
-    for found in run.evaluations():
-        metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
-        seconds = run.stage_path(found.iteration, "evaluation").stat().st_mtime
-        yield Numbers(found.iteration, metrics, seconds)
-
-
-def _suites(run: RunDirectory, sent: int) -> Iterator[Thing]:
-    """One table of all evaluations, whenever it has grown."""
-    rows, last = [], -1
-    for found in run.evaluations():
-        for row in suite_rows(found.outputs.get("suites", {})):
-            rows.append({"iteration": found.iteration, **row})
-            last = found.iteration
-    if last > sent:
-        yield Thing("suites", last, lambda mlflow: mlflow.log_table(rows, "evaluation/suites.json"))
+def _system(run: RunDirectory) -> Iterator[Numbers]:
+    for step, sample in enumerate(system_samples(run.path)):
+        metrics = {name: value for name, value in sample.items() if name != "time"}
+        yield Numbers(step, metrics, sample["time"])
 
 
 def _batches(kind: str, numbers: list[Numbers]) -> Iterator[Thing]:
@@ -134,7 +167,7 @@ def _plan(run: RunDirectory, iteration: int) -> dict[str, Any]:
         return {}
 
 
-def _traces(run: RunDirectory, iteration: int) -> Send | None:
+def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send | None:
     path, most = run.episodes_path(iteration), run.config.tracking.trace_episodes
     try:
         episodes = read_episodes(path, most) if most else []
@@ -142,13 +175,34 @@ def _traces(run: RunDirectory, iteration: int) -> Send | None:
     except (EpisodesDamaged, FileNotFoundError) as error:
         logger.warning("iteration %d is not traced: %s", iteration, error)
         return None
-    traces = [episode_trace(run.uid, iteration, each, seconds) for each in episodes]
+    tools = _with_tools(run.config)
+    names = {part: f"update/mismatch_{part}" for part in ("mean", "max", "kl")}
+    mismatch = {part: row[name] for part, name in names.items() if name in row}
+    traces = [
+        episode_trace(
+            run.uid,
+            iteration,
+            each,
+            seconds,
+            tools=each["environment"] in tools,
+            mismatch=mismatch,
+        )
+        for each in episodes
+    ]
 
     def send(mlflow: MlflowRun) -> None:
         for trace in traces:
             mlflow.log_trace(trace)
 
     return send if traces else None
+
+
+def _with_tools(config: RunConfig) -> set[str]:
+    """Labels of the environments in which tools answer; a run's only one has none."""
+    played: dict[str, EnvironmentConfig] = {each.title: each for each in config.environments}
+    if config.environment is not None:
+        played[""] = config.environment
+    return {label for label, each in played.items() if each.tools or each.mcp}
 
 
 def _chart(rows: Sequence[Mapping[str, Any]]) -> Send | None:

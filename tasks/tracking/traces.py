@@ -1,5 +1,5 @@
-"""A kept episode as the spans of an MLflow trace: episode, turns, and in each turn llm and
-environment.
+"""A kept episode as the spans of an MLflow trace: episode, turns, and in each turn a generation and
+what the environment, or a tool, made of it.
 
 Pure functions; nothing here imports MLflow. Ids are hashes of (run, iteration, episode), so that
 sending an episode twice gives one trace.
@@ -29,6 +29,7 @@ class EpisodeTrace:
     request: str
     response: str
     tags: dict[str, str]
+    tokens: dict[str, int]
     spans: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -73,13 +74,21 @@ class EpisodeTrace:
 
 
 def episode_trace(
-    run_uid: str, iteration: int, kept: Mapping[str, Any], end_seconds: float
+    run_uid: str,
+    iteration: int,
+    kept: Mapping[str, Any],
+    end_seconds: float,
+    *,
+    tools: bool = False,
+    mismatch: Mapping[str, float] | None = None,
 ) -> EpisodeTrace:
     """The trace of one episode of `earl_core.run.episodes.read_episodes`.
 
-    end_seconds: Unix time at which the episode is drawn to end. How long a turn took is not kept,
-    because equal episodes have equal bytes: an answer is drawn a millisecond long for each of its
-    tokens, the environment without a length.
+    tools: whether tools answer the model. mismatch: between engine and trainer, over the whole
+    iteration, because an update keeps no log-probs by episode. end_seconds: Unix time at which the
+    episode is drawn to end. How long a turn took is not kept, because equal episodes have equal
+    bytes: an answer is drawn a millisecond long for each of its tokens, the environment without a
+    length.
     """
     episode, turns = kept["episode_id"], kept["turns"]
     end_ns = int(end_seconds * _SECOND)
@@ -88,7 +97,10 @@ def episode_trace(
         "outcome": kept["outcome"],
         "return": kept["reward"],
         "finish_reason": kept["finish_reason"],
+        **({"mismatch_of_iteration": dict(mismatch)} if mismatch else {}),
     }
+    answered = sum(turn["tokens"] for turn in turns)
+    tokens = _usage(sum(turn["context"] for turn in turns), answered)
     request = _text(turns[0]["observation"]) if turns else ""
     trace = EpisodeTrace(
         key=f"{run_uid}/{iteration}/{episode}",
@@ -97,6 +109,7 @@ def episode_trace(
         end_ns=end_ns,
         request=request,
         response=json.dumps(summary),
+        tokens=tokens,
         tags={
             "earl.iteration": str(iteration),
             "earl.episode": str(episode),
@@ -112,12 +125,15 @@ def episode_trace(
         {**summary, "closing": _text(kept["closing"])},
         iteration=iteration,
         turns=len(turns),
+        tokens=answered,
     )
     following = [*(turn["observation"] for turn in turns), kept["closing"]][1:]
     for number, (turn, seen) in enumerate(zip(turns, following, strict=True), start=1):
         span = start_ns, start_ns + _TOKEN_NS * turn["tokens"]
         start_ns = span[1]
-        _add_turn(trace, root, number, turn, _text(seen), span)
+        # After the last turn the environment has the word.
+        said = "tool" if tools and number < len(turns) else "environment"
+        _add_turn(trace, root, number, turn, said, _text(seen), span)
     return trace
 
 
@@ -126,6 +142,7 @@ def _add_turn(
     root: str,
     number: int,
     turn: Mapping[str, Any],
+    sayer: str,
     seen: str,
     span: tuple[int, int],
 ) -> None:
@@ -136,16 +153,26 @@ def _add_turn(
         f"turn {number}", "CHAIN", root, span, heard, {"answer": answer, **reward}, **reward
     )
     trace.add(
-        "llm",
+        "generation",
         "CHAT_MODEL",
         parent,
         span,
         {"messages": [{"role": "user", "content": observation}]},
         {"choices": [{"message": {"role": "assistant", "content": answer}}]},
         tokens=turn["tokens"],
+        logprob_mean=turn["logprob"],
+        **{"mlflow.chat.tokenUsage": _usage(turn["context"], turn["tokens"])},
     )
     after, said = (span[1], span[1]), {"answer": answer}
-    trace.add("environment", "TOOL", parent, after, said, {**reward, "observation": seen})
+    trace.add(sayer, "TOOL", parent, after, said, {**reward, "observation": seen})
+
+
+def _usage(before: int, answered: int) -> dict[str, int]:
+    return {
+        "input_tokens": before,
+        "output_tokens": answered,
+        "total_tokens": before + answered,
+    }
 
 
 def _text(text: str) -> str:

@@ -19,9 +19,10 @@ from earl_core.control.run_controller import Status
 from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
 from earl_core.secrets import redact
-from tasks.tracking import mlflow_client
+from tasks.tracking import mlflow_client, run_facts
 from tasks.tracking.lacking import Thing, lacking, sent_before, state_tags
 from tasks.tracking.mlflow_client import MlflowRun, open_mlflow_run
+from tasks.tracking.system_metrics import SystemMonitor
 
 T = TypeVar("T")
 
@@ -85,7 +86,9 @@ class Tracker:
         self.dropped = 0
         """How many things were given up, because MLflow refused them."""
         self._thread: threading.Thread | None = None
+        self._monitor: SystemMonitor | None = None
         if run.config.tracking.enabled:
+            self._monitor = SystemMonitor(run.path)
             self._thread = threading.Thread(target=self._work, name="earl-tracking", daemon=True)
             self._thread.start()
 
@@ -110,6 +113,8 @@ class Tracker:
         """Set the final status and wait for what is not sent, but only for a tracker that works."""
         if self._thread is None:
             return
+        if self._monitor is not None:
+            self._monitor.close()
         with self._wake:
             self._closing = self._closing or status
             self._wake.notify_all()
@@ -152,7 +157,11 @@ class Tracker:
                 self._wake.wait_for(lambda: self._closing is not None, timeout=self._retry_seconds)
                 self._left |= self._closing is not None
             elif not self._ended:
-                self._wake.wait_for(lambda: self.waiting or self._closing is not None or self._left)
+                # Without news, too: the machine's load goes on while a stage does.
+                self._wake.wait_for(
+                    lambda: self.waiting or self._closing is not None or self._left,
+                    timeout=self._retry_seconds,
+                )
 
     def _send_all(self) -> None:
         """All that MLflow lacks; connects first when needed. Raises `_CallError`."""
@@ -181,9 +190,9 @@ class Tracker:
         def connect() -> tuple[MlflowRun, dict[str, str]]:
             experiment = run.config.tracking.experiment
             mlflow = open_mlflow_run(self._uri, experiment, run.config.name, run.uid, known)
-            tags = mlflow_client.tags(run.path, run.uid, self._hardware)
+            tags = run_facts.tags(run.path, run.uid, self._hardware)
             tags["earl.attempt"] = str(run.attempt)
-            return mlflow, mlflow.describe(mlflow_client.parameters(run.config), tags)
+            return mlflow, mlflow.describe(run_facts.parameters(run.config), tags)
 
         mlflow, tags = self._call(connect)
         self._sent, self._tags = sent_before(run, tags), {}

@@ -271,7 +271,7 @@ def _iterate(
     board.moments[0] = Moment.RELEASING
     run.checkpoint_path(iteration).mkdir(parents=True, exist_ok=True)
     run.mark_stable(iteration)
-    run.prune_checkpoints(set())
+    run.prune_checkpoints()
     board.moments[0] = Moment.CONTROLLING
 
 

@@ -174,7 +174,7 @@ def life_after(scratch: Path, lines: list[list[str]]) -> str:
         weights = weights_of(run, ITERATIONS - 1)
         numbers = [line["iteration"] for line in run.metrics()]
         _require(numbers == list(range(ITERATIONS)), f"metrics of {numbers}")
-        run.prune_checkpoints(keep=set())
+        run.prune_checkpoints()
         run.finish()
     finally:
         run.close()

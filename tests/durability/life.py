@@ -86,7 +86,7 @@ class Life:
         self._acknowledge(f"metrics {number}")
         self.run.mark_stable(number)
         self._acknowledge(f"stable {number}")
-        self.run.prune_checkpoints(keep=set())
+        self.run.prune_checkpoints()
 
     def prepare(self, number: int) -> tuple[str, Manifest]:
         """What comes before an update: the weights that it starts from, and its data."""

@@ -22,7 +22,7 @@ def test_a_checkpoint_that_is_played_is_not_pruned(tmp_path: Path, tiny_model: P
         shutil.copytree(tiny_model, run.checkpoint_path(iteration) / "policy")
         describe_state(run.checkpoint_path(iteration), {"policy_version": iteration + 1}, {})
         run.mark_stable(iteration)
-        run.prune_checkpoints(keep=set())
+        run.prune_checkpoints()
 
     finish(0)
     found = find_checkpoint(run.path, config)
@@ -31,7 +31,7 @@ def test_a_checkpoint_that_is_played_is_not_pruned(tmp_path: Path, tiny_model: P
         finish(2)
         assert run.stable_iterations() == [0, 2]
         assert player.play_one(prompt=0, seed=1, temperature=1.0)["turns"]
-    run.prune_checkpoints(keep=set())
+    run.prune_checkpoints()
     assert run.stable_iterations() == [2]
     with pytest.raises(ConfigError, match="removed just now"):
         PolicyPlayer(config, found)

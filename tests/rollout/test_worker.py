@@ -133,9 +133,8 @@ def test_rollout_publishes_samples_and_their_tally(setting: Setting) -> None:
     shares = [numbers[f"outcome/{name}"] for name in ("win", "draw", "loss", "illegal")]
     ended = numbers.get("finish/done", 0.0)
     assert sum(shares) == pytest.approx(ended)
-    statistics = selector_statistics(tally_of(result))
-    assert statistics["context_max"] == numbers["context/max"] > 0
-    assert statistics["peak_memory_bytes"] > 10**7
+    assert selector_statistics(tally_of(result))["live_tokens_max"] >= numbers["context/max"] > 0
+    assert numbers["peak_memory_bytes"] > 10**7
     for texts, turns in zip(table["texts"].to_pylist(), table["turns"].to_pylist(), strict=True):
         assert len(json.loads(texts)) == 2 * turns + 1
         assert all(json.loads(texts)[::2]), "an observation"

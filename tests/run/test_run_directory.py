@@ -171,7 +171,7 @@ def test_stable_checkpoint_releases_shards_and_pruning_keeps_the_last(tmp_path: 
     assert run.last_stable() == 1
     there = [run.store.path(manifest.shards[0]).exists() for manifest in kept]
     assert there == [False, False, True]
-    run.prune_checkpoints(keep=set())
+    run.prune_checkpoints()
     assert run.stable_iterations() == [1]
     run.finish()
     assert not run.store.directory.exists()
@@ -185,9 +185,9 @@ def test_a_checkpoint_that_is_read_stays_until_the_next_pruning(tmp_path: Path) 
         run.mark_stable(iteration)
     marker = run.checkpoint_path(1) / "STABLE"
     with holding_checkpoint(marker), holding_checkpoint(marker):
-        run.prune_checkpoints(keep=set())
+        run.prune_checkpoints()
         assert run.stable_iterations() == [1, 2]
-    run.prune_checkpoints(keep=set())
+    run.prune_checkpoints()
     assert run.stable_iterations() == [2]
     with (
         pytest.raises(ConfigError, match=r"removed just now.*keep_last"),

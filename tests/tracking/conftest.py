@@ -127,6 +127,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, template_database: Path) ->
         server.kill()
 
 
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that transformers loads."""
+    from tests.rollout.chat_models import tiny_model
+
+    return Path(tiny_model(tmp_path_factory.mktemp("policy") / "model"))
+
+
 class Runs:
     """Opens runs and trackers, and closes what a test left open."""
 
@@ -208,7 +216,28 @@ def finish(
         tracker.changed()
 
 
-def history(uri: str, run_id: str | None, key: str = "rollout/return/mean") -> dict[int, float]:
+def evaluate(run: RunDirectory, iteration: int, **metrics: float) -> None:
+    """An evaluation of policy version `iteration`, with a suite."""
+    passed = {"1": {"share": 0.5, "low": 0.2, "high": 0.8, "prompts": 8.0}}
+    suite = {"return": 0.5, "error": 0.1, "episodes": 8, "failed": 0, "pass": passed}
+    run.seal(
+        Manifest(
+            run=run.uid, iteration=iteration, stage="evaluation", key="", policy_version=iteration,
+            metrics=metrics, outputs={"suites": {"sums": suite}},
+        )
+    )  # fmt: skip
+
+
+def learn(run: RunDirectory, tracker: Tracker, policy: Path, iteration: int, value: float) -> None:
+    """An iteration with a checkpoint, whose policy is evaluated."""
+    shutil.copytree(policy, run.checkpoint_path(iteration) / "policy")
+    finish(run, None, iteration)
+    evaluate(run, iteration + 1, **{"return/mean": value})
+    run.prune_checkpoints()
+    tracker.changed()
+
+
+def history(uri: str, run_id: str | None, key: str = "1_learning/return") -> dict[int, float]:
     from mlflow import MlflowClient
 
     assert run_id is not None

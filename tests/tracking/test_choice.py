@@ -52,6 +52,8 @@ def manifest(stage: str, **metrics: float) -> Manifest:
     )
 
 
+_DRAWN = ("rollout", "update")
+
 MANIFESTS = {
     "select": manifest("select"),
     "rollout": manifest("rollout", seconds=6.0, peak_bytes=GIB, tokens_per_second=50.0),
@@ -69,13 +71,12 @@ SEEN = [
 
 def test_predicted_and_measured_stand_side_by_side() -> None:
     chosen = plan(LEAN, predictions={"update": PREDICTED}, attempt=1)
-    found = selector_metrics(chosen, plan(), MANIFESTS, SEEN, gpus=1)
+    found = selector_metrics(chosen, plan(), MANIFESTS, SEEN, gpus=0)
     assert found["selector/attempts"] == 2
     assert found["selector/switches"] == 1
     update = {n.removeprefix("selector/update/"): v for n, v in found.items() if "/update/" in n}
     assert update["predicted_seconds"] == 12.0
-    assert update["measured_seconds"] == 8.0
-    assert update["predicted_over_measured_seconds"] == 1.5
+    assert update["predicted_over_measured_seconds"] == 1.2
     assert update["predicted_peak_bytes"] == 3 * GIB
     assert update["measured_peak_bytes"] == 2 * GIB
     assert update["predicted_over_measured_peak_bytes"] == 1.5
@@ -85,7 +86,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     assert update["max_tokens_per_microbatch"] == 8192
     assert update["activation_checkpointing"] == 1
     # Nothing was predicted or observed of the rollout; its manifest knows what it took.
-    assert found["selector/rollout/measured_seconds"] == 6.0
+    assert found["selector/rollout/measured_peak_bytes"] == GIB
     assert found["selector/rollout/max_model_len"] == 4096
     assert found["selector/rollout/max_running_requests"] == 64
     assert found["selector/rollout/switched"] == 0
@@ -127,7 +128,8 @@ def test_the_picture_has_both_lines_of_every_stage_and_marks_switches(runs: Runs
         chosen = plan(LEAN if iteration > 1 else UPDATE, predictions={"update": PREDICTED})
         before = plan(LEAN if iteration > 2 else UPDATE)
         numbers = selector_metrics(chosen, before, MANIFESTS, SEEN, gpus=1)
-        lines.append({"iteration": iteration, "time": 1.0, **numbers})
+        took = {f"{stage}/seconds": MANIFESTS[stage].metrics["seconds"] for stage in _DRAWN}
+        lines.append({"iteration": iteration, "time": 1.0, **numbers, **took})
     drawn = selector_chart(lines)
     assert drawn is not None
     assert [panel.get_title() for panel in drawn.axes] == [
@@ -138,7 +140,7 @@ def test_the_picture_has_both_lines_of_every_stage_and_marks_switches(runs: Runs
     ]
     shown = [{line.get_label(): line.get_xydata() for line in panel.lines} for panel in drawn.axes]
     measured = [[list(point) for point in found.get("measured", [])] for found in shown]
-    assert measured == [[[k, value] for k in range(4) if value] for value in (6.0, None, 8.0, 2.0)]
+    assert measured == [[[k, value] for k in range(4) if value] for value in (6.0, None, 10.0, 2.0)]
     assert ["predicted" in found for found in shown] == [False, False, True, True]
     upright = [
         [line.get_xdata()[0] for line in panel.lines if len(set(line.get_xdata())) == 1]
@@ -161,22 +163,17 @@ def test_the_picture_has_both_lines_of_every_stage_and_marks_switches(runs: Runs
     assert [chart.path for chart in charts] == ["charts/predicted_and_measured.svg"]
     svg = next((runs.path / "runs" / "mlartifacts").rglob("*.svg"))
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert history(tracker.uri, tracker.run_id, "selector/update/predicted_seconds") == {
-        0: 12.0,
-        1: 12.0,
-        2: 12.0,
-    }
+    ratios = history(tracker.uri, tracker.run_id, "7_plan/update_seconds_predicted_over_measured")
+    assert ratios == dict.fromkeys(range(3), 1.2)
 
 
-def test_shares_and_trend_of_the_load() -> None:
+def test_share_and_trend_of_the_load() -> None:
     rollout = {
-        "environment_share": 0.25,
         "context/mean": 400.0,
         "turns/mean": 4.0,
         "tokens_per_turn": 20.0,
     }
     found = load_metrics(rollout, [100.0, 200.0, 300.0])
-    assert found["rollout/generation_share"] == 0.75
     assert found["rollout/generated_share"] == 0.2
     assert found["rollout/context/trend"] == pytest.approx(100.0)
     assert "rollout/context/trend" not in load_metrics(rollout, [])

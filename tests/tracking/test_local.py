@@ -14,28 +14,15 @@ import yaml
 from mlflow import MlflowClient
 
 from earl_core.config.run import STAGES
-from earl_core.dispatch import Manifest
-from earl_core.run import RunDirectory
 from earl_core.run.episodes import read_episodes
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan
 from tests.kept import game
-from tests.tracking.conftest import Runs, finish, history, plan, until, warnings_in
+from tests.tracking.conftest import Runs, evaluate, finish, history, plan, until, warnings_in
 
 
 def artifact(client: MlflowClient, run_id: str, path: str) -> str:
     root = Path(unquote(urlsplit(client.get_run(run_id).info.artifact_uri).path))
     return (root / path).read_text()
-
-
-def evaluate(run: RunDirectory, iteration: int, **metrics: float) -> None:
-    passed = {"1": {"share": 0.5, "low": 0.2, "high": 0.8, "prompts": 8.0}}
-    suite = {"return": 0.5, "error": 0.1, "episodes": 8, "failed": 0, "pass": passed}
-    run.seal(
-        Manifest(
-            run=run.uid, iteration=iteration, stage="evaluation", key="", policy_version=iteration,
-            metrics=metrics, outputs={"suites": {"sums": suite}},
-        )
-    )  # fmt: skip
 
 
 def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
@@ -44,7 +31,7 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     for iteration in range(3):
         finish(run, tracker, iteration, entropy=1.5, nothing=math.nan)
     evaluate(run, 0)
-    evaluate(run, 3, **{"outcome/win/share": 0.5})
+    evaluate(run, 3, **{"outcome/win/share": 0.5, "return/mean": 0.25})
     tracker.changed()
     tracker.close()
 
@@ -66,10 +53,18 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert history(uri, tracker.run_id) == {0: 0.0, 1: 0.1, 2: 0.2}
     assert history(uri, tracker.run_id, "entropy") == {0: 1.5, 1: 1.5, 2: 1.5}
     assert history(uri, tracker.run_id, "nothing") == {}
-    assert history(uri, tracker.run_id, "evaluation/outcome/win/share") == {3: 0.5}
-    table = json.loads(artifact(client, tracker.run_id, "evaluation/suites.json"))
-    assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "sums"]]
-    assert json.loads(tags["mlflow.loggedArtifacts"])[0]["type"] == "table"
+    assert history(uri, tracker.run_id, "1_learning/win_rate_held_out") == {3: 0.5}
+    table = json.loads(artifact(client, tracker.run_id, "evaluation/results.json"))
+    assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "held-out"], [3, "sums"]]
+    assert json.loads(tags["mlflow.loggedArtifacts"]) == [
+        {"path": "evaluation/results.json", "type": "table"},
+        {"path": "metrics.json", "type": "table"},
+    ]
+    meanings = json.loads(artifact(client, tracker.run_id, "metrics.json"))
+    assert ["1_learning/return", ""] in [row[:2] for row in meanings["data"]]
+    (played,) = found.inputs.dataset_inputs
+    assert played.dataset.name == "tictactoe"
+    assert json.loads(played.dataset.source)["options"] == {}
     assert yaml.safe_load(artifact(client, tracker.run_id, "config.yaml"))["name"] == "first"
     assert json.loads(artifact(client, tracker.run_id, "plans/000000.json")) == plan()
     assert client.list_artifacts(tracker.run_id, "plans")[1:] == []
@@ -101,7 +96,8 @@ def test_a_plan_is_stored_when_its_layouts_change_and_its_reasons_always(runs: R
 def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:
     run = runs.run()
     tracker = runs.tracker(run)
-    finish(run, tracker, 7, episodes=[game(4), game(5, "loss", samples=2), game(6)])
+    mismatch = {"update/mismatch_mean": 0.5, "update/mismatch_kl": 0.25}
+    finish(run, tracker, 7, episodes=[game(4), game(5, "loss", samples=2), game(6)], **mismatch)
     finish(run, tracker, 8, episodes=[Episode(7, 0, 0, [Sample()], "done")])
     tracker.close()
     client = MlflowClient(tracking_uri=tracker.uri)
@@ -123,16 +119,25 @@ def test_episodes_are_traces_linked_to_the_run(runs: Runs) -> None:
         "episode 4",
         "episode 4/turn 1",
         "episode 4/turn 1/environment",
-        "episode 4/turn 1/llm",
+        "episode 4/turn 1/generation",
         "episode 4/turn 2",
         "episode 4/turn 2/environment",
-        "episode 4/turn 2/llm",
+        "episode 4/turn 2/generation",
     ]
     (turn,) = [span for span in spans.values() if span.name == "turn 2"]
     assert turn.inputs == {"observation": "board 2"}
     assert turn.outputs == {"answer": "[9]", "reward": 1.0}
-    answer = [span for span in spans.values() if span.name == "llm"][-1]
+    answer = next(
+        s for s in spans.values() if s.name == "generation" and s.parent_id == turn.span_id
+    )
     assert answer.span_type == "CHAT_MODEL"
+    usage = {"input_tokens": 6, "output_tokens": 4, "total_tokens": 10}
+    assert answer.attributes["mlflow.chat.tokenUsage"] == usage
+    assert answer.attributes["logprob_mean"] == -0.5
+    assert seven["4"].info.token_usage["output_tokens"] == 7
+    (root,) = [span for span in spans.values() if span.parent_id is None]
+    assert root.outputs["return"] == 1.0
+    assert root.outputs["mismatch_of_iteration"] == {"mean": 0.5, "kl": 0.25}
     assert {span.span_type for span in spans.values()} == {"AGENT", "CHAIN", "CHAT_MODEL", "TOOL"}
 
 
@@ -188,7 +193,7 @@ def test_nothing_arrives_twice(runs: Runs) -> None:
     """Whoever asks, and however often: every kind of thing is sent once."""
     run = runs.run(iterations=1)
     finish(run, None, 0, **{"selector/update/switched": 1.0, "selector/update/measured_seconds": 2})
-    evaluate(run, 1, x=0.5)
+    evaluate(run, 1, **{"return/mean": 0.5})
     client, known = None, None
     for _ in range(3):
         tracker = runs.tracker(run, flush_seconds=120)
@@ -198,16 +203,20 @@ def test_nothing_arrives_twice(runs: Runs) -> None:
         assert (tracker.waiting, tracker.dropped) == (False, 0)
         client = client or MlflowClient(tracking_uri=tracker.uri)
         sent = json.loads(client.get_run(tracker.run_id).data.tags["earl.sent"])
+        sent.pop("system", None)  # the machine's load is measured now and then
         assert sent == {
-            "chart": 0, "config.yaml": 1, "evaluation": 1, "metrics": 0, "past": 0, "plan": 0,
-            "suites": 1, "trace": 0,
+            "chart": 0, "checkpoints": 2, "child run": 1, "config.yaml": 1, "evaluation": 1,
+            "inputs": 0, "metrics": 0, "metrics.json": 4, "past": 0, "plan": 0, "results": 1,
+            "trace": 0,
         }  # fmt: skip
         assert history(tracker.uri, tracker.run_id) == {0: 0.0}
-        assert history(tracker.uri, tracker.run_id, "evaluation/x") == {1: 0.5}
+        assert history(tracker.uri, tracker.run_id, "1_learning/return_held_out") == {1: 0.5}
         files = {path.name: path.stat().st_mtime_ns for path in stored_files(runs)}
         assert {"config.yaml", "000000.json", "predicted_and_measured.svg"} <= set(files)
         traces = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
         assert len(traces) == 1
+        assert len(client.search_runs([tracker.experiment_id])) == 2
+        assert [each.version for each in client.search_model_versions("name = 'first'")] == [1]
         # config.yaml is each attempt's, and this is one attempt.
         known = known or files
         assert files == known
@@ -237,7 +246,7 @@ def test_a_run_that_went_back_sends_its_other_past_again(runs: Runs) -> None:
     client = MlflowClient(tracking_uri=second.uri)
     assert history(second.uri, second.run_id, "only/now") == {1: 1.0}
     # What is the same arrives once, though all was sent again.
-    rows = client.get_metric_history(second.run_id, "rollout/return/mean")
+    rows = client.get_metric_history(second.run_id, "1_learning/return")
     assert sorted(row.step for row in rows) == [0, 1, 1, 2]
     traces = client.search_traces(locations=[second.experiment_id], run_id=second.run_id)
     assert len(traces) == 3
@@ -250,7 +259,7 @@ def test_evaluations_of_an_untracked_attempt_are_sent(runs: Runs) -> None:
     evaluate(run, 2, **{"outcome/win/share": 0.25})
     tracker = runs.tracker(run)
     tracker.close()
-    assert history(tracker.uri, tracker.run_id, "evaluation/outcome/win/share") == {2: 0.25}
+    assert history(tracker.uri, tracker.run_id, "1_learning/win_rate_held_out") == {2: 0.25}
 
 
 def test_switched_off_it_does_nothing(runs: Runs) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.tracking.conftest import (
     finish,
     free_port,
     history,
+    learn,
     until,
     warnings_in,
 )
@@ -49,13 +51,52 @@ def test_a_run_is_whole_on_a_server(
     assert found.info.status == "FINISHED"
     assert found.data.params["rollout.group_size"] == "4"
     assert history(server.uri, tracker.run_id) == {0: 0.0, 1: 0.1, 2: 0.2}
-    assert {a.path for a in client.list_artifacts(tracker.run_id)} == {"config.yaml", "plans"}
+    assert {a.path for a in client.list_artifacts(tracker.run_id)} == {
+        *("checkpoints", "config.yaml", "metrics.json", "plans")
+    }
     traces = client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
     assert sorted(len(trace.data.spans) for trace in traces) == [7, 7, 7]
 
     second = runs.tracker(run)
     second.close()
     assert second.run_id == tracker.run_id
+
+
+def test_a_server_gets_the_paths_and_an_evaluation_is_a_child_once(
+    runs: Runs, server: Server, policy: Path
+) -> None:
+    run = runs.run("served", tracking={"uri": server.uri})
+    tracker = runs.tracker(run)
+    learn(run, tracker, policy, 0, 0.25)
+    tracker.close()
+    second = runs.tracker(run)
+    learn(run, second, policy, 1, 0.5)
+    second.close()
+    assert (tracker.dropped, second.dropped) == (0, 0)
+    client = MlflowClient(tracking_uri=server.uri)
+    version = client.get_model_version_by_alias("served", "best")
+    assert version.source == f"runs:/{tracker.run_id}/checkpoints"
+    assert (Path(version.tags["path"]) / "config.json").exists()
+    assert client.list_artifacts(tracker.run_id, "checkpoints")[0].path == "checkpoints/README.md"
+    children = client.search_runs(
+        [tracker.experiment_id], f"tags.`mlflow.parentRunId` = '{tracker.run_id}'"
+    )
+    found = {child.info.run_name: child.data.metrics for child in children}
+    assert len(children) == len(found) == 2
+    assert found["evaluation after 1 iteration"]["1_learning/return_held_out"] == 0.25
+    good = client.search_runs([tracker.experiment_id], "metrics.`1_learning/return_held_out` > 0.4")
+    known = {tracker.run_id, *(child.info.run_id for child in children)}
+    names = {each.info.run_name for each in good if each.info.run_id in known}
+    assert names == {"served", "evaluation after 2 iterations"}
+
+    # All of it again, where the server lost the run.
+    client.delete_run(tracker.run_id)
+    third = runs.tracker(run)
+    third.close()
+    assert third.run_id != tracker.run_id
+    lost = f"tags.`mlflow.parentRunId` = '{third.run_id}'"
+    assert len(client.search_runs([third.experiment_id], lost)) == 2
+    assert third.dropped == 0
 
 
 def test_dead_at_start(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ def test_a_refused_value_loses_only_itself(runs: Runs, caplog: pytest.LogCapture
     tracker.close()
     assert not tracker.failing
     assert history(tracker.uri, tracker.run_id) == {0: 0.0, 1: 0.1}
-    assert tracker.dropped == 2  # config.yaml and the plan
+    assert tracker.dropped == 4  # config.yaml, the plan, metrics.json, and the page of checkpoints
     (warning,) = warnings_in(caplog)
     assert "refuses config.yaml" in warning.getMessage()
 

@@ -1,0 +1,94 @@
+"""How loaded the flow's machine is while a run works: samples in the run's `system.jsonl`.
+
+MLflow's own monitor ends with the first request that fails, and sends without a deadline; here the
+run directory is the queue, as for everything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from earl_core.run.record import Journal, read_lines
+from earl_core.system.memory import memory_in_use, tree_private_bytes
+
+logger = logging.getLogger("earl.tracking")
+
+_FIRST_SECONDS, _LATER_SECONDS = 10.0, 60.0
+_OFTEN_SECONDS = 3600.0
+"""So long it samples often; a run of weeks must not fill its directory."""
+_GPU_SECONDS = 10.0
+_GPU_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,utilization.gpu,memory.used,power.draw",
+    "--format=csv,noheader,nounits",
+)
+_GPU_PARTS = (("load", 1.0), ("memory", 2.0**20), ("power", 1.0))
+
+
+def system_samples(run_directory: Path) -> list[dict[str, float]]:
+    """The samples of all attempts, oldest first: `time` in Unix seconds, and the measurements that
+    the metric catalogue describes."""
+    return read_lines(run_directory / "system.jsonl")
+
+
+class SystemMonitor:
+    """Samples at once and from then on, in a thread of its own, until `close`. It never raises."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._directory = run_directory
+        self._journal = Journal(run_directory / "system.jsonl")
+        self._ended = threading.Event()
+        self._gpus = shutil.which(_GPU_QUERY[0]) is not None
+        threading.Thread(target=self._work, name="earl-system", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more samples; returns at once."""
+        self._ended.set()
+
+    def _work(self) -> None:
+        started = time.monotonic()
+        psutil.cpu_percent()  # its next call says what the load has been since
+        wait = 0.5
+        while not self._ended.wait(wait):
+            try:
+                sample = {"time": time.time(), **self._sample()}
+                if not self._ended.is_set():
+                    self._journal.append(sample)
+            except (OSError, psutil.Error, ValueError) as error:
+                logger.info("the machine's load is not recorded: %s", error)
+            often = time.monotonic() - started < _OFTEN_SECONDS
+            wait = _FIRST_SECONDS if often else _LATER_SECONDS
+
+    def _sample(self) -> dict[str, float]:
+        found = {
+            "system/cpu": psutil.cpu_percent(),
+            "system/memory": float(memory_in_use()),
+            "system/memory_of_run": float(tree_private_bytes(os.getpid())),
+            "system/disk_free": float(psutil.disk_usage(str(self._directory)).free),
+        }
+        return found | (self._gpu_sample() if self._gpus else {})
+
+    def _gpu_sample(self) -> dict[str, float]:
+        """Of all GPUs of this machine; a part that the driver does not know is left out."""
+        try:
+            answer = subprocess.run(
+                _GPU_QUERY, capture_output=True, text=True, timeout=_GPU_SECONDS, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            self._gpus = False
+            return {}
+        found = {}
+        for line in answer.stdout.splitlines():
+            index, *parts = (part.strip() for part in line.split(","))
+            for (name, scale), text in zip(_GPU_PARTS, parts, strict=False):
+                if text.replace(".", "", 1).isdigit():
+                    found[f"system/gpu_{index}_{name}"] = float(text) * scale
+        return found

@@ -1,0 +1,52 @@
+"""The best and the last checkpoint as versions of a registered model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlflow import MlflowClient
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tracking.conftest import Runs, learn
+
+
+def test_transformers_loads_what_is_registered(runs: Runs, policy: Path) -> None:
+    run = runs.run(checkpoint={"keep_last": 1})
+    tracker = runs.tracker(run)
+    for iteration, value in enumerate((0.1, 0.9, 0.5)):
+        learn(run, tracker, policy, iteration, value)
+    tracker.close()
+    assert (tracker.waiting, tracker.dropped) == (False, 0)
+    assert run.stable_iterations() == [1, 2], "pruning spares the best"
+    client = MlflowClient(tracking_uri=tracker.uri)
+    for alias, iterations in (("best", "2"), ("last", "3")):
+        version = client.get_model_version_by_alias("first", alias)
+        path = version.tags["path"]
+        assert version.tags["iterations"] == iterations
+        assert version.run_id == tracker.run_id
+        assert version.source == Path(path).as_uri()
+        assert AutoModelForCausalLM.from_pretrained(path).num_parameters() > 0
+        assert len(AutoTokenizer.from_pretrained(path)) > 0
+    assert len(client.search_model_versions("name = 'first'")) == 2, "no version without its files"
+
+    client.create_model_version("first", policy.as_uri())
+    again = runs.tracker(run)
+    learn(run, again, policy, 3, 0.95)
+    again.close()
+    versions = {v.tags.get("iterations") for v in client.search_model_versions("name = 'first'")}
+    assert versions == {"4", None}, "what is not of the run stays"
+    aliases = client.get_registered_model("first").aliases
+    assert aliases["best"] == aliases["last"]
+
+
+def test_a_name_that_another_run_has(runs: Runs, policy: Path) -> None:
+    run = runs.run()
+    tracker = runs.tracker(run)
+    client = MlflowClient(tracking_uri=tracker.uri)
+    client.create_registered_model("first", {"earl.uid": "another"})
+    learn(run, tracker, policy, 0, 0.1)
+    tracker.close()
+    assert client.search_model_versions("name = 'first'") == []
+    version = client.get_model_version_by_alias(f"first-{run.uid[:8]}", "last")
+    assert version.tags["iterations"] == "1"
+    assert tracker.dropped == 0

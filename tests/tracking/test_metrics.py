@@ -1,0 +1,97 @@
+"""Names of numbers, and the load of the machine."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tasks.tracking.metrics_page import PATH, metrics_page
+from tasks.tracking.metric_catalogue import CATALOGUE, described, entry_of, for_mlflow, mlflow_name
+from tasks.tracking.system_metrics import SystemMonitor, system_samples
+from tests.tracking.conftest import Runs, finish, history, until
+
+
+def test_the_page_is_that_of_the_catalogue() -> None:
+    assert PATH.read_text() == metrics_page(), "run python -m tasks.tracking.metrics_page"
+
+
+def test_every_name_is_there_once_and_reachable() -> None:
+    for names in (
+        Counter(metric.name for metric in CATALOGUE),
+        Counter(metric.mlflow for metric in CATALOGUE if metric.mlflow),
+    ):
+        assert set(names.values()) == {1}
+    for metric in CATALOGUE:
+        found = entry_of(metric.name.replace("*", "x"))
+        assert found is not None
+        assert found[0] is metric, metric.name
+
+
+def test_the_first_screen_is_return_lengths_speed_and_wins() -> None:
+    row = {
+        "rollout/outcome/win": 0.5,
+        "rollout/outcome/draw": 0.25,
+        "rollout/turns/mean": 4.0,
+        "rollout/tokens_per_second": 100.0,
+        "rollout/context/mean": 50.0,
+        "rollout/return/mean": 0.25,
+        "reward/mean": 0.25,
+        "advantage/mean": 0.0,
+        "rollout/environment/tries": 2.0,
+        "mine/own": 3.0,
+        "update/grad_norm": math.nan,
+    }
+    assert sorted(for_mlflow(row, scored=False)) == [
+        "1_learning/return",
+        "1_learning/tokens_per_episode",
+        "1_learning/tokens_per_second",
+        "1_learning/turns_per_episode",
+        "1_learning/win_rate",
+        "2_outcomes/draw",
+        "environment/tries",
+        "mine/own",
+    ]
+    assert for_mlflow(row, scored=True)["1_learning/reward"] == 0.25
+    assert mlflow_name("evaluation/suite/sums/pass_at_4/low") is None
+    assert mlflow_name("evaluation/suite/sums/pass_at_4") == "evaluation/sums/pass_at_4"
+    assert described({"update/entropy", "advantage/mean"}) == [
+        {
+            "metric": "3_health/entropy",
+            "unit": "nats",
+            "description": "Mean entropy of the sampled tokens",
+            "in metrics.jsonl": "update/entropy",
+        }
+    ]
+
+
+def test_the_load_of_the_machine_reaches_mlflow_and_ends_with_the_run(runs: Runs) -> None:
+    run = runs.run()
+    tracker = runs.tracker(run, retry_seconds=0.5)
+    finish(run, tracker, 0)
+    assert until(lambda: tracker.run_id and history(tracker.uri, tracker.run_id, "system/cpu"))
+    tracker.close()
+    (sample,) = system_samples(run.path)
+    assert sample["system/memory"] > sample["system/memory_of_run"] > 2**20
+    assert sample["system/disk_free"] > 0
+    for name in ("system/memory", "system/disk_free"):
+        assert history(tracker.uri, tracker.run_id, name) == {0: sample[name]}
+
+
+def test_gpus_as_their_driver_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, 37, 1024, 55.50'\necho '1, [N/A], 2048, [N/A]'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monitor = SystemMonitor(tmp_path)
+    assert until(lambda: system_samples(tmp_path))
+    monitor.close()
+    (sample,) = system_samples(tmp_path)
+    assert {name: value for name, value in sample.items() if "gpu" in name} == {
+        "system/gpu_0_load": 37.0,
+        "system/gpu_0_memory": 2.0**30,
+        "system/gpu_0_power": 55.5,
+        "system/gpu_1_memory": 2.0**31,
+    }
