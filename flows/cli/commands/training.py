@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -132,3 +133,27 @@ def serve(
         from flows.cli.policy_serve import serve as run_serve
 
         run_serve((run, runs_directory), checkpoint, overrides or [], port, temperature)
+
+
+@app.command()
+def export(
+    run: Run,
+    to: Annotated[str, typer.Option(metavar="hf", help="hf: a Hugging Face directory.")] = "hf",
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="N|last|best|initial",
+            help="The iteration whose checkpoint is exported; best: by the run's evaluations.",
+        ),
+    ] = "last",
+    output: Annotated[
+        Path | None, typer.Option(help="The directory to write; else export/ in the run's.")
+    ] = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint as a model directory of its own, with a model card."""
+    with reported(debug):
+        from flows.cli.exporting import export as run_export
+
+        run_export(run, runs_directory, to, checkpoint, output)
