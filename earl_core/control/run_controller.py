@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from earl_core.cluster.group import Group
 from earl_core.cluster.host import Cluster, Host
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.hardware import hardware_of, open_cluster, with_network
 from earl_core.control.host_agreement import check_agreement
@@ -87,7 +87,13 @@ class RunController:
     model: ModelShape
     tracker: RunTracker
 
-    def __init__(self, run: RunDirectory, cluster: Cluster, listener: Progress = quiet) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        cluster: Cluster,
+        listener: Progress = quiet,
+        here: bool = False,
+    ) -> None:
         hosts = cluster.hosts()
         self._cluster = cluster
         self.run = run
@@ -100,7 +106,7 @@ class RunController:
         self.observed = RunHistory(run)
         self.episodes = EpisodeKeeper(run)
         self.profile: LearntProfile | None = None
-        self._learner: tuple[WorkerGroup | None, int] = None, 0
+        self._learner: tuple[Group | None, int] = None, 0
         self._held, self._registered = ExitStack(), ExitStack()
         self._held.callback(cluster.close)
         self._held.callback(run.close)
@@ -117,6 +123,7 @@ class RunController:
             self.next_iteration,
             hosts,
             peers,
+            here,
         )
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
@@ -275,14 +282,15 @@ class RunController:
 
 
 def open_controller(
-    config: RunConfig, track: MakeTracker, listener: Progress = quiet
+    config: RunConfig, track: MakeTracker, listener: Progress = quiet, here: bool = False
 ) -> RunController:
     """Open the run of this configuration and register its controller in this process.
 
-    Nothing is written before what can be checked without it was.
+    here: all worker groups are in this process, for a debugger. Nothing is written before what can
+    be checked without it was.
     """
     try:
-        controller = _opened(config, listener)
+        controller = _opened(config, listener, here)
     except ConnectionError as error:
         remedy = "see whether it runs, and start again"
         raise ConfigError(f"a host was lost at the start: {error}", remedy=remedy) from error
@@ -294,7 +302,7 @@ def open_controller(
     return controller
 
 
-def _opened(config: RunConfig, listener: Progress) -> RunController:
+def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
         check_agreement(config, cluster.hosts())
@@ -303,7 +311,7 @@ def _opened(config: RunConfig, listener: Progress) -> RunController:
         take_newest_whole(Path(config.runs_directory) / config.name)
         run = opened.enter_context(closing(RunDirectory.open(config)))
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
-        controller = RunController(run, cluster, listener)
+        controller = RunController(run, cluster, listener, here)
         opened.pop_all()
     return controller
 

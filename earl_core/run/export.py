@@ -43,17 +43,16 @@ def export_policy(policy: Path, marker: Path | None, target: Path, card: str) ->
     building = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".exporting", dir=parent))
     try:
         with holding_checkpoint(marker) if marker is not None else nullcontext():
-            for path in sorted(policy.iterdir()):
-                if path.is_file() and path.name != "README.md":
-                    shutil.copyfile(path, building / path.name)
+            shutil.copytree(policy, building, dirs_exist_ok=True)
         if not (building / _GENERATION).exists():
             write_atomic(building / _GENERATION, _generation(building), 0o644)
         write_atomic(building / "README.md", card.encode(), 0o644)
-        files = sorted(path.name for path in building.iterdir())
+        found = [path for path in building.rglob("*") if path.is_file()]
+        files = sorted(path.relative_to(building).as_posix() for path in found)
         sums = {name: file_checksum(building / name) for name in files}
         write_atomic(building / MARK, json.dumps({"xxh3": sums}, indent=1).encode(), 0o644)
-        for path in building.iterdir():
-            sync(path)
+        for name in files:
+            sync(building / name)
         sync(building)
         _into_place(building, target, parent)
     except BaseException:
