@@ -160,7 +160,11 @@ class GroupHere:
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
     ) -> list[Any]:
         """See `Group`."""
-        where = {"stage": stage, "iteration": iteration, "deadline_seconds": deadline_seconds}
+        where: Json = {
+            "stage": stage,
+            "iteration": iteration,
+            "deadline_seconds": deadline_seconds,
+        }
         try:
             results = self.call("reshard", deployment=deployment, **where)
         except WorkerCallFailed:

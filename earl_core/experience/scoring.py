@@ -177,9 +177,7 @@ class Scorer:
             await pool.stop()
 
     async def _start(self) -> None:
-        pool = EnvironmentPool.of_rewards(
-            self._config.reward, log_path=self._log, here=self._here
-        )
+        pool = EnvironmentPool.of_rewards(self._config.reward, log_path=self._log, here=self._here)
         await pool.start()
         self._pool = pool
         if (python := self._config.reward.python) is not None:

@@ -86,8 +86,8 @@ def _summary(config: RunConfig, version: int, label: str) -> str:
     return (
         f"Trained from {base} by reinforcement learning in {games} with EARL {__version__}, {how}. "
         f"This is {label}.\n\n"
-        f"Advantage `{config.algorithm.advantage.name}`, policy loss "
-        f"`{config.algorithm.policy_loss.name}`, learning rate {config.update.learning_rate:g}, "
+        f"Advantage `{config.algorithm.advantage['name']}`, policy loss "
+        f"`{config.algorithm.policy_loss['name']}`, learning rate {config.update.learning_rate:g}, "
         f"rollout temperature {config.rollout.temperature:g}, seed {config.seed}."
     )
 

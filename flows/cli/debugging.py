@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from earl_core.config import ConfigError, RunConfig, load_config
-from earl_core.config.services import CheckpointConfig, ClusterConfig, ExperienceConfig
 from earl_core.config.selector import SelectorConfig
+from earl_core.config.services import CheckpointConfig, ClusterConfig, ExperienceConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.dispatch import read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path
@@ -139,7 +139,7 @@ def _temporary_run(config: RunConfig) -> Iterator[RunConfig]:
     directory = Path(tempfile.mkdtemp(prefix="earl-debug-"))
     dispatch = {"durability": "memory", "spill_url": None}
     # Another run's shards are its own, whatever their age.
-    dispatch |= {"retain_hours": math.inf, "retain_bytes": 2**62}
+    dispatch |= {"retain_hours": 1e6, "retain_bytes": 2**62}
     place = {
         "runs_directory": str(directory / "runs"),
         "dispatch": config.dispatch.model_copy(update=dispatch),
@@ -207,11 +207,7 @@ def _repeat(console: Console, config: RunConfig, run: Path, iteration: int, stag
 
 def compare(before: Mapping[str, float], now: Mapping[str, float]) -> list[dict[str, str]]:
     """Rows of the metrics that both have and that tell of the data."""
-    names = [
-        name
-        for name in before
-        if name in now and not any(part in name for part in _MEASURED)
-    ]
+    names = [name for name in before if name in now and not any(part in name for part in _MEASURED)]
     return [
         {
             "metric": name,
