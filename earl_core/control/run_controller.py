@@ -24,7 +24,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.control.hardware import hardware_of, open_cluster, with_network
 from earl_core.control.host_agreement import check_agreement
 from earl_core.control.learnt_profile import LearntProfile
-from earl_core.control.preparing import check_start, surely
+from earl_core.control.preparing import check_shared_memory, check_start, surely
 from earl_core.control.resume_point import resume_point
 from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
 from earl_core.deployment.feasibility import check_stages
@@ -176,7 +176,7 @@ class RunController:
         self._prepare_model()
         self.model = read_model_shape(Path(self.config.model.path))
         check_stages(self.config, self.model, self.hardware)
-        self._check_shared_memory()
+        check_shared_memory(self.config, self.run.stores)
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
             self.start_ahead(sealed)
@@ -196,15 +196,6 @@ class RunController:
                 self.stop_requested.is_set,
             )
             self.groups.retire("model", 0)
-
-    def _check_shared_memory(self) -> None:
-        """Two versions of the weights lie in shared memory while one replaces the other."""
-        files = Path(self.config.model.path).glob("*.safetensors")
-        needed = 2 * sum(file.stat().st_size for file in files)
-        try:
-            self.run.stores.reserve(needed)
-        except PoolFull as error:
-            raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
 
     def start_ahead(self, plan: DeploymentPlan) -> None:
         """Begin to start the groups of the stages that are not sealed yet; returns at once.
