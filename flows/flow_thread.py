@@ -79,11 +79,12 @@ class FlowThread:
 
     def iterations(self) -> Iterator[int]:
         """The number of each iteration once it is finished; the flow then waits for the next
-        request. Ends with the flow, and raises what ended it."""
+        request. Ends with the flow, and raises what ended it unless that was `stop`."""
         while (number := self._next()) is not None:
             yield number
             self._wanted.release()
-        self.result()
+        if not self._stopping.is_set():
+            self.result()
 
     def result(self) -> Any:
         """What the flow returns, at its end; raises what it raises, or `ServerLost`."""

@@ -48,7 +48,8 @@ def debug(
     run = _find(name, runs_directory, run_only=stage is not None or iteration is not None)
     given = stored_config(run, overrides) if run else load_config(name, overrides)
     if stage is None:
-        prompts = prompts or min(_FEW_PROMPTS, given.rollout.prompts_per_iteration)
+        few = max(_FEW_PROMPTS, given.update.minibatches)
+        prompts = prompts or min(few, given.rollout.prompts_per_iteration)
     config, notes = for_one_process(given, prompts)
     if run is not None:
         iteration = _iteration(run, stage, iteration)

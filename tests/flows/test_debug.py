@@ -49,7 +49,7 @@ def _debug(runs: Runs, *arguments: str) -> pexpect.spawn[str]:
         cwd=str(runs.directory),
         env={**environment, "NO_COLOR": "1", "COLUMNS": "100"},
         encoding="utf-8",
-        timeout=90,
+        timeout=180,
     )
 
 
