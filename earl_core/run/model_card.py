@@ -19,6 +19,9 @@ _KNOWN_BASES = {
 }
 """Of the models that builders of ours make: name and license."""
 
+_MADE_ANEW = "earl_core.models.tiny:build"
+"""Makes a model that was trained from no other one."""
+
 _CURVE_ROWS = 12
 
 
@@ -146,8 +149,10 @@ def _reproduce(config: RunConfig) -> str:
 
 def _license(config: RunConfig) -> str:
     name, known = _base(config)
-    base = f"That of the base model {f'`{name}` ' if name else ''}is `{known}`." if known else ""
-    return (
-        "## License\n\nNot chosen yet: add `license:` to the front matter of this file. "
-        f"{base or 'That of the base model is not known here: look it up first.'}"
-    )
+    if known:
+        base = f"That of the base model {f'`{name}` ' if name else ''}is `{known}`."
+    elif config.model.builder == _MADE_ANEW:
+        base = "The model was trained from no other one."
+    else:
+        base = "That of the base model is not known here: look it up first."
+    return "## License\n\nNot chosen yet: add `license:` to the front matter of this file. " + base

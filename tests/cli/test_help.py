@@ -10,7 +10,18 @@ import pytest
 
 from tests.cli.conftest import ROOT, Earl
 
-COMMANDS = ("init", "train", "resume", "evaluate", "play", "shards", "env", "doctor", "export", "debug")
+COMMANDS = (
+    "init",
+    "train",
+    "resume",
+    "evaluate",
+    "play",
+    "shards",
+    "env",
+    "doctor",
+    "export",
+    "debug",
+)
 
 
 def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:
