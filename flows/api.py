@@ -158,12 +158,12 @@ class Run:
         from earl_core.control.worker_groups import preload_ranks
         from flows.cli.training import preflight
 
-        preflight(self.config, self.directory)
         preload_ranks()
         training = FlowThread(
             "train",
             self.config.runs_directory,
             in_step=True,
+            check=lambda: preflight(self.config, self.directory),
             config=self._source,
             overrides=self._overrides,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -52,19 +52,26 @@ class FlowThread:
     """Runs the flow whose module in `flows` has its name, from its construction on.
 
     in_step: have it wait after each iteration for `iterations` to be asked on; one flow of a
-    process at a time.
+    process at a time. check: called in the thread before all else; what it raises ends the flow.
     """
 
     _in_step: FlowThread | None = None
 
     def __init__(
-        self, flow: str, runs_directory: str, *, in_step: bool = False, **parameters: Any
+        self,
+        flow: str,
+        runs_directory: str,
+        *,
+        in_step: bool = False,
+        check: Callable[[], None] = lambda: None,
+        **parameters: Any,
     ) -> None:
         if in_step and FlowThread._in_step is not None:
             raise EarlError(
                 "a run is trained in this process already: leave its loop or close it first"
             )
         self._flow, self._runs_directory, self._parameters = flow, runs_directory, parameters
+        self._check_first = check
         self._running: ModuleType | None = None
         self._watch: ServerWatch | None = None
         self._finished: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -127,6 +134,7 @@ class FlowThread:
 
     def _work(self) -> None:
         try:
+            self._check_first()
             self._running, self._watch = _flows_beside_server(self._runs_directory)
             function = getattr(import_module(f"flows.{self._flow}"), self._flow)
             if FlowThread._in_step is self:
