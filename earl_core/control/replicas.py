@@ -224,6 +224,9 @@ class Engines:
     def work(self) -> None:
         """Play all items, or raise."""
         self._deal(range(self.job.items), self.deployment.replicas, losses=0)
+        if self.deployment.replicas == 1:
+            self._engine(0)
+            return
         with ThreadPoolExecutor(self.deployment.replicas, "earl-engine") as pool:
             engines = [pool.submit(self._engine, each) for each in range(self.deployment.replicas)]
             try:

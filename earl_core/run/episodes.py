@@ -90,8 +90,8 @@ def remove_oldest(run_directory: Path, most_bytes: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_episodes(path: Path, most: int) -> list[dict[str, Any]]:
-    """The first `most` episodes to read, none where none were kept.
+def read_episodes(path: Path, most: int | None = None) -> list[dict[str, Any]]:
+    """The first `most` episodes to read (None: all), none where none were kept.
 
     Each: episode_id, prompt_id, environment, outcome, finish_reason, reward, `turns` (observation,
     answer, reward, the `tokens` of the answer, their mean `logprob` in nats, and the tokens that
@@ -112,6 +112,17 @@ def read_episodes(path: Path, most: int) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise EpisodesDamaged(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     return _readable(episodes)
+
+
+def read_samples(path: Path) -> pa.Table:
+    """All rows; none where none were kept. Raises `EpisodesDamaged`."""
+    try:
+        with open_file(path) as stream:
+            return pq.ParquetFile(stream, page_checksum_verification=True).read()
+    except FileNotFoundError:
+        return SCHEMA.empty_table()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise EpisodesDamaged(f"{path} is damaged: {str(error).splitlines()[0]}") from error
 
 
 def _readable(episodes: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -159,3 +160,54 @@ def serve(
         from flows.cli.policy_serve import serve as run_serve
 
         run_serve((run, runs_directory), checkpoint, overrides or [], port, temperature)
+
+
+@app.command()
+def export(
+    run: Run,
+    to: Annotated[str, typer.Option(metavar="hf", help="hf: a Hugging Face directory.")] = "hf",
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="N|last|best|initial",
+            help="The iteration whose checkpoint is exported; best: by the run's evaluations.",
+        ),
+    ] = "last",
+    output: Annotated[
+        Path | None, typer.Option(help="The directory to write; else export/ in the run's.")
+    ] = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint as a model directory of its own, with a model card."""
+    with reported(debug):
+        from flows.cli.exporting import export as run_export
+
+        run_export(run, runs_directory, to, checkpoint, output)
+
+
+@app.command(name="debug")
+def debug_run(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CONFIG", help="A run, a recipe or a run file.")
+    ],
+    stage: Annotated[
+        str | None,
+        typer.Option(help="Repeat this stage of a run from its sealed inputs; it is only read."),
+    ] = None,
+    iteration: Annotated[
+        int | None, typer.Option(min=0, help="Of the run; else the last one, or the next.")
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="How many, without --stage.")] = 1,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="In each iteration; 2 unless set, without --stage.")
+    ] = None,
+    overrides: Overrides = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Do an iteration in this one process, where breakpoint() works everywhere; nothing is kept."""
+    with reported(debug):
+        from flows.cli.debugging import debug as run_debug
+
+        run_debug(run, stage, iteration, iterations, prompts, overrides or [], runs_directory)
