@@ -89,9 +89,9 @@ class Reader:
         self._deadline = time.monotonic() + seconds
         programs = directory / ".programs"
         programs.mkdir(exist_ok=True)
-        for name, module in (("earl", "flows.cli"), ("pytest", "pytest")):
+        for name, module in (("earl", "-m flows.cli"), ("pytest", "-m pytest"), ("python", "")):
             program = programs / name
-            program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
+            program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
             program.chmod(0o755)
         path = f"{programs}:{os.environ['PATH']}"
         self._environment = {**environment, "PATH": path, "PYTHONPATH": str(ROOT)}
