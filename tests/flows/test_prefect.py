@@ -155,7 +155,7 @@ def _iteration_waits_for_its_run(runs: Runs) -> None:
         assert f"in use by process {os.getpid()}" in flow_run.message()
         assert flow_run.seen()["state_type"] == "RUNNING"
     finally:
-        lock.close()
+        lock.release()
     flow_run.until("Completed")
     assert flow_run.seen()["name"] == "run 2"
     assert {"earl", "run", "iteration"} <= set(flow_run.seen()["tags"])
