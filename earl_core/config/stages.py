@@ -38,10 +38,10 @@ _UPDATE = _Section(
 )  # fmt: skip
 
 RolloutStage = Annotated[
-    StageDeployment, BeforeValidator(_ROLLOUT.read), PlainSerializer(_ROLLOUT.write)
+    StageDeployment, BeforeValidator(_ROLLOUT.read, dict[str, Any]), PlainSerializer(_ROLLOUT.write)
 ]
 UpdateStage = Annotated[
-    StageDeployment, BeforeValidator(_UPDATE.read), PlainSerializer(_UPDATE.write)
+    StageDeployment, BeforeValidator(_UPDATE.read, dict[str, Any]), PlainSerializer(_UPDATE.write)
 ]
 
 
