@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core.core_schema import ArgumentsSchema
-
 from earl_core.config import RunConfig, load_config
 from earl_core.config.load import dump_config, recipe_names
 from earl_core.run.record import flat, stored_config
@@ -40,18 +37,9 @@ def show(what: str, runs_directory: str, overrides: list[str], as_json: bool) ->
     print(text.rstrip())
 
 
-class _FileSchema(GenerateJsonSchema):
-    """Stage deployments are mappings in a file, where their section says the stage."""
-
-    def arguments_schema(self, schema: ArgumentsSchema) -> JsonSchemaValue:
-        made = self.kw_arguments_schema(schema["arguments_schema"], None)
-        made.pop("required", None)
-        return made
-
-
 def print_schema() -> None:
     """Print the JSON schema of run files."""
-    print(json.dumps(RunConfig.model_json_schema(schema_generator=_FileSchema), indent=1))
+    print(json.dumps(RunConfig.model_json_schema(), indent=1))
 
 
 def diff(one: str, other: str, runs_directory: str, as_json: bool) -> None:

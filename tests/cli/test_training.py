@@ -152,7 +152,7 @@ def test_ctrl_c_says_how_to_continue_and_resume_continues(earl: Earl) -> None:
     played = [
         each["event"] for each in read_lines(long / "ledger.jsonl") if each["stage"] == "rollout"
     ]
-    assert played == ["started", "reused"]
+    assert played.count("started") == 1, "what was finished is not repeated"
 
 
 def test_nothing_survives_sigkill(fresh_earl: Earl) -> None:
