@@ -24,6 +24,7 @@ Interval = Callable[[Line], tuple[float, float]]
 
 _Z95 = 1.959963984540054
 _GIB = 2.0**30
+_FAR = 10.0
 _OF_PART = re.compile(r"rollout/of/(.+)/return/mean")
 _OUTCOME = re.compile(r"rollout/outcome/(.+)")
 _HELD_OUT = re.compile(r"outcome/(.+)/share")
@@ -35,7 +36,7 @@ def sections(records: RunRecords) -> list[dict[str, Any]]:
     lines, evaluations = records.iterations, records.evaluations
     found = [
         ("Learning", [*_learning(lines, evaluations), *_suites(evaluations)]),
-        ("Episodes", list(_episodes(lines))),
+        ("Contexts and turns", list(_episodes(lines))),
         ("Time", list(_time(lines))),
         ("Memory", list(_memory(lines))),
         ("Health of the update", list(_health(lines))),
@@ -141,15 +142,22 @@ def _time(lines: Sequence[Line]) -> Iterator[Chart]:
 
 def _memory(lines: Sequence[Line]) -> Iterator[Chart]:
     for stage in CHOSEN_STAGES:
-        key = f"selector/{stage}"
-        yield _chart(
+        chart = _chart(
             f"Memory of {stage}",
             "peak, GiB",
-            _series("measured", lines, f"{key}/measured_peak_bytes", scale=1 / _GIB),
-            _series("predicted", lines, f"{key}/predicted_peak_bytes", scale=1 / _GIB),
-            _series("budget", lines, f"{key}/budget_bytes", scale=1 / _GIB),
+            *(
+                _series(name, lines, f"selector/{stage}/{key}", scale=1 / _GIB)
+                for name, key in (
+                    ("measured", "measured_peak_bytes"),
+                    ("predicted", "predicted_peak_bytes"),
+                    ("budget", "budget_bytes"),
+                )
+            ),
             marks=_switches(lines, stage),
         )
+        seen = [value for series in chart["series"] for value in series["y"] if value > 0]
+        # Far below its budget, a peak is a line at the bottom of any other axis.
+        yield {**chart, "log": bool(seen) and max(seen) > _FAR * min(seen)}
 
 
 def _health(lines: Sequence[Line]) -> Iterator[Chart]:

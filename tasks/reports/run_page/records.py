@@ -60,9 +60,7 @@ class RunRecords:
         yield Path(self.config.model.path) / "tokenizer.json"
 
 
-def read_records(
-    path: Path, iterations: Sequence[Line], evaluations: Sequence[Line]
-) -> RunRecords:
+def read_records(path: Path, iterations: Sequence[Line], evaluations: Sequence[Line]) -> RunRecords:
     """Everything about a run but its episodes; what is damaged is left out.
 
     Raises `ConfigError` where no run lies, or one that this version cannot read.

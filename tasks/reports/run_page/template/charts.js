@@ -49,6 +49,8 @@ function frame(chart) {
   };
   const xs = chart.series.flatMap((series) => series.x);
   const last = xs.reduce((most, x) => Math.max(most, x), 0);
+  const positive = chart.log ? chart.series.flatMap((series) => series.y).filter((y) => y > 0) : [];
+  const decades = Math.log10(Math.max(...positive) / Math.min(...positive));
   return {
     margin: { l: 10, r: 10, t: 8, b: 10 }, barmode: "stack", bargap: 0.15, hovermode: "x unified",
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("text"), size: 12 },
@@ -58,6 +60,7 @@ function frame(chart) {
     xaxis: { ...axis, title: { text: "iteration" }, tickformat: "d", dtick: last < 8 ? 1 : undefined,
       range: [-0.5, last + 0.5] },
     yaxis: { ...axis, title: { text: chart.y }, type: chart.log ? "log" : "linear",
+      ...(chart.log ? { dtick: decades > 2.5 ? 1 : "D2" } : {}),
       rangemode: chart.kind === "bars" ? "tozero" : "normal", exponentformat: "power",
       ...(chart.y.includes("%") ? { range: [-3, 103] } : {}) },
     shapes: (chart.marks ?? []).map((x) => (
@@ -86,7 +89,7 @@ function lanes() {
   layout.hovermode = "closest";
   layout.barmode = "overlay";
   layout.showlegend = false;
-  layout.yaxis = { ...layout.yaxis, categoryorder: "array", categoryarray: stages.reverse(), title: { text: "" } };
+  layout.yaxis = { ...layout.yaxis, type: "category", categoryorder: "array", categoryarray: stages.reverse(), title: { text: "" } };
   return [[trace], layout];
 }
 
@@ -129,10 +132,13 @@ function showCharts() {
       if (notes.length) figure.append(make("figcaption", { className: "quiet" }, notes.join(" ")));
       grid.append(figure);
     }
-    const id = section.title.toLowerCase().replaceAll(" ", "-");
+    const id = `charts-${section.title.toLowerCase().replaceAll(" ", "-")}`;
     at("charts").append(make("section", { id }, make("h2", {}, section.title), grid));
   }
-  if (data.spans.length) place(at("lanes"), "Stage deployments over iterations", lanes);
+  if (data.spans.length) {
+    place(at("lanes"), "Stage deployments over iterations", lanes);
+    at("lanes").append(make("figcaption", { className: "quiet" }, "The colour changes where the stage deployment does."));
+  }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     for (const [plot, build] of drawn) draw(plot, build);
   });

@@ -1,4 +1,4 @@
-const ROWS = 50;
+const ROWS = 25;
 const COLUMNS = [
   ["iteration", "iteration"], ["episode", "episode"], ["environment", "environment"],
   ["outcome", "outcome"], ["finish", "ended by"], ["reward", "reward"], ["turns", "turns"], ["tokens", "tokens"],

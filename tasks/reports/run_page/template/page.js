@@ -18,7 +18,7 @@ function fillTable(table, columns, rows) {
   const align = (column) => (column.number ? "number" : "");
   const head = columns.map((c) => make("th", { scope: "col", className: align(c) }, c.title));
   const body = rows.map((row) =>
-    make("tr", {}, ...columns.map((c) => make("td", { className: align(c) }, c.cell(row)))));
+    make("tr", {}, ...columns.map((c) => make("td", { className: align(c), "data-title": c.title }, c.cell(row)))));
   table.replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body));
 }
 
