@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import ROOT, Earl
 
-COMMANDS = ("init", "train", "resume", "evaluate", "play", "shards", "env", "doctor")
+COMMANDS = ("init", "train", "resume", "evaluate", "play", "report", "shards", "env", "doctor")
 
 
 def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:

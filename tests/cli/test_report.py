@@ -115,18 +115,18 @@ def test_a_real_run_is_read(
     assert "earl train" in reader.text("#commands")
 
     assert reader.text("#count") == "32 of 32 episodes"
-    reader.page.get_by_label("iteration, from").fill("1")
+    reader.page.get_by_role("spinbutton", name="iteration, from").fill("1")
     assert reader.text("#count") == "16 of 32 episodes"
     outcome = kept[0]["outcome"]
-    reader.page.get_by_label("outcome").select_option(f"={outcome}")
+    reader.page.get_by_role("combobox", name="outcome").select_option(f"={outcome}")
     same = [row for row in kept if row["outcome"] == outcome]
     assert reader.text("#count") == f"{len(same)} of 32 episodes"
     reader.page.get_by_role("button", name="Clear").click()
-    reader.page.get_by_role("button", name="reward").click()
+    reader.page.get_by_role("button", name="reward", exact=True).click()
     rewards = [float(text) for text in reader.texts("#rows tbody td:nth-child(5)")]
     assert rewards == sorted(rewards)
 
-    reader.page.get_by_label("iteration, from").fill("1")
+    reader.page.get_by_role("spinbutton", name="iteration, from").fill("1")
     reader.read(kept[0]["episode_id"])
     assert reader.texts("#dialogue .model pre") == kept[0]["texts"][1::2]
     reader.page.get_by_role("radio", name="Tokens").click()

@@ -16,15 +16,16 @@ import gzip
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from earl_core.run.episodes import EpisodesDamaged, read_samples
 from earl_core.secrets import redact
-from tasks.reports.run_page.token_texts import TokenTexts
+from tasks.reports.run_page.token_texts import UNFINISHED, TokenTexts
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +33,21 @@ _SCALARS = [
     "episode_id", "prompt_id", "group_id", "environment", "finish_reason", "outcome", "reward",
     "turns", "scores",
 ]  # fmt: skip
+_NAMED = ("environment", "finish_reason", "outcome")
 _LISTS = ["texts", "turn_rewards", "tokens", "loss_mask", "rollout_logprobs", "turn_starts"]
 _PER_PART = 256
 _FOR_TEXTS = 0.6
 """Of a part's bytes; what they leave is for tokens."""
-_PLAUSIBLE = 6
-"""No JSON here shrinks to less than this part of its tokens or characters."""
 
 
-class PackedEpisodes(NamedTuple):
-    """index: columns of equal length, one entry an episode. parts: the two texts of each."""
+@dataclass(frozen=True)
+class PackedEpisodes:
+    """index: columns of equal length, one entry an episode. parts: the two texts of each. damaged:
+    what is wrong with files that could not be read."""
 
-    index: dict[str, list[Any]]
-    parts: list[tuple[str, str]]
-    damaged: list[str]
-
-    @property
-    def encoded_index(self) -> str:
-        """The index as the page has it."""
-        return encoded(self.index)
+    index: dict[str, list[Any]] = field(default_factory=dict)
+    parts: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
 
 def encoded(value: Any) -> str:
@@ -67,7 +64,7 @@ def pack_episodes(
     files: with their iterations. most_bytes: of all parts; every part has its share, and what does
     not fit is in the index alone: of the texts first come the first episodes, then their tokens.
     """
-    packed = PackedEpisodes({}, [], [])
+    packed, encoders = PackedEpisodes(), (_Encoder(), _Encoder())
     left = float(most_bytes)
     quotas = _quotas(most, len(files))
     for number, ((iteration, file), quota) in enumerate(zip(files, quotas, strict=True)):
@@ -85,7 +82,8 @@ def pack_episodes(
         ]
         share = left / (len(files) - number)
         for place, piece in enumerate(pieces):
-            used = _add_part(packed, episodes, piece, tokens, share / (len(pieces) - place))
+            room = share / (len(pieces) - place)
+            used = _add_part(packed, episodes, piece, tokens, encoders, room)
             share, left = share - used, left - used
     return packed
 
@@ -95,20 +93,45 @@ def _quotas(most: int, files: int) -> list[int]:
     return [whole + (number < rest) for number in range(files)]
 
 
+class _Encoder:
+    """Encodes as many episodes as fit. rate: bytes that a token or character took last."""
+
+    def __init__(self) -> None:
+        # No JSON here shrinks to less.
+        self.rate = 1 / 6
+
+    def fitting(
+        self, piece: range, sizes: np.ndarray, most_bytes: float, make: Callable[[range], Any]
+    ) -> tuple[str, int]:
+        """The first episodes that fit into these bytes, encoded, and how many they are."""
+        ends = np.cumsum(sizes[piece.start : piece.stop])
+        count = int(np.searchsorted(ends, most_bytes / self.rate, side="right"))
+        while count > 0:
+            text = encoded(make(piece[:count]))
+            self.rate = max(len(text), 1) / max(int(ends[count - 1]), 1)
+            if len(text) <= most_bytes:
+                return text, count
+            fits = np.searchsorted(ends, 0.97 * most_bytes / self.rate, side="right")
+            count = min(count - 1, int(fits))
+        return "", 0
+
+
 def _add_part(
     packed: PackedEpisodes,
     episodes: _Episodes,
     piece: range,
     tokens: TokenTexts | None,
+    encoders: tuple[_Encoder, _Encoder],
     most_bytes: float,
 ) -> float:
     """Add a piece of an iteration's episodes; the bytes that it takes."""
-    texts, with_text = _fitting(
+    said, sampled = encoders
+    texts, with_text = said.fitting(
         piece, episodes.characters, _FOR_TEXTS * most_bytes, lambda some: _said(episodes, some)
     )
-    sampled, with_tokens = "", 0
+    ids, with_tokens = "", 0
     if tokens is not None:
-        sampled, with_tokens = _fitting(
+        ids, with_tokens = sampled.fitting(
             piece[:with_text],
             episodes.tokens,
             most_bytes - len(texts),
@@ -120,22 +143,8 @@ def _add_part(
         row |= {"part": len(packed.parts), "place": place, "shown": shown}
         for name, value in row.items():
             packed.index.setdefault(name, []).append(value)
-    packed.parts.append((texts, sampled))
-    return len(texts) + len(sampled)
-
-
-def _fitting(
-    piece: range, sizes: np.ndarray, most_bytes: float, make: Callable[[range], Any]
-) -> tuple[str, int]:
-    """The first episodes that fit into these bytes, encoded, and how many they are."""
-    ends = np.cumsum(sizes[piece.start : piece.stop])
-    count = int(np.searchsorted(ends, _PLAUSIBLE * most_bytes, side="right"))
-    while count > 0:
-        text = encoded(make(piece[:count]))
-        if len(text) <= most_bytes:
-            return text, count
-        count = min(count - 1, int(0.95 * count * most_bytes / len(text)))
-    return "", 0
+    packed.parts.append((texts, ids))
+    return len(texts) + len(ids)
 
 
 class _Episodes:
@@ -147,6 +156,9 @@ class _Episodes:
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
         self.rows = list(zip(starts, [*starts[1:], len(ids)], strict=True))
         self.scalars = {name: table[name].to_pylist() for name in _SCALARS}
+        for name in _NAMED:
+            shown = {text: redact(text) for text in set(self.scalars[name])}
+            self.scalars[name] = [shown[text] for text in self.scalars[name]]
         self.lists = {name: _column(table, name) for name in _LISTS}
         lengths = np.diff(self.lists["tokens"][1])
         self.tokens = np.array([lengths[one:end].sum() for one, end in self.rows])
@@ -174,13 +186,12 @@ class _Episodes:
         """What the list of episodes shows and filters by."""
         one, end = self.rows[number]
         first = {name: column[one] for name, column in self.scalars.items()}
-        named = ("environment", "finish_reason", "outcome")
         return {
             "iteration": self.iteration,
             "episode": first["episode_id"],
             "prompt": first["prompt_id"],
             "group": first["group_id"],
-            **{name.partition("_")[0]: redact(first[name]) for name in named},
+            **{name.partition("_")[0]: first[name] for name in _NAMED},
             "reward": None if first["reward"] is None else _short(first["reward"]),
             "turns": sum(self.scalars["turns"][one:end]),
             "tokens": self.longest[number],
@@ -208,32 +219,33 @@ def _said(episodes: _Episodes, piece: range) -> dict[str, Any]:
 
 
 def _sampled(episodes: _Episodes, piece: range, tokens: TokenTexts) -> dict[str, Any]:
-    places: dict[int, int] = {}
-    texts: list[str] = []
-    whole: list[str] = []
-    samples = []
+    rows = range(episodes.rows[piece.start][0], episodes.rows[piece.stop - 1][1])
+    ids = [episodes.values("tokens", row) for row in rows]
+    vocabulary, places = np.unique(np.concatenate(ids), return_inverse=True)
+    texts = tokens.pieces(vocabulary.tolist())
+    unfinished = np.array([UNFINISHED in text for text in texts])[places]
+    samples: list[Any] = []
+    whole, at = [], 0
     for number in piece:
-        rows, pieces = range(*episodes.rows[number]), []
-        for row in rows:
-            ids = episodes.values("tokens", row).tolist()
-            pieces.append((ids, tokens.pieces(ids)))
-        whole.append("".join(text for _, said in pieces for text in said))
-        for token, text in ((t, p) for ids, said in pieces for t, p in zip(ids, said, strict=True)):
-            if token not in places:
-                places[token] = len(texts)
-                texts.append(text)
-        samples.append(
-            [
-                _sample(episodes, row, [places[token] for token in ids], said, texts)
-                for row, (ids, said) in zip(rows, pieces, strict=True)
-            ]
-        )
+        own, said = [], []
+        for row in range(*episodes.rows[number]):
+            part = slice(at, at + len(ids[row - rows.start]))
+            partial = np.flatnonzero(unfinished[part]).tolist()
+            other = tokens.joined(ids[row - rows.start], partial) if partial else {}
+            own.append(_sample(episodes, row, places[part].tolist(), other))
+            pieces = [texts[place] for place in own[-1]["i"]]
+            for place, text in other.items():
+                pieces[place] = text
+            said += pieces
+            at = part.stop
+        samples.append(own)
+        whole.append("".join(said))
     if _holds_secret("\n".join(whole)):
         # Tokens pass no redactor when they are kept.
         hidden = [_holds_secret(text) for text in whole]
-        samples = [None if bad else each for bad, each in zip(hidden, samples, strict=True)]  # type: ignore[misc]
+        samples = [None if bad else each for bad, each in zip(hidden, samples, strict=True)]
         texts = _without_hidden(texts, samples)
-    return {"vocabulary": list(zip(places, texts, strict=True)), "samples": samples}
+    return {"vocabulary": list(zip(vocabulary.tolist(), texts, strict=True)), "samples": samples}
 
 
 def _without_hidden(texts: list[str], samples: Sequence[Any]) -> list[str]:
@@ -244,14 +256,14 @@ def _without_hidden(texts: list[str], samples: Sequence[Any]) -> list[str]:
 
 
 def _sample(
-    episodes: _Episodes, row: int, places: list[int], said: list[str], texts: list[str]
+    episodes: _Episodes, row: int, places: list[int], other: dict[int, str]
 ) -> dict[str, Any]:
     mask = episodes.values("loss_mask", row)
     logprobs = episodes.values("rollout_logprobs", row)[mask == 1]
     edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).tolist()
     return {
         "i": places,
-        "o": [[at, text] for at, text in enumerate(said) if text != texts[places[at]]],
+        "o": list(other.items()),
         "s": episodes.values("turn_starts", row).tolist(),
         "m": [[one, end - one] for one, end in zip(edges[::2], edges[1::2], strict=True)],
         "l": np.rint(100 * logprobs.astype(float)).astype(int).tolist(),

@@ -8,7 +8,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-_UNFINISHED = "\ufffd"
+UNFINISHED = "\ufffd"
+"""In the piece of a token that is a part of a character."""
+
 _LONGEST = 8
 """Tokens that one character of text may take, with room to spare."""
 
@@ -34,34 +36,28 @@ class TokenTexts:
         self._before = self._decode([[0]])[0]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """One text for each token. A character of several tokens stands at its first one."""
-        self._learn(tokens)
-        found = [self._known[token] for token in tokens]
-        at = 0
-        while at < len(found):
-            if _UNFINISHED in found[at]:
-                end, text = self._whole(tokens, at)
-                found[at:end] = [text, *[""] * (end - at - 1)]
-                at = end
-            else:
-                at += 1
-        return found
-
-    def _learn(self, tokens: Iterable[int]) -> None:
+        """One text for each token, whatever stands beside it."""
         new = [token for token in set(tokens) if token not in self._known]
         after = self._decode([[self._anchor, token] for token in new])
         alone = self._decode([[token] for token in new])
         for token, longer, short in zip(new, after, alone, strict=True):
             begins = longer.startswith(self._before)
             self._known[token] = longer[len(self._before) :] if begins else short
+        return [self._known[token] for token in tokens]
 
-    def _whole(self, tokens: Sequence[int], at: int) -> tuple[int, str]:
-        """Where the character that begins here ends, and its text; one token where none does."""
-        for end in range(at + 1, min(len(tokens), at + _LONGEST) + 1):
-            text = self._decode([list(tokens[at:end])])[0]
-            if _UNFINISHED not in text:
-                return end, text
-        return at + 1, self._known[tokens[at]]
+    def joined(self, tokens: Sequence[int], unfinished: Iterable[int]) -> dict[int, str]:
+        """What stands at places whose piece is only a part of a character: the whole character at
+        the first of its tokens, nothing at the others. unfinished: these places, ascending."""
+        found: dict[int, str] = {}
+        for at in unfinished:
+            if at in found:
+                continue
+            for end in range(at + 2, min(len(tokens), at + _LONGEST) + 1):
+                text = self._decode([list(tokens[at:end])])[0]
+                if UNFINISHED not in text:
+                    found |= {at: text, **dict.fromkeys(range(at + 1, end), "")}
+                    break
+        return found
 
     def _decode(self, tokens: list[list[int]]) -> list[str]:
         decoded: Any = self._tokenizer.decode_batch(tokens, skip_special_tokens=False)
