@@ -257,7 +257,8 @@ def report(rows: list[Row], count: int) -> Report:
     }  # fmt: skip
     notes = [
         "The aim for 10,000 episodes: under 20 MB, made in 10 s, opened in 2 s. 4.9 MB are plotly.",
-        "CPU seconds are those of making the page: what it takes longer, it waited for a busy machine.",
+        "CPU seconds are those of making the page: where it takes longer, it waited for a machine "
+        "that was busy with other work.",
         "What does not fit is left out of a page, the last episodes of each iteration first and "
         "tokens before texts, and the page says so.",
     ]

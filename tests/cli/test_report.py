@@ -27,7 +27,7 @@ Done = subprocess.CompletedProcess[str]
 
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-SECRET = "swordfish99"
+SECRET, FORGOTTEN = "swordfish99", "marlin-4711"
 HOSTILE = (
     "<script>document.title='x'</script>",
     "</script><script>document.title='x'</script>",
@@ -189,7 +189,7 @@ def plan(iteration: int, size: int) -> dict[str, Any]:
 def test_all_that_was_said_is_text(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    letters = "".join(HOSTILE) + CALL + SECRET + "go"
+    letters = "".join(HOSTILE) + CALL + SECRET + FORGOTTEN + "gowas"
     tokenizer = character_tokenizer(letters)
     tokenizer.save_pretrained(tmp_path / "model")
     several = [
@@ -199,7 +199,8 @@ def test_all_that_was_said_is_text(
     changes = {"environment": None, "environments": several}
     run = RunDirectory.open(parse_config(config(tmp_path, **changes)))
     run.store_config()
-    said = [*HOSTILE, CALL, f"it is {SECRET}"]
+    said = [*HOSTILE, CALL, f"it is {SECRET}", f"it was {FORGOTTEN}"]
+    monkeypatch.setenv("EARL_OLD_PASSWORD", FORGOTTEN)
     episodes = [
         played(number, ("shop", "game")[number % 2], text, tokenizer)
         for number, text in enumerate(said)
@@ -214,6 +215,7 @@ def test_all_that_was_said_is_text(
     run.append_metrics(0, {"rollout/return/mean": 0.1, **of})
     # Learnt after the run has kept them.
     monkeypatch.setenv("EARL_TEST_PASSWORD", SECRET)
+    monkeypatch.delenv("EARL_OLD_PASSWORD")
     file = tmp_path / "page.html"
     report(str(run.path), str(tmp_path), file, 100)
     run.finish()
@@ -236,10 +238,13 @@ def test_all_that_was_said_is_text(
         reader.page.wait_for_selector("#dialogue .model")
     reader.read(3)
     assert reader.texts("#dialogue .call") == [CALL]
-    reader.read(4)
-    assert reader.texts("#dialogue .model pre") == ["it is (hidden)"]
-    reader.page.get_by_role("radio", name="Tokens").click()
-    reader.page.get_by_text("are left out: they hold a secret").wait_for()
+    for number, text in ((4, "it is (hidden)"), (5, "it was (hidden)")):
+        reader.read(number)
+        assert reader.texts("#dialogue .model pre") == [text]
+        reader.page.get_by_role("radio", name="Tokens").click()
+        reader.page.get_by_text("are left out: they hold a secret").wait_for()
+        reader.page.get_by_role("radio", name="Text").click()
+        reader.page.wait_for_selector("#dialogue .model")
     assert reader.page.title() == "Run run"
     assert reader.page.locator("#dialogue img, #dialogue script").count() == 0
     reader.close()

@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from earl_core.run.episodes import EpisodesDamaged, read_samples
 from earl_core.secrets import redact
+from earl_core.secrets.redactor import HIDDEN
 from tasks.reports.run_page.token_texts import UNFINISHED, TokenTexts
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,8 @@ class _Episodes:
         self.iteration = iteration
         ids = table["episode_id"].to_numpy()
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
-        self.rows = list(zip(starts, [*starts[1:], len(ids)], strict=True))
+        ends = [*starts[1:], len(ids)] if len(ids) else []
+        self.rows = list(zip(starts, ends, strict=True))
         self.scalars = {name: table[name].to_pylist() for name in _SCALARS}
         for name in _NAMED:
             shown = {text: redact(text) for text in set(self.scalars[name])}
@@ -240,9 +242,10 @@ def _sampled(episodes: _Episodes, piece: range, tokens: TokenTexts) -> dict[str,
             at = part.stop
         samples.append(own)
         whole.append("".join(said))
+    hidden = [_was_redacted(episodes.texts[number]) for number in piece]
     if _holds_secret("\n".join(whole)):
-        # Tokens pass no redactor when they are kept.
-        hidden = [_holds_secret(text) for text in whole]
+        hidden = [bad or _holds_secret(text) for bad, text in zip(hidden, whole, strict=True)]
+    if any(hidden):
         samples = [None if bad else each for bad, each in zip(hidden, samples, strict=True)]
         texts = _without_hidden(texts, samples)
     return {"vocabulary": list(zip(vocabulary.tolist(), texts, strict=True)), "samples": samples}
@@ -272,6 +275,12 @@ def _sample(
 
 def _holds_secret(text: str) -> bool:
     return redact(text) != text
+
+
+def _was_redacted(texts: Sequence[str]) -> bool:
+    """Whether the run hid something in these texts, perhaps a secret that nobody here knows: no
+    redactor has seen the tokens."""
+    return any(HIDDEN in text for text in texts)
 
 
 def _short(value: float) -> float:
