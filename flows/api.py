@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
-from earl_core.run.episodes import NAME, read_episodes, read_samples
+from earl_core.run.episodes import NAME, SCHEMA, read_episodes, read_samples
 from earl_core.run.record import is_finished, read_lines, stored_config
 from flows.flow_thread import FlowThread
 
@@ -58,11 +58,15 @@ class Iteration:
         return read_episodes(self._path)
 
     def samples(self) -> pa.Table:
-        """The kept samples as an Arrow table, with tokens, mask and log-probs; a row for each.
+        """The kept samples as an Arrow table, with tokens, mask and log-probs; a row for each;
+        none where none were kept.
 
         Raises `EpisodesDamaged`.
         """
-        return read_samples(self._path)
+        try:
+            return read_samples(self._path)
+        except FileNotFoundError:
+            return SCHEMA.empty_table()
 
     @property
     def _path(self) -> Path:

@@ -102,6 +102,7 @@ def play_rollout(
         "cursor": {label: place.model_dump() for label, place in learnt.items()},
         "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics()},
         "statistics": rollout_stats.selector_statistics(tally),
+        "failures": tally.failures,
     }
 
 

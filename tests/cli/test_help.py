@@ -14,7 +14,7 @@ from tests.cli.conftest import ROOT, Earl
 
 COMMANDS = (
     *("init", "up", "down", "status", "runs", "config", "train", "resume", "evaluate", "play"),
-    *("export", "debug", "shards", "env", "doctor"),
+    *("report", "export", "debug", "shards", "env", "doctor"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Commands on runs: train, resume, evaluate, play, serve."""
+"""Commands on runs: train, resume, evaluate, play, report, serve."""
 
 from __future__ import annotations
 
@@ -137,6 +137,25 @@ def play(
         path = find_run(run, runs_directory)
         config = stored_config(path, overrides or [])
         run_play(path, config, checkpoint, me=me, games=games, temperature=temperature, seed=seed)
+
+
+@app.command()
+def report(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="The page; else report.html in the run.")
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option(min=0, help="List this many at most, the first of each iteration.")
+    ] = 10_000,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Write a run as one HTML page that needs no network: curves, plans, failures, episodes."""
+    with reported(debug):
+        from flows.cli.report import report as write_report
+
+        write_report(run, runs_directory, output, episodes)
 
 
 @app.command()
