@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.tracking.metrics_page import PATH, metrics_page
 from tasks.tracking.metric_catalogue import CATALOGUE, described, entry_of, for_mlflow, mlflow_name
+from tasks.tracking.metrics_page import PATH, metrics_page
 from tasks.tracking.system_metrics import SystemMonitor, system_samples
 from tests.tracking.conftest import Runs, finish, history, until
 
