@@ -15,7 +15,7 @@ export DO_NOT_TRACK ?= 1
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: install locks test test-slow campaign lint demo clean benchmarks
+.PHONY: install locks test test-slow campaign lint demo docs clean benchmarks
 
 install: $(STAMP)
 
@@ -55,6 +55,11 @@ campaign: $(TEST_STAMP)
 
 demo: install
 	$(BIN)/earl demo
+
+# Into build/site; `build/site/index.html` opens from the disk, too.
+docs: $(TEST_STAMP)
+	PYTHONPATH=. $(BIN)/python docs/site/configuration.py
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -f docs/site/mkdocs.yml
 
 BENCHMARKS := overhead rollout iteration update reshard publish gateway dispatch_local dispatch_hosts dispatch_scale hosts selector_paper selector_live
 

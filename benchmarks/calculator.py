@@ -1,7 +1,8 @@
 """Does SmolLM2-135M learn to call a calculator? Its template knows no tools: words tell of them.
 
-Products of two numbers, one example of a call in front. Reward: 1 for the right product, 0.1 for a
-call that was read and a wrong answer after it.
+Products of two numbers, one to four examples of calls in front: with three or fewer it never calls
+at first, with four it mostly does, so that there is something to learn from. Reward: 1 for the
+right product, 0.1 for a call that was read and a wrong answer after it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks.harness import REPOSITORY, Report, parser, publish
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.rewards import number_by_tools
 
+EXAMPLES = ((23, 47), (58, 31), (76, 92), (19, 64))
 RULES = "Call the calculator for every product, then say its result."
 CONFIG = {
     "model": {"path": "model", "builder": "earl_core.models.smollm2:build"},
@@ -41,11 +43,11 @@ CONFIG = {
         "vllm": {"kv_cache_gib": 1, "block_size": 32},
     },
     "algorithm": {
-        "advantage": "reinforce_plus_plus",
+        "advantage": "grpo",
         "policy_loss": "ppo_clip",
         "aggregation": "token_mean",
     },
-    "update": {"precision": "fp32", "learning_rate": 1e-4, "max_tokens_per_microbatch": 4096},
+    "update": {"precision": "fp32", "learning_rate": 5e-5, "max_tokens_per_microbatch": 4096},
     "tracking": {"enabled": False},
     "evaluation": {"every": 0},
 }
@@ -56,19 +58,23 @@ class Multiplication:
 
     def __init__(self) -> None:
         self._used: list[Message] = []
-        self._product = 0
+        self._product = self._examples = 0
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         source = random.Random(f"multiplication/{prompt}")
         one, other = source.randint(11, 99), source.randint(11, 99)
         self._used, self._product = [], one * other
-        return [{"role": "system", "content": RULES}, *_example(23, 47), _asked(one, other)]
+        self._examples = 1 + prompt % len(EXAMPLES)
+        examples = [m for pair in EXAMPLES[: self._examples] for m in _example(*pair)]
+        return [{"role": "system", "content": RULES}, *examples, _asked(one, other)]
 
     def tools_used(self, messages: Sequence[Message]) -> None:
         self._used += messages
 
     def step(self, text: str) -> StepResult:
         reward, told = number_by_tools(text, {"answer": str(self._product)}, self._used)
+        told |= {f"called after {self._examples}": told["called"]}
+        told |= {f"right after {self._examples}": told["correct"]}
         outcome = "right" if told["correct"] else "called" if told["called"] else "no call"
         return StepResult([], reward, True, {"outcome": outcome, "metrics": told})
 
@@ -96,7 +102,7 @@ def _example(one: int, other: int) -> list[Message]:
 
 def main() -> None:
     made = parser("SmolLM2-135M learns to call a calculator.")
-    made.add_argument("--iterations", type=int, default=16)
+    made.add_argument("--iterations", type=int, default=6)
     made.add_argument("--directory", type=Path, help="kept, and gone on with")
     options = made.parse_args()
     if options.quick:
@@ -117,14 +123,22 @@ def main() -> None:
             {
                 "iteration": row["iteration"],
                 "minutes": round(minutes, 1),
-                "answered calls %": round(100 * row["rollout/environment/called"], 1),
-                "right %": round(100 * row["rollout/environment/correct"], 1),
+                **{
+                    f"{name} after {count}, %": round(
+                        100 * row[f"rollout/environment/{name} after {count}"], 1
+                    )
+                    for count in (1, 2, 4)
+                    for name in ("called", "right")
+                },
                 "reward": round(row["reward/mean"], 3),
                 "tokens/s": round(row["rollout/tokens_per_second"], 1),
             }
         )
     report.headline["reward"] = report.rows[-1]["reward"]
-    report.notes.append("64 episodes an iteration; minutes are those of the stages so far.")
+    report.notes.append(
+        "64 episodes an iteration, 16 after each number of examples; minutes are those of the "
+        "stages so far."
+    )
     publish(report, options)
 
 

@@ -150,7 +150,7 @@ def _prefect(scratch: Path) -> Iterator[None]:
     """A Prefect server outside of the cap, for the cap is about training."""
     os.environ.pop("PREFECT_API_URL", None)
     os.environ["PREFECT_HOME"] = str(scratch / "prefect")
-    started = server.start(server.configure(scratch / "runs"))
+    started = server.start(server.configure(scratch / "runs"), scratch / "runs")
     try:
         started.ready()
         yield

@@ -15,8 +15,12 @@ from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_tree
+from earl_core.system.plural import plural
+from flows.flow_names import evaluate_name
+from flows.forms import AtLeastOne, Checkpoint, RunPath, Unset, titled
 from flows.overrides import Overrides
 from flows.running import HOOKS, heard, recorded
+from tasks.report import artifact_name
 
 
 @task(name="play held-out games", persist_result=False)
@@ -51,17 +55,13 @@ def play_held_out(
     }
 
 
-@flow(name="evaluate", flow_run_name="evaluate {run} {checkpoint}", persist_result=False, **HOOKS)
+@flow(name="evaluate", flow_run_name=evaluate_name, persist_result=False, **HOOKS)
 async def evaluate(
-    run: Annotated[str, Field(description="The run's directory, for example runs/demo")],
-    checkpoint: Annotated[
-        str, Field(description="An iteration with a checkpoint, `last`, or `initial`")
-    ] = "last",
-    episodes: Annotated[
-        int | None, Field(ge=1, description="Games; empty: as the run's own evaluations")
-    ] = None,
+    run: RunPath,
+    checkpoint: Checkpoint = "last",
+    episodes: Annotated[AtLeastOne | Unset, titled("Episodes")] = None,
     temperature: Annotated[
-        float | None, Field(ge=0, description="0: greedy; empty: as the run's own evaluations")
+        Annotated[float, Field(title="A number", ge=0)] | Unset, titled("Temperature")
     ] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any] | State[Any]:
@@ -69,10 +69,19 @@ async def evaluate(
 
     The prompts and seeds are those of the evaluations inside `train`, so that equal numbers of
     episodes compare like with like. The run is not locked and may be training.
+
+    Args:
+        run: The directory of a run, as the host of the worker sees it.
+        checkpoint: The iteration whose checkpoint plays; the initial model is the one before any.
+        episodes: How many held-out games are played; by default as many as in the run's own
+            evaluations.
+        temperature: Of the sampling; 0 takes the likeliest token. By default as in the run's own
+            evaluations.
+        overrides: Further settings, each as a.b=c; a secret as env:NAME or file:PATH.
     """
-    return await recorded(
-        Path(run).parent, _evaluate(run, checkpoint, episodes, temperature, overrides)
-    )
+    path = Path(run)
+    work = _evaluate(run, checkpoint, episodes, temperature, overrides)
+    return await recorded(path.parent, work, label=path.resolve().name)
 
 
 async def _evaluate(
@@ -84,7 +93,7 @@ async def _evaluate(
         {"outcome": name, **{part: round(value, 4) for part, value in parts.items()}}
         for name, parts in result["outcomes"].items()
     ]
-    name = Path(run).resolve().name.lower().replace("_", "-").replace(".", "-")
+    name = artifact_name(Path(run).resolve().name)
     if result["suites"]:
         await acreate_table_artifact(
             redact_tree(suite_rows(result["suites"])), key=f"{name}-suites"
@@ -93,7 +102,10 @@ async def _evaluate(
         redact_tree(rows),
         key=f"{name}-evaluation",
         description=" ".join(
-            [*result["damaged"], f"{result['episodes']} held-out games with {result['checkpoint']}"]
+            [
+                *result["damaged"],
+                f"{plural(result['episodes'], 'held-out game')} with {result['checkpoint']}",
+            ]
         ),
     )
     return result

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import State, Task, flow
 from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
 
 from earl_core.config import ConfigError
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
@@ -28,7 +29,9 @@ from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import judge, observe
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
-from flows.running import HOOKS, controller_on, hosts_changed, recorded
+from flows.flow_names import iteration_name
+from flows.forms import RunPath, titled
+from flows.running import HOOKS, controller_on, finished_text, hosts_changed, recorded, rename
 from tasks.advantage import advantage
 from tasks.publish import input_weights, publish
 from tasks.reference import reference
@@ -45,21 +48,32 @@ Plan = PrefectFuture[StageRef]
 
 @flow(
     name="iteration",
-    flow_run_name="{run} iteration {number}",
+    flow_run_name=iteration_name,
     task_runner=ThreadPoolTaskRunner(max_workers=4),
     validate_parameters=True,
     persist_result=False,
     **HOOKS,
 )
-async def iteration(run: str, number: int | None = None) -> dict[str, Any] | State[dict[str, Any]]:
-    """Do one iteration of the run in directory `run`; by default the next unfinished one.
+async def iteration(
+    run: RunPath,
+    number: Annotated[
+        Annotated[int, Field(title="A number")] | Annotated[None, Field(title="The next one")],
+        titled("Iteration"),
+    ] = None,
+) -> dict[str, Any] | State[dict[str, Any]]:
+    """Do one iteration of a run, by default the next unfinished one.
 
-    Scheduled by itself it opens the run, ends with a checkpoint and closes the run; it fails at
-    once if the run is in use. An iteration that is finished already is left alone, and so is a run
-    that has all its `iterations`: the flow run is then Completed under the name Skipped, so that a
-    schedule that outlives the run raises no alarm, and its message says what to change. A `number`
-    that the run does not have is a wrong parameter: the flow run fails with `ConfigError`. One that
-    lost a host and is repeated by `train` ends Cancelled under the name Repeated.
+    Scheduled by itself it opens the run, ends with a checkpoint and closes the run; while another
+    process has the run it waits, as long as the run's `deadlines.run_in_use` says. An iteration
+    that is finished already is left alone, and so is a run that has all its `iterations`: the flow
+    run is then Completed under the name Skipped, so that a schedule that outlives the run raises no
+    alarm, and its message says what to change. A `number` that the run does not have is a wrong
+    parameter: the flow run fails with `ConfigError`. One that lost a host and is repeated by
+    `train` ends Cancelled under the name Repeated.
+
+    Args:
+        run: The directory of a run, as the host of the worker sees it.
+        number: Which iteration, counted from 0. One that is done already is skipped.
     """
     return await recorded(Path(run).parent, _numbered(run, number), Path(run), number)
 
@@ -92,18 +106,21 @@ async def _numbered(run: str, number: int | None) -> dict[str, Any] | State[dict
 async def _one_iteration(
     controller: RunController, run: str, number: int | None
 ) -> dict[str, Any] | State[dict[str, Any]]:
-    number = controller.next_iteration() if number is None else number
+    if number is None:
+        number = controller.next_iteration()
+        await rename(f"{controller.config.name} {number}")
     due, wanted = resume_point(controller.run).iteration, controller.config.iterations
     if number < due or number >= wanted:
         _leave(controller)
         return _skipped(run, min(number, due - 1), wanted)
     manifests = await run_stages(controller, number)
-    await asyncio.to_thread(finish_iteration, controller, number, manifests)
+    metrics = await asyncio.to_thread(finish_iteration, controller, number, manifests)
     await asyncio.to_thread(share_profile, controller)
     if resume_point(controller.run).iteration > number:
         await asyncio.to_thread(forget_results, controller.run.path)
     _leave(controller)
-    return {"iteration": number, "return": manifests["reward"].metrics.get("mean")}
+    line = finished_text("iteration", number, metrics)
+    return {"iteration": number, "return": manifests["reward"].metrics.get("mean"), "line": line}
 
 
 def _leave(controller: RunController) -> None:

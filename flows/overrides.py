@@ -45,5 +45,5 @@ NO_SECRET = (
 
 Overrides = Annotated[
     list[Annotated[str, Field(json_schema_extra={"pattern": NO_SECRET})]],
-    Field(description="Further settings, each as a.b=c; for a secret env:NAME or file:PATH"),
+    Field(json_schema_extra={"title": "Overrides"}),
 ]

@@ -10,12 +10,13 @@ from prefect.artifacts import acreate_table_artifact
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from earl_core.config import RunConfig, check_references, load_config
-from earl_core.secrets import guard_logging
+from earl_core.config import RunConfig, check_references
 from earl_core.selector.profile.profile_table import table_path
 from earl_core.selector.profile_planner import Point
+from flows.flow_names import profile_name
+from flows.forms import Config, Unset, titled
 from flows.overrides import Overrides
-from flows.running import HOOKS, heard, recorded
+from flows.running import HOOKS, configured, heard, recorded
 from tasks.measure import Profiler, describe, measure, open_profiler
 from tasks.reports.plan_report import markdown_table
 from tasks.reports.profile_report import report
@@ -28,18 +29,16 @@ def _say(text: str) -> None:
 
 @flow(
     name="profile",
-    flow_run_name="profile {config}",
+    flow_run_name=profile_name,
     task_runner=ThreadPoolTaskRunner(max_workers=1),
     persist_result=False,
     **HOOKS,
 )
 async def profile(
-    config: Annotated[str, Field(description="A recipe, for example demo, or a run file")],
-    minutes: Annotated[
-        float, Field(gt=0, description="In all; starts of the same profile share them")
-    ] = 20.0,
+    config: Config = "tictactoe_tiny",
+    minutes: Annotated[float, Field(gt=0), titled("Minutes")] = 20.0,
     context: Annotated[
-        int | None, Field(ge=8, description="Longest context to measure; empty: the model's range")
+        Annotated[int, Field(title="A number of tokens", ge=8)] | Unset, titled("Longest context")
     ] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any] | State[Any]:
@@ -47,14 +46,22 @@ async def profile(
 
     A profile that was stopped goes on where it ended; a finished one says so at once. No run is
     read, locked or changed.
+
+    Args:
+        config: A recipe, or the path of a run file, as the host of the worker sees it.
+        minutes: How long to measure in all; starts of the same profile share them.
+        context: Longest context to measure, in tokens; by default the model's position range.
+        overrides: Further settings, each as a.b=c; a secret as env:NAME or file:PATH.
     """
-    guard_logging()
-    settings = load_config(config, overrides)
-    check_references(settings)
-    return await recorded(settings.runs_directory, _profile(settings, minutes, context))
+    settings = configured(config, overrides)
+    if isinstance(settings, State):
+        return settings
+    work = _profile(settings, minutes, context)
+    return await recorded(settings.runs_directory, work, label=settings.name)
 
 
 async def _profile(settings: RunConfig, minutes: float, context: int | None) -> dict[str, Any]:
+    check_references(settings)
     with open_profiler(settings, minutes, context) as profiler:
         await _measure_all(profiler)
     found = await asyncio.to_thread(report, profiler.given, profiler.table)

@@ -149,7 +149,7 @@ def settle(runs_directory: Path) -> None:
     if not home.is_dir():
         return
     with suppress(ServerUnavailable):
-        access = running_server(home, _QUICK_SECONDS)
+        access = running_server(home, runs_directory, _QUICK_SECONDS)
         if access is not None:
             try_to_reconcile(access, runs_directory, _QUICK_SECONDS)
 

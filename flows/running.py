@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 from prefect import Flow, State, tags
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
@@ -17,7 +18,7 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from prefect.states import Cancelled
 
-from earl_core.config import RunConfig
+from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.run_controller import (
     HostsChanged,
     RunController,
@@ -26,13 +27,19 @@ from earl_core.control.run_controller import (
     interrupt_all,
     open_controller,
 )
+from earl_core.run.lock import is_locked
 from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_error
+from earl_core.system.errors import InUse
 from flows import flow_notes
+from flows.failure import failed, log_sentences
 from flows.flow_notes import Note
+from flows.forms import try_to_renew_runs
 from flows.reaper import keep_reconciled
+from flows.run_queue import wait_for, waits
 from flows.server_access import Access
 from flows.tls_context import share_tls_context
+from tasks.reports.lines import evaluation_text, iteration_text
 from tasks.tracking.mlflow_client import check_tracker
 from tasks.tracking.tracker import Tracker
 from tasks.trust import distrust_servers
@@ -58,14 +65,29 @@ def set_listener(listener: Callable[[str, int, dict[str, Any]], None] | None) ->
 
 def heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
     """What work says while it goes on: lines of the Prefect run's log, and the display's."""
-    text = event.get("switched") or event.get("repeated")
+    text = event.get("switched") or event.get("repeated") or event.get("say")
+    if "finished" in event:
+        text = finished_text(stage, iteration, event["metrics"])
     if text:
-        try:
-            get_run_logger().info("%s", text)
-        except MissingContextError:
-            logging.getLogger(__name__).info("%s", text)
+        log(text)
     if _listener is not None:
         _listener(stage, iteration, event)
+
+
+def log(text: str) -> None:
+    """A line in the log of the Prefect run at hand, or in this process's without one."""
+    try:
+        get_run_logger().info("%s", text)
+    except MissingContextError:
+        logging.getLogger(__name__).info("%s", text)
+
+
+def finished_text(stage: str, iteration: int, metrics: Mapping[str, Any]) -> str:
+    """An iteration or an evaluation that is finished, in one line."""
+    line = {"iteration": iteration, **metrics}
+    if stage == "evaluation":
+        return evaluation_text(line)
+    return f"iteration {iteration}: {iteration_text(line)}"
 
 
 def stop_flows(outcome: str = "CANCELLED") -> None:
@@ -86,9 +108,22 @@ def stopping() -> bool:
 
 
 def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
-    """Run a flow to its end, made with the tags by which it is found if it is killed early."""
+    """Run a flow to its end, made with the tags by which it is found if it is killed early.
+
+    What an earlier flow of this process was told does not stop this one.
+    """
+    _stopped.clear()
     with tags(*flow_notes.owner_tags(runs_directory)):
         return asyncio.run(flow(**parameters))
+
+
+def configured(config: str, overrides: Sequence[str]) -> RunConfig | State[Any]:
+    """The configuration that a flow is given, or how the flow ends that is given none."""
+    guard_logging()
+    try:
+        return load_config(config, overrides)
+    except ConfigError as error:
+        return failed(error, None)
 
 
 async def recorded(
@@ -96,10 +131,12 @@ async def recorded(
     work: Awaitable[T],
     run: Path | None = None,
     iteration: int | None = None,
+    label: str | None = None,
 ) -> T | State[Any]:
     """Do a flow's work with a note about it; a flow that was stopped ends Cancelled, not Failed.
 
-    run, iteration: what it works on, for whoever finds it killed.
+    run, iteration: what it works on, for whoever finds it killed. label: the run that people look
+    for, if it is not `run`.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
@@ -110,31 +147,58 @@ async def recorded(
     flow_notes.write(runs, note)
     _noted[identity] = runs, note
     try:
-        await asyncio.to_thread(_tell_owner, context.flow_run, runs)
+        shown = [context.flow.name, label or (run.resolve().name if run else "")]
+        await asyncio.to_thread(_tell_owner, context.flow_run, runs, shown)
         value = await work
         outcome = str(value.type.value) if isinstance(value, State) else "COMPLETED"
         flow_notes.end(runs, note, outcome)
         return value
-    except Exception:
+    except Exception as error:
         if _stopped and _stopped[0] == "CANCELLED":
             flow_notes.end(runs, note, "CANCELLED")
             return Cancelled(message="Stopped. What is finished is kept.")
         flow_notes.end(runs, note, "FAILED")
+        return failed(error, run)
+    except BaseException:
+        # Told to end by Prefect: the workers end now, not when somebody waits for them.
+        interrupt_all()
         raise
 
 
-def _tell_owner(flow_run: FlowRun, runs_directory: str) -> None:
+def _access() -> Access | None:
     url = PREFECT_API_URL.value()
-    if not url:
+    return Access(url, PREFECT_API_AUTH_STRING.value()) if url else None
+
+
+def _offer(runs_directory: str) -> None:
+    """Offer a run that was made just now in the forms."""
+    access = _access()
+    if access is not None:
+        try_to_renew_runs(access, runs_directory)
+
+
+async def rename(name: str) -> None:
+    """Give the flow run at hand a name that was not known when it began."""
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None and context.client is not None:
+        with suppress(httpx.HTTPError):
+            await context.client.set_flow_run_name(context.flow_run.id, name)
+
+
+def _tell_owner(flow_run: FlowRun, runs_directory: str, shown: list[str]) -> None:
+    """Tag a flow run with who runs it and with the words that people filter by."""
+    access = _access()
+    if access is None:
         return
-    access = Access(url, PREFECT_API_AUTH_STRING.value())
     known = set(flow_run.tags)
-    if missing := set(flow_notes.owner_tags(runs_directory)) - known:
+    if missing := {*flow_notes.owner_tags(runs_directory), *filter(None, shown)} - known:
         # Made by a worker, or by a program of the user's.
         with suppress(OSError, ValueError):
             body = {"tags": sorted(known | missing)}
             access.ask(f"flow_runs/{flow_run.id}", body, method="PATCH")
     keep_reconciled(access, runs_directory)
+    if flow_run.parent_task_run_id is None:
+        try_to_renew_runs(access, runs_directory)
 
 
 def forget(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
@@ -157,6 +221,8 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
     if known is not None:
         yield known
         return
+    await wait_for(Path(run), stored_config(Path(run)).deadlines.run_in_use)
+    # Read again: who had the run may have changed its configuration.
     async with opened(stored_config(Path(run))) as controller:
         controller.single_iteration = True
         yield controller
@@ -173,8 +239,10 @@ def hosts_changed(controller: RunController, error: BaseException) -> HostsChang
 async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
+    log_sentences()
     check_tracker(config)
-    controller = await asyncio.to_thread(open_controller, config, Tracker, heard)
+    controller = await _open(config)
+    await asyncio.to_thread(_offer, config.runs_directory)
     try:
         yield controller
     except BaseException as error:
@@ -186,3 +254,15 @@ async def opened(config: RunConfig) -> AsyncIterator[RunController]:
             raise changed from error
         raise
     await asyncio.to_thread(close_controller, controller)
+
+
+async def _open(config: RunConfig) -> RunController:
+    run = Path(config.runs_directory) / config.name
+    while True:
+        await wait_for(run, config.deadlines.run_in_use)
+        try:
+            return await asyncio.to_thread(open_controller, config, Tracker, heard)
+        except InUse:
+            # Another flow run may have been quicker.
+            if not (waits() and is_locked(run)):
+                raise

@@ -28,10 +28,13 @@ from pathlib import Path
 
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.files import refuse_network
+from earl_core.system.processes import child_path
+from earl_core.system.service import Service, living_service
 from flows.server_access import (
     DEFAULT_URL,
     PROBE_SECONDS,
-    STANDING,
+    START_SECONDS,
+    STOP_SECONDS,
     Access,
     ServerWatch,
     healthy,
@@ -40,7 +43,6 @@ from flows.server_access import (
     read_access,
     write_access,
 )
-from flows.server_process import START_SECONDS, STOP_SECONDS
 
 
 class ServerUnavailable(EarlError):
@@ -98,11 +100,13 @@ def _close_to_others(home: Path) -> None:
                 path.chmod(known.st_mode & 0o700)
 
 
-def running_server(home: Path, patience: float = 5 * PROBE_SECONDS) -> Access | None:
+def running_server(
+    home: Path, runs_directory: str | Path, patience: float = 5 * PROBE_SECONDS
+) -> Access | None:
     """A server to use, None when there is none that is trusted.
 
     What PREFECT_API_URL names, then what the active profile of the Prefect home names, then the
-    server of `earl server` with this home, then one of this user at the default port.
+    server of `earl up` for this runs directory, then one of this user at the default port.
     patience: seconds to wait for one that was asked for by name.
     Raises `ServerUnavailable` when a server was asked for by name and does not answer.
     """
@@ -111,18 +115,23 @@ def running_server(home: Path, patience: float = 5 * PROBE_SECONDS) -> Access | 
     if asked:
         if not healthy(asked, timeout=patience):
             raise ServerUnavailable(
-                f"the Prefect server at PREFECT_API_URL={asked} does not answer: start it with "
-                "`earl server`, or unset PREFECT_API_URL to use a temporary server"
+                f"the Prefect server at PREFECT_API_URL={asked} does not answer: start it (`earl "
+                "up`, if it is ours), or unset PREFECT_API_URL to use a temporary server"
             )
         return Access(asked, os.environ.get("PREFECT_API_AUTH_STRING") or _same(profile, asked))
     if profile is not None and healthy(profile.url):
         return profile
-    standing = read_access(home / STANDING)
+    standing = living_service(runs_directory, "prefect")
     if standing is not None and is_mine(standing.url) and healthy(standing.url):
-        return standing
+        return access_of(standing)
     if is_mine(DEFAULT_URL) and healthy(DEFAULT_URL):
         return Access(DEFAULT_URL, os.environ.get("PREFECT_API_AUTH_STRING"))
     return None
+
+
+def access_of(service: Service) -> Access:
+    """Of the Prefect server of `earl up`."""
+    return Access(service.url, f"{service.user}:{service.password}")
 
 
 def _same(profile: Access | None, url: str) -> str | None:
@@ -167,20 +176,15 @@ class Server:
                 how = "ended" if ended else f"did not answer within {timeout:.0f} s"
                 raise ServerUnavailable(
                     f"the temporary Prefect server {how}: look at its log {self._log}, or start "
-                    f"one yourself with `earl server`.\n{_tail(self._log)}"
+                    f"one with `earl up`.\n{tail(self._log)}"
                 )
             time.sleep(0.1)
 
-    def tell(self, note: Path | None = None) -> Path | None:
-        """Leave address and password where this user finds them, until the server is stopped.
-
-        note: in place of the file of a temporary server. None for a server of somebody else.
-        """
-        if self._process is None:
-            return None
-        self._note = note or self._note
-        assert self._note is not None
-        write_access(self._note, self.access)
+    def tell(self) -> Path | None:
+        """Leave address and password where this user finds them, until the server is stopped; None
+        for a server of somebody else."""
+        if self._note is not None:
+            write_access(self._note, self.access)
         return self._note
 
     def stop(self) -> None:
@@ -201,13 +205,13 @@ class Server:
             process.wait()
 
 
-def start(home: Path) -> Server:
+def start(home: Path, runs_directory: str | Path) -> Server:
     """Use a running server, or start one and return at once; sets PREFECT_API_URL.
 
     Call `ready` before the first flow: the server starts while this process imports Prefect. Call
     this before importing it, too: the server then ends after Prefect has sent its last events.
     """
-    known = running_server(home)
+    known = running_server(home, runs_directory)
     server = Server(known) if known else start_own(home)
     atexit.register(server.stop)
     os.environ["PREFECT_API_URL"] = server.url
@@ -217,22 +221,14 @@ def start(home: Path) -> Server:
     return server
 
 
-def start_own(home: Path, port: int = 0, pages: bool = False) -> Server:
-    """Start a server that ends with this process; returns at once.
-
-    port: 0 for any that is free. pages: with Prefect's web interface and its services, which
-    deployments need. Raises `OSError` when the port is taken.
-    """
+def start_own(home: Path) -> Server:
+    """Start a server without pages that ends with this process; returns at once."""
     _forget_dead(home)
     log = os.open(home / "embedded-server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Bound here and inherited: no other process can take the port in between.
-            listener.bind(("127.0.0.1", port))
-            listener.listen(128)
-            site = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            access = Access(f"{site}/api", f"earl:{secrets.token_urlsafe(24)}")
+        with listening() as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+            access = Access(url, f"earl:{secrets.token_urlsafe(24)}")
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.server_process", str(listener.fileno())],
                 stdin=subprocess.PIPE,
@@ -240,7 +236,7 @@ def start_own(home: Path, port: int = 0, pages: bool = False) -> Server:
                 stderr=log,
                 pass_fds=(listener.fileno(),),
                 # The password is not on the command line: the environment is this user's to read.
-                env={**_server_environment(home, access, site), **(_PAGES if pages else _BARE)},
+                env=server_environment(home, access, pages=False),
                 umask=0o077,
                 # Ctrl-C in the terminal is the controller's to handle; the server ends after it.
                 start_new_session=True,
@@ -250,16 +246,29 @@ def start_own(home: Path, port: int = 0, pages: bool = False) -> Server:
     return Server(access, process, home)
 
 
-_BARE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
-_PAGES = {"PREFECT_UI_ENABLED": "1"}
+def listening(port: int = 0) -> socket.socket:
+    """A socket that listens on loopback, for a child to inherit: no other process can take its
+    port in between. port: 0 for any that is free. Raises `OSError` when it is taken."""
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
-def _server_environment(home: Path, access: Access, site: str) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
-    known = os.environ.get("PYTHONPATH")
+def server_environment(home: Path, access: Access, pages: bool) -> dict[str, str]:
+    """Of the process of a server. pages: with the web interface and the services that deployments
+    need."""
+    kind = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
     return {
         **os.environ,
-        "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root,
+        **({"PREFECT_UI_ENABLED": "1"} if pages else kind),
+        "PYTHONPATH": child_path(os.environ),
+        "PREFECT_HOME": str(home),
         "PREFECT__SERVER_FINAL": "1",
         "PREFECT_SERVER_API_AUTH_STRING": access.auth or "",
         "PREFECT_API_AUTH_STRING": access.auth or "",
@@ -269,7 +278,7 @@ def _server_environment(home: Path, access: Access, site: str) -> dict[str, str]
         "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         "PREFECT_UI_STATIC_DIRECTORY": str(home / "pages"),
         # By default any web page in this user's browser may read runs and set states.
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": site,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": access.url.removesuffix("/api"),
     }
 
 
@@ -281,9 +290,10 @@ def _forget_dead(home: Path) -> None:
             note.unlink(missing_ok=True)
 
 
-def _tail(log: Path | None, lines: int = 15) -> str:
+def tail(log: Path, lines: int = 15) -> str:
+    """The end of a log, each line with the sign of a quotation."""
     try:
-        text = log.read_text(encoding="utf-8", errors="replace") if log else ""
+        text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])

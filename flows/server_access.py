@@ -20,9 +20,13 @@ from urllib.parse import urlsplit
 from earl_core.system.errors import EarlError
 
 DEFAULT_URL = "http://127.0.0.1:4200/api"
-"""Where `prefect server start` and `earl server` listen unless told otherwise."""
+"""Where `prefect server start` and `earl up` listen unless told otherwise."""
 
 PROBE_SECONDS = 1.0
+START_SECONDS = 120.0
+"""A server that does not answer for so long after its start is given up."""
+
+STOP_SECONDS = 5.0
 
 _LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""
@@ -118,10 +122,7 @@ def named_by_profile(home: Path) -> Access | None:
     return Access(profile["PREFECT_API_URL"], auth if isinstance(auth, str) else None)
 
 
-# A server that `earl` started leaves its address and password in the Prefect home, for its user.
-
-STANDING = "server.env"
-"""The file of the server that `earl server` runs; temporary ones have a file of their own."""
+# A temporary server leaves its address and password in the Prefect home, for its user.
 
 
 def write_access(path: Path, access: Access) -> None:

@@ -1,8 +1,13 @@
-"""The process of a Prefect server that `earl` starts: it serves until its stdin closes."""
+"""The process of a Prefect server that `earl` starts.
+
+One of a command's own serves until its stdin closes. One of `earl up` has the web pages, serves
+until SIGTERM, and keeps the states of the flow runs of a runs directory true.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -12,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.system.files import FileLock
+from flows.reaper import keep_reconciled
+from flows.server_access import START_SECONDS, STOP_SECONDS, Access
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
-
-START_SECONDS = 120.0
-STOP_SECONDS = 5.0
 
 
 def _only_api(app: Application) -> Application:
@@ -33,24 +37,37 @@ def _only_api(app: Application) -> Application:
     return guarded
 
 
-def serve(descriptor: int) -> None:
-    """Serve on an inherited socket that listens already."""
+def serve(descriptor: int, runs_directory: str | None = None) -> None:
+    """Serve on an inherited socket that listens already.
+
+    runs_directory: that of a server that `earl up` starts; None for a command's own.
+    """
     import uvicorn
     from prefect.server.api.server import create_app
 
     listener = socket.socket(fileno=descriptor)
-    app = create_app() if os.environ.get("PREFECT_UI_ENABLED") == "1" else _only_api(create_app())
+    app = create_app() if runs_directory is not None else _only_api(create_app())
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
 
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
+    ending = threading.Event()
+
+    def end() -> None:
+        ending.wait()
         server.should_exit = True
         # Requests that hang must not keep it.
         time.sleep(STOP_SECONDS - 1)
         os._exit(0)
 
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        ending.set()
+
+    threading.Thread(target=end, name="end", daemon=True).start()
+    if runs_directory is None:
+        threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: ending.set())
     thread = threading.Thread(target=server.run, args=([listener],), name="server", daemon=True)
     # One server at a time creates or migrates the database of a home.
     alone = FileLock(Path(os.environ["PREFECT_HOME"]) / "starting.lock", START_SECONDS)
@@ -58,8 +75,11 @@ def serve(descriptor: int) -> None:
     while thread.is_alive() and not server.started:
         thread.join(0.05)
     alone.release()
+    if runs_directory is not None:
+        access = Access(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"])
+        keep_reconciled(access, runs_directory)
     thread.join()
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[-1]), *sys.argv[1:-1])

@@ -11,12 +11,14 @@ from prefect import State, flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.config import ConfigError, RunConfig
 from earl_core.control.resume_point import StateLost, resume_point
 from earl_core.control.run_controller import HostsChanged, RunController
+from flows.flow_names import train_name
+from flows.forms import AtLeastOne, Config, Unset, titled
 from flows.iteration import Plan, Stages, iteration, until_done
 from flows.overrides import Overrides
-from flows.running import HOOKS, heard, opened, recorded, stopping
+from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
 from tasks.evaluate import evaluation
 from tasks.select import select_inputs
 from tasks.trust import forget_results
@@ -24,22 +26,37 @@ from tasks.trust import forget_results
 
 @flow(
     name="train",
-    flow_run_name="train {config}",
+    flow_run_name=train_name,
     task_runner=ThreadPoolTaskRunner(max_workers=2),
     persist_result=False,
     **HOOKS,
 )
 async def train(
-    config: Annotated[str, Field(description="A recipe, for example demo, or a run file")],
-    name: Annotated[str | None, Field(description="Name of the run; empty: the file's")] = None,
-    iterations: Annotated[int | None, Field(ge=1)] = None,
-    seed: int | None = None,
-    prompts_per_iteration: Annotated[int | None, Field(ge=1)] = None,
-    group_size: Annotated[int | None, Field(ge=1)] = None,
-    learning_rate: Annotated[float | None, Field(gt=0)] = None,
+    config: Config = "tictactoe_tiny",
+    name: Annotated[
+        Annotated[str, Field(title="A name")] | Unset, titled("Name of the run")
+    ] = None,
+    iterations: Annotated[AtLeastOne | Unset, titled("Iterations")] = None,
+    seed: Annotated[Annotated[int, Field(title="A number")] | Unset, titled("Seed")] = None,
+    prompts_per_iteration: Annotated[AtLeastOne | Unset, titled("Prompts per iteration")] = None,
+    group_size: Annotated[AtLeastOne | Unset, titled("Group size")] = None,
+    learning_rate: Annotated[
+        Annotated[float, Field(title="A number", gt=0)] | Unset, titled("Learning rate")
+    ] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any] | State[Any]:
-    """Train until `iterations` are done; a run that exists is continued."""
+    """Train until all iterations are done; a run that exists is continued.
+
+    Args:
+        config: A recipe, or the path of a run file, as the host of the worker sees it.
+        name: Name of the run and of its directory. A run of this name is continued.
+        iterations: How many there are in all, those that are done already included.
+        seed: Everything that is drawn at random depends on it.
+        prompts_per_iteration: How many starting states are drawn for an iteration.
+        group_size: How many episodes are played from each prompt.
+        learning_rate: Of the optimizer, at its highest.
+        overrides: Further settings, each as a.b=c; a secret as env:NAME or file:PATH.
+    """
     common = {
         "name": name,
         "iterations": iterations,
@@ -49,7 +66,9 @@ async def train(
         "update.learning_rate": learning_rate,
     }
     given = [f"{key}={value}" for key, value in common.items() if value is not None]
-    settings: RunConfig = load_config(config, [*given, *overrides])
+    settings = configured(config, [*given, *overrides])
+    if isinstance(settings, State):
+        return settings
     runs = Path(settings.runs_directory)
     return await recorded(runs, _train(settings), runs / settings.name)
 
@@ -83,7 +102,8 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
                 await asyncio.to_thread(controller.check_growth)
             try:
                 await _evaluate_if_due(controller, number)
-                await iteration(run, number)
+                done = await iteration(run, number)
+                log(done.get("line", f"iteration {number} was done before"))
             except StateLost:
                 if not _may_go_back(controller, number, returned):
                     raise

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
-from prefect.artifacts import acreate_markdown_artifact
+from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
 from earl_core.config.run import STAGES
 from earl_core.control.resume_point import is_updated
@@ -19,10 +20,15 @@ from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from earl_core.secrets import redact
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
+from tasks.reports.curve_report import curve_page
+from tasks.reports.episode_report import episodes_page
 from tasks.reports.plan_report import plan_page
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
 
 logger = logging.getLogger(__name__)
+
+_EPISODES_READ = 64
+"""Among which a good and a bad one are shown: reading them takes milliseconds."""
 
 
 def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -> dict[str, float]:
@@ -68,8 +74,11 @@ def _seen(controller: RunController, iteration: int) -> list[Observation]:
 
 def finish_iteration(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
-) -> None:
-    """Write the iteration's metrics, declare its checkpoint STABLE, wake the tracker."""
+) -> dict[str, float]:
+    """Write the iteration's metrics, declare its checkpoint STABLE, wake the tracker.
+
+    Returns the metrics.
+    """
     metrics = collect_metrics(controller, manifests)
     run = controller.run
     # Its shards go with STABLE.
@@ -83,59 +92,75 @@ def finish_iteration(
     controller.finish_iteration(iteration)
     controller.tracker.changed()
     controller.listener("iteration", iteration, {"finished": True, "metrics": metrics})
+    return metrics
 
 
 async def publish_artifacts(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
-    """The plan and what it was chosen among, the curve and a sample episode, in Prefect's UI.
+    """The plan and what it was chosen among, the curve, two episodes and the way to MLflow, in
+    Prefect's UI.
 
     manifests: up to the update's. What the stages took is observed first.
     """
-    plan = DeploymentPlan.model_validate(manifests["select"].outputs["plan"])
-    name = controller.config.name.lower().replace("_", "-").replace(".", "-")
     await asyncio.to_thread(observe, controller, manifests)
-    before, seen = controller.run.plan(iteration - 1), _seen(controller, iteration)
-    page = await asyncio.to_thread(plan_page, controller.run, plan, before, seen)
-    kept = await asyncio.to_thread(_sample_episode, controller, iteration)
+    name = artifact_name(controller.config.name)
+    pages = await asyncio.to_thread(_pages, controller, iteration, manifests)
+    made = [
+        acreate_markdown_artifact(redact(page), key=f"{name}-{key}", description=description)
+        for key, (page, description) in pages.items()
+    ]
+    if (link := mlflow_page(controller.run.record)) is not None:
+        made.append(acreate_link_artifact(link, "The run in MLflow", key=f"{name}-mlflow"))
+    await asyncio.gather(*made)
+
+
+def artifact_name(run: str) -> str:
+    """A run's name as the beginning of the keys of its artifacts."""
+    return run.lower().replace("_", "-").replace(".", "-")
+
+
+def _pages(
+    controller: RunController, iteration: int, manifests: dict[str, Manifest]
+) -> dict[str, tuple[str, str]]:
+    """Markdown and description of each artifact, by the end of its key."""
+    run = controller.run
+    plan = DeploymentPlan.model_validate(manifests["select"].outputs["plan"])
     last = {"iteration": iteration, **_stage_metrics(manifests)}
-    await asyncio.gather(
-        acreate_markdown_artifact(
-            redact(page), key=f"{name}-plan", description=f"Plan of {iteration}"
+    lines = [line for line in run.metrics() if line["iteration"] < iteration]
+    evaluations = [{"iteration": m.iteration, **m.metrics} for m in run.evaluations()]
+    pages = {
+        "plan": (
+            plan_page(run, plan, run.plan(iteration - 1), _seen(controller, iteration)),
+            f"The stage deployments of iteration {iteration}, and why they were chosen",
         ),
-        acreate_markdown_artifact(_curve(controller, last), key=f"{name}-curve"),
-        *(
-            acreate_markdown_artifact(redact(_transcript(episode)), key=f"{name}-episode")
-            for episode in kept
+        "curve": (
+            curve_page(controller.config.name, [*lines, last], evaluations),
+            f"The learning curve after iteration {iteration}",
         ),
-    )
+    }
+    if episodes := _sample_episodes(controller, iteration):
+        page = episodes_page(iteration, episodes)
+        pages["episodes"] = page, f"A good and a bad episode of iteration {iteration}"
+    return pages
 
 
-def _sample_episode(controller: RunController, iteration: int) -> list[dict[str, Any]]:
+def mlflow_page(record: Mapping[str, Any]) -> str | None:
+    """The address of a run's page at an MLflow server; None without a server.
+
+    record: the run's.
+    """
+    known = record.get("tracking") or {}
+    site, identity = str(known.get("uri", "")), known.get("run_id")
+    if not identity or not site.startswith(("http://", "https://")):
+        return None
+    return f"{site.rstrip('/')}/#/experiments/{known['experiment_id']}/runs/{identity}"
+
+
+def _sample_episodes(controller: RunController, iteration: int) -> list[dict[str, Any]]:
     controller.episodes.settle()
     try:
-        return read_episodes(controller.run.episodes_path(iteration), 1)
+        return read_episodes(controller.run.episodes_path(iteration), _EPISODES_READ)
     except EpisodesDamaged as error:
         logger.warning("no episode is shown: %s", error)
         return []
-
-
-def _curve(controller: RunController, last: dict[str, Any]) -> str:
-    before = [line for line in controller.run.metrics() if line["iteration"] < last["iteration"]]
-    lines = ["| iteration | return | episodes | tokens/s | seconds |", "|--:|--:|--:|--:|--:|"]
-    for row in [*before, last][-50:]:
-        seconds = sum(value for name, value in row.items() if name.endswith("/stage_seconds"))
-        lines.append(
-            f"| {row['iteration']} | {row.get('reward/mean', float('nan')):.3f} "
-            f"| {row.get('rollout/episodes', 0):.0f} "
-            f"| {row.get('rollout/tokens_per_second', 0):.0f} | {seconds:.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def _transcript(episode: dict[str, Any]) -> str:
-    parts = [f"Episode {episode['episode_id']}: {episode['outcome']}"]
-    for turn in episode["turns"]:
-        parts.append(f"**environment**\n\n```\n{turn['observation']}\n```")
-        parts.append(f"**agent** (reward {turn['reward']})\n\n```\n{turn['answer']}\n```")
-    return "\n\n".join(parts)

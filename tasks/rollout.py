@@ -6,6 +6,7 @@ from typing import Any
 
 from earl_core.control.replicas import play_rollout
 from earl_core.control.stage_execution import StageWatch
+from earl_core.secrets import redact_tree
 from tasks.publish import input_weights
 from tasks.stage import StageInputs, stage_task
 
@@ -22,4 +23,7 @@ def rollout(given: StageInputs) -> dict[str, Any]:
     metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
     outputs = {} if metrics["replicas_lost"] else watch.measured(metrics)
     outputs["cursor"] = result["cursor"]
+    if result["failures"]:
+        # How often episodes failed, by reason: they are in no shard.
+        outputs["failures"] = redact_tree(result["failures"])
     return {"shards": result["shards"], "outputs": outputs, "metrics": metrics}

@@ -21,3 +21,15 @@ def safe_path_stays_with_the_engine() -> Iterator[None]:
     yield
     if before is None:
         os.environ.pop("PYTHONSAFEPATH", None)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The endpoint of an S3 server in this process."""
+    pytest.importorskip("s3fs")
+    server_module = pytest.importorskip("moto.server")
+    server = server_module.ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()

@@ -21,7 +21,7 @@ from transformers import (
 
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.selector.model.candidates import MODELS
+from earl_core.selector.model.catalogue import MODELS
 
 _KINDS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,

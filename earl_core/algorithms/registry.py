@@ -70,13 +70,14 @@ class Registry(Generic[T]):
         name = parameters.pop("name", None)
         if not isinstance(name, str) or not name:
             raise ConfigError(f"a {self.kind} needs a `name`: {self._choices()}")
-        cls = self._resolve(name)
+        cls = self.resolve(name)
         try:
             return cls(**parameters)
         except (ValidationError, TypeError) as error:
             raise ConfigError(self._explain(name, cls, error)) from error
 
-    def _resolve(self, name: str) -> type[T]:
+    def resolve(self, name: str) -> type[T]:
+        """The class of a registered name or an import path. Raises `ConfigError`."""
         if name in self._classes:
             return self._classes[name]
         if ":" not in name:

@@ -267,7 +267,8 @@ def main(channel_fd: int, lifeline_fd: int, mark: str) -> None:
 class WorkerContext:
     """Handed to the target's constructor.
 
-    `hosts` names the host of each rank, as manifests do; empty: all are on this one. `stage` and
+    `hosts` names the host of each rank, as manifests do; empty: all are on this one. `here`: the
+    target is in the controller's own process, for a debugger (`GroupHere`). `stage` and
     `iteration` are those of the current call. `cancelled` is set when the caller gave the current
     call up: a method that checks it and returns keeps the group; one that runs on for longer than
     the controller waits costs it.
@@ -278,6 +279,7 @@ class WorkerContext:
     role: str
     log_path: Path
     hosts: tuple[str, ...] = ()
+    here: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     stage: str = ""
     iteration: int | None = None

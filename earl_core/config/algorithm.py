@@ -16,35 +16,74 @@ def _estimator(given: dict[str, Any]) -> str:
 class KLConfig(Settings):
     """Kullback-Leibler penalty to the frozen initial policy."""
 
-    placement: Literal["none", "loss", "reward"] = "none"
+    placement: Literal["none", "loss", "reward"] = Field(
+        default="none",
+        description="none: no penalty, and no reference model. loss: a term of the loss. reward: "
+        "taken off the rewards of the tokens before advantages are computed.",
+    )
     estimator: str = Field(
         default_factory=_estimator,
         description="k1, k2, k3, or an import path; by default k3 in the loss and k1 in the "
         "reward, where the gradient is the divergence's for k1 alone.",
     )
-    coefficient: float = Field(default=0.0, ge=0)
+    coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Of the penalty, per nat and token: in the loss, or in reward units. 0 goes "
+        "with the placement none, and only with it.",
+    )
 
 
 class ImportanceConfig(Settings):
     """Truncated importance correction between the engine's and the trainer's log-probs."""
 
-    cap: float = Field(default=2.0, gt=0, description="Weights above this are cut to it.")
-    level: Literal["token", "sequence"] = "token"
+    cap: float = Field(
+        default=2.0, gt=0, description="Ratios trainer / engine above this are cut to it."
+    )
+    level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="token: each token has the weight of its own ratio. sequence: all tokens of an "
+        "episode have that of the product of its ratios.",
+    )
 
 
 class AlgorithmConfig(Settings):
     """Names come from the registries in `earl_core.algorithms`; other keys are parameters."""
 
-    advantage: Options = Field(default_factory=lambda: {"name": "grpo"})
-    policy_loss: Options = Field(default_factory=lambda: {"name": "ppo_clip"})
-    aggregation: Options = Field(default_factory=lambda: {"name": "token_mean"})
-    kl: KLConfig = KLConfig()
-    importance_correction: ImportanceConfig | None = None
+    advantage: Options = Field(
+        default={"name": "grpo"},
+        description="The advantage estimator: a name, an import path `package.module:Class`, or "
+        "a mapping of `name` and its parameters. By default grpo.",
+    )
+    policy_loss: Options = Field(
+        default={"name": "ppo_clip"},
+        description="The loss of a token, in the same form. By default ppo_clip.",
+    )
+    aggregation: Options = Field(
+        default={"name": "token_mean"},
+        description="How the losses of the tokens become one number, in the same form. By default "
+        "token_mean.",
+    )
+    kl: KLConfig = Field(
+        default=KLConfig(), description="Penalty for leaving the initial policy. By default none."
+    )
+    importance_correction: ImportanceConfig | None = Field(
+        default=None,
+        description="Weights tokens by how much likelier the trainer finds them than the engine "
+        "did; null: no weights.",
+    )
     entropy_coefficient: float = Field(
-        default=0.0, ge=0, description="Added to the loss times -entropy."
+        default=0.0,
+        ge=0,
+        description="This many times the entropy of a token's distribution, in nats, is taken off "
+        "its loss; 0: the entropy is only measured.",
     )
 
-    @field_validator("advantage", "policy_loss", "aggregation", mode="before")
+    @field_validator(
+        *("advantage", "policy_loss", "aggregation"),
+        mode="before",
+        json_schema_input_type=str | dict[str, Any],
+    )
     @classmethod
     def _named(cls, value: Any) -> Any:
         if isinstance(value, str):

@@ -190,7 +190,11 @@ class SuiteConfig(EnvironmentConfig):
     """Held-out prompts of any environment, each tried `attempts` times."""
 
     label: Label = Field(description="Its name in metrics and tables.")
-    prompts: int = Field(default=128, ge=1)
+    prompts: int = Field(
+        default=128,
+        ge=1,
+        description="How many, with numbers that training never draws; the same each time.",
+    )
     attempts: int = Field(
         default=1, ge=1, description="At each prompt; pass@k is told for every power of 2 up to it."
     )

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from earl_core.config.refusal import references, refuse_override
 from earl_core.config.run import RunConfig
+from earl_core.config.sections import advice
 from earl_core.secrets import redact, resolve
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import read_file
@@ -117,7 +118,7 @@ def explain(error: ValidationError, source: str) -> str:
         key = ".".join(str(part) for part in problem["loc"]) or "configuration"
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            message = "unknown key: remove it or correct its spelling"
+            message = f"unknown key: {advice(problem['loc'])}"
         elif problem["type"] == "missing":
             message = "missing: give it a value"
         elif problem["type"] == "finite_number":

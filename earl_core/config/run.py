@@ -56,42 +56,76 @@ class RunConfig(Settings):
     cannot work; `earl_core.config.load.load_config` turns that into one readable `ConfigError`.
     """
 
-    name: str = Field(description="Also the name of the run directory.")
-    seed: int = 0
+    name: str = Field(
+        description="Of the run and of its directory: up to 100 letters, digits, `.`, `_`, `-`."
+    )
+    seed: int = Field(
+        default=0,
+        description="Every random draw of the run derives from it, and from its place in the run.",
+    )
     iterations: int = Field(ge=1, description="Iterations after which the run is finished.")
-    runs_directory: str = "runs"
-    model: ModelConfig
-    environment: EnvironmentConfig | None = None
+    runs_directory: str = Field(
+        default="runs",
+        description="Where the run's directory is made; relative to the working directory.",
+    )
+    model: ModelConfig = Field(description="The policy at the start.")
+    environment: EnvironmentConfig | None = Field(
+        default=None, description="What is played; null where `environments` names several."
+    )
     environments: tuple[MixedEnvironment, ...] = Field(
         default=(), description="Instead of one environment, several that share the prompts."
     )
     curriculum: CurriculumConfig | None = Field(
         default=None, description="How the parts of `environments` follow success; None: never."
     )
-    rollout: RolloutConfig
-    cluster: ClusterConfig = ClusterConfig()
-    reward: RewardConfig = RewardConfig()
-    experience: ExperienceConfig = ExperienceConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    update: UpdateConfig = UpdateConfig()
-    stages: StagesConfig = StagesConfig()
-    selector: SelectorConfig = SelectorConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    dispatch: DispatchConfig = DispatchConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    deadlines: DeadlineConfig = DeadlineConfig()
+    rollout: RolloutConfig = Field(description="How episodes are played.")
+    cluster: ClusterConfig = Field(
+        default=ClusterConfig(), description="The hosts of the run; by default this machine."
+    )
+    reward: RewardConfig = Field(
+        default=RewardConfig(),
+        description="Functions that score episodes besides the environment; by default none.",
+    )
+    experience: ExperienceConfig = Field(
+        default=ExperienceConfig(),
+        description="Processes of rewards and advantages; by default one.",
+    )
+    algorithm: AlgorithmConfig = Field(
+        default=AlgorithmConfig(),
+        description="By default GRPO with PPO's clipped loss, no KL penalty.",
+    )
+    update: UpdateConfig = Field(
+        default=UpdateConfig(), description="The optimizer, and how its batches are split."
+    )
+    stages: StagesConfig = Field(
+        default=StagesConfig(), description="Ranks of rollout and update; by default one of each."
+    )
+    selector: SelectorConfig = Field(
+        default=SelectorConfig(), description="Who lays the stages out; by default `stages` alone."
+    )
+    evaluation: EvaluationConfig = Field(
+        default=EvaluationConfig(),
+        description="Held-out episodes during the training; by default none.",
+    )
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(),
+        description="How often the state is saved, and how much of it stays.",
+    )
+    dispatch: DispatchConfig = Field(
+        default=DispatchConfig(), description="Shared memory for the data between the stages."
+    )
+    tracking: TrackingConfig = Field(
+        default=TrackingConfig(), description="MLflow, and the episodes that are kept."
+    )
+    deadlines: DeadlineConfig = Field(
+        default=DeadlineConfig(), description="Longest waits, in seconds, and repeats after losses."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _renamed(cls, given: Any) -> Any:
         if isinstance(given, dict) and "layout" in given:
             raise ValueError("the section `layout` is called `stages` now: rename it")
-        environment = given.get("environment") if isinstance(given, dict) else None
-        if isinstance(environment, dict) and "max_failed_share" in environment:
-            raise ValueError(
-                "environment.max_failed_share is in the section `rollout` now: move it"
-            )
         return given
 
     @field_validator("name")

@@ -33,7 +33,11 @@ class SelectorConfig(Settings):
     mean context); `live_tokens` takes the least predicted iteration time over all stages.
     """
 
-    policy: Literal["fixed", "average_context", "live_tokens"] = "fixed"
+    policy: Literal["fixed", "average_context", "live_tokens"] = Field(
+        default="fixed",
+        description="fixed: `stages` says all. average_context: the rollout follows the mean "
+        "context. live_tokens: the least predicted time of an iteration, over all stages.",
+    )
     stages: tuple[Literal["rollout", "reference", "update"], ...] = Field(
         default=("rollout", "reference", "update"),
         min_length=1,

@@ -127,15 +127,23 @@ class DispatchConfig(Settings):
 class CheckpointConfig(Settings):
     """Which iterations end with a checkpoint, and which are kept."""
 
-    every: int = Field(default=1, ge=1)
-    keep_last: int = Field(default=2, ge=1)
+    every: int = Field(
+        default=1, ge=1, description="Iterations between checkpoints; the last one always has one."
+    )
+    keep_last: int = Field(
+        default=2,
+        ge=1,
+        description="Checkpoints that stay, besides the best evaluated one; older ones go.",
+    )
 
 
 class EvaluationConfig(Settings):
     """Held-out evaluation inside `train`; 0 switches it off."""
 
     every: int = Field(default=0, ge=0, description="Iterations between evaluations; 0: never.")
-    episodes: int = Field(default=256, ge=1)
+    episodes: int = Field(
+        default=256, ge=1, description="Of each evaluation, each from a held-out prompt of its own."
+    )
     temperature: float | None = Field(
         default=None, ge=0, description="None: as in the rollout; 0: greedy."
     )
@@ -150,13 +158,17 @@ class EvaluationConfig(Settings):
 class TrackingConfig(Settings):
     """MLflow. A tracker that is down never stops a run."""
 
-    enabled: bool = True
+    enabled: bool = Field(
+        default=True, description="False: nothing is sent; the run directory keeps all metrics."
+    )
     uri: str | None = Field(
         default=None,
         description="A URI, or a reference to one (env:NAME, file:PATH). None: "
         "MLFLOW_TRACKING_URI, else a database beside the runs.",
     )
-    experiment: str = "earl"
+    experiment: str = Field(
+        default="earl", description="MLflow's experiment, made when it does not exist."
+    )
     trace_episodes: int = Field(
         default=2, ge=0, description="Kept episodes an iteration that are traced turn by turn."
     )
@@ -178,6 +190,12 @@ class DeadlineConfig(Settings):
     start: float = Field(default=300.0, gt=0, description="Start of a worker group.")
     stage: float = Field(default=3600.0, gt=0, description="One stage of one iteration.")
     heartbeat: float = Field(default=120.0, ge=2, description="A worker silent for longer is lost.")
+    run_in_use: float = Field(
+        default=86400.0,
+        ge=0,
+        description="How long a flow run of a Prefect deployment waits for its run while another "
+        "process has it. `earl train` and `earl resume` never wait.",
+    )
     repeats: int = Field(
         default=3,
         ge=0,

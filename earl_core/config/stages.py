@@ -5,16 +5,23 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from earl_core.cluster.stage_deployment import PLACEMENTS, Placement, StageDeployment
 from earl_core.config.settings import Settings
 
 
 class _Section:
-    """What a run file says of one stage: some fields of its `StageDeployment`."""
+    """What a run file says of a stage: some fields of its `StageDeployment`, each explained."""
 
-    def __init__(self, stage: str, *keys: str) -> None:
+    def __init__(self, stage: str, **keys: str) -> None:
         self._stage, self._keys = stage, keys
 
     def read(self, given: Any) -> Any:
@@ -30,18 +37,45 @@ class _Section:
     def write(self, deployment: StageDeployment) -> dict[str, Any]:
         return {key: getattr(deployment, key) for key in self._keys}
 
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the section, as a run file has it."""
+        defaults = self.write(StageDeployment(self._stage))
+        properties = {}
+        for key, description in self._keys.items():
+            kind: dict[str, Any] = {"type": "boolean"}
+            if key != "offload_optimizer":
+                kind = {"type": "integer", "minimum": min(defaults[key], 1)}
+            properties[key] = {**kind, "default": defaults[key], "description": description}
+        return {"type": "object", "additionalProperties": False, "properties": properties}
 
-_ROLLOUT = _Section("rollout", "replicas", "tensor_parallel")
+
+_ROLLOUT = _Section(
+    "rollout",
+    replicas="Engines, each with a copy of the weights.",
+    tensor_parallel="Devices that share each matrix of one engine; above 1 with vllm only.",
+)
 _UPDATE = _Section(
-    "update", "replicas", "shard", "context_parallel", "tensor_parallel", "offload_optimizer",
-    "logits_chunk_tokens",
-)  # fmt: skip
+    "update",
+    replicas="Copies of the parameters, which see different samples.",
+    shard="Ranks that share one copy, its gradients and its optimizer state (FSDP).",
+    context_parallel="Ranks that share the tokens of each microbatch.",
+    tensor_parallel="Ranks that share each matrix.",
+    offload_optimizer="Keep the optimizer's state in the host's memory; GPUs only.",
+    logits_chunk_tokens="Positions whose logits exist at a time; 0: those of a whole microbatch.",
+)
 
 RolloutStage = Annotated[
-    StageDeployment, BeforeValidator(_ROLLOUT.read), PlainSerializer(_ROLLOUT.write)
+    StageDeployment,
+    BeforeValidator(_ROLLOUT.read),
+    PlainSerializer(_ROLLOUT.write),
+    WithJsonSchema(_ROLLOUT.schema),
 ]
 UpdateStage = Annotated[
-    StageDeployment, BeforeValidator(_UPDATE.read), PlainSerializer(_UPDATE.write)
+    StageDeployment,
+    BeforeValidator(_UPDATE.read),
+    PlainSerializer(_UPDATE.write),
+    WithJsonSchema(_UPDATE.schema),
 ]
 
 
@@ -49,9 +83,13 @@ class StageChange(Settings):
     """From `iteration` on, a stage named here has exactly this stage deployment; what the entry
     leaves out of it is at its default. A stage not named keeps what it has."""
 
-    iteration: int = Field(ge=1)
-    rollout: RolloutStage | None = None
-    update: UpdateStage | None = None
+    iteration: int = Field(ge=1, description="The first one that it holds for, counted from 0.")
+    rollout: RolloutStage | None = Field(
+        default=None, description="Engines from then on; null: as before."
+    )
+    update: UpdateStage | None = Field(
+        default=None, description="Ranks of the update from then on; null: as before."
+    )
 
     @model_validator(mode="after")
     def _changes_something(self) -> StageChange:
@@ -71,8 +109,13 @@ class StagesConfig(Settings):
         description="colocated: rollout and update use the same devices in turn. separate: each "
         "has its own.",
     )
-    rollout: RolloutStage = StageDeployment("rollout")
-    update: UpdateStage = StageDeployment("update")
+    rollout: RolloutStage = Field(
+        default=StageDeployment("rollout"), description="Engines; by default one, on one device."
+    )
+    update: UpdateStage = Field(
+        default=StageDeployment("update"),
+        description="Ranks of the update, one for each place of the mesh; by default one.",
+    )
     changes: tuple[StageChange, ...] = Field(
         default=(), description="Other stage deployments from given iterations on, ascending."
     )

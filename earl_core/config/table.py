@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from earl_core.config.run import RunConfig
+from earl_core.system.plural import plural
+from earl_core.system.shared_memory import room_in
 
 
 def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -42,7 +44,8 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("precision of the update", update.precision, "update.precision"),
         ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
         ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),
-        ("checkpoint every", f"{config.checkpoint.every} iterations", "checkpoint.every"),
+        ("checkpoint every", plural(config.checkpoint.every, "iteration"), "checkpoint.every"),
+        ("shared memory", str(room_in(config.dispatch.directory)), "dispatch.directory"),
     ]
 
 

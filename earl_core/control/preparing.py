@@ -13,12 +13,15 @@ from pathlib import Path
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.config import RunConfig, check_references
+from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.deployment.shapes import Hardware
+from earl_core.dispatch import PoolFull
 from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.run.host_stores import HostStores
+from earl_core.system.shared_memory import ENLARGE, SMALL_BYTES, room_in
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,20 @@ def check_start(config: RunConfig, hardware: Hardware) -> None:
     if (model / "config.json").is_file():
         check_stages(config, read_model_shape(model), hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
+
+
+def check_shared_memory(config: RunConfig, stores: HostStores) -> None:
+    """Raise `ConfigError` unless two versions of the model's weights fit, as they must while one
+    replaces the other; warn where little is left for the rest."""
+    files = Path(config.model.path).glob("*.safetensors")
+    needed = 2 * sum(file.stat().st_size for file in files)
+    room = room_in(config.dispatch.directory)
+    if room.free < SMALL_BYTES:
+        logger.warning("little shared memory for a run, %s: %s", room, ENLARGE)
+    try:
+        stores.reserve(needed)
+    except PoolFull as error:
+        raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
 
 
 def surely(

@@ -102,6 +102,7 @@ def play_rollout(
         "cursor": {label: place.model_dump() for label, place in learnt.items()},
         "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics()},
         "statistics": rollout_stats.selector_statistics(tally),
+        "failures": tally.failures,
     }
 
 
@@ -125,6 +126,7 @@ def play_evaluation(
     )
     done, engines = run(controller, deployment, job)
     tally = merged(done)
+    rollout_stats.check_failures(tally, controller.config.rollout.max_failed_share)
     results = rollout_stats.evaluation_results(tally)
     suites = suite_results(
         [
@@ -167,7 +169,9 @@ def _play_suite(
         }
 
     job = replace(evaluation, method="play_suite", items=suite.prompts, arguments=arguments)
-    return merged(run(controller, deployment, job)[0])
+    tally = merged(run(controller, deployment, job)[0])
+    rollout_stats.check_failures(tally, controller.config.rollout.max_failed_share)
+    return tally
 
 
 def run(
@@ -221,6 +225,9 @@ class Engines:
     def work(self) -> None:
         """Play all items, or raise."""
         self._deal(range(self.job.items), self.deployment.replicas, losses=0)
+        if self.deployment.replicas == 1:
+            self._engine(0)
+            return
         with ThreadPoolExecutor(self.deployment.replicas, "earl-engine") as pool:
             engines = [pool.submit(self._engine, each) for each in range(self.deployment.replicas)]
             try:

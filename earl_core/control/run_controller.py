@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from earl_core.cluster.group import Group
 from earl_core.cluster.host import Cluster, Host
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.hardware import hardware_of, open_cluster, with_network
 from earl_core.control.host_agreement import check_agreement
 from earl_core.control.learnt_profile import LearntProfile
-from earl_core.control.preparing import check_start, surely
+from earl_core.control.preparing import check_shared_memory, check_start, surely
 from earl_core.control.resume_point import resume_point
 from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
 from earl_core.deployment.feasibility import check_stages
@@ -87,7 +87,13 @@ class RunController:
     model: ModelShape
     tracker: RunTracker
 
-    def __init__(self, run: RunDirectory, cluster: Cluster, listener: Progress = quiet) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        cluster: Cluster,
+        listener: Progress = quiet,
+        here: bool = False,
+    ) -> None:
         hosts = cluster.hosts()
         self._cluster = cluster
         self.run = run
@@ -100,7 +106,7 @@ class RunController:
         self.observed = RunHistory(run)
         self.episodes = EpisodeKeeper(run)
         self.profile: LearntProfile | None = None
-        self._learner: tuple[WorkerGroup | None, int] = None, 0
+        self._learner: tuple[Group | None, int] = None, 0
         self._held, self._registered = ExitStack(), ExitStack()
         self._held.callback(cluster.close)
         self._held.callback(run.close)
@@ -117,6 +123,7 @@ class RunController:
             self.next_iteration,
             hosts,
             peers,
+            here,
         )
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
@@ -169,7 +176,7 @@ class RunController:
         self._prepare_model()
         self.model = read_model_shape(Path(self.config.model.path))
         check_stages(self.config, self.model, self.hardware)
-        self._check_shared_memory()
+        check_shared_memory(self.config, self.run.stores)
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
             self.start_ahead(sealed)
@@ -189,15 +196,6 @@ class RunController:
                 self.stop_requested.is_set,
             )
             self.groups.retire("model", 0)
-
-    def _check_shared_memory(self) -> None:
-        """Two versions of the weights lie in shared memory while one replaces the other."""
-        files = Path(self.config.model.path).glob("*.safetensors")
-        needed = 2 * sum(file.stat().st_size for file in files)
-        try:
-            self.run.stores.reserve(needed)
-        except PoolFull as error:
-            raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
 
     def start_ahead(self, plan: DeploymentPlan) -> None:
         """Begin to start the groups of the stages that are not sealed yet; returns at once.
@@ -275,14 +273,15 @@ class RunController:
 
 
 def open_controller(
-    config: RunConfig, track: MakeTracker, listener: Progress = quiet
+    config: RunConfig, track: MakeTracker, listener: Progress = quiet, here: bool = False
 ) -> RunController:
     """Open the run of this configuration and register its controller in this process.
 
-    Nothing is written before what can be checked without it was.
+    here: all worker groups are in this process, for a debugger. Nothing is written before what can
+    be checked without it was.
     """
     try:
-        controller = _opened(config, listener)
+        controller = _opened(config, listener, here)
     except ConnectionError as error:
         remedy = "see whether it runs, and start again"
         raise ConfigError(f"a host was lost at the start: {error}", remedy=remedy) from error
@@ -294,7 +293,7 @@ def open_controller(
     return controller
 
 
-def _opened(config: RunConfig, listener: Progress) -> RunController:
+def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
         check_agreement(config, cluster.hosts())
@@ -303,7 +302,7 @@ def _opened(config: RunConfig, listener: Progress) -> RunController:
         take_newest_whole(Path(config.runs_directory) / config.name)
         run = opened.enter_context(closing(RunDirectory.open(config)))
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
-        controller = RunController(run, cluster, listener)
+        controller = RunController(run, cluster, listener, here)
         opened.pop_all()
     return controller
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.fork_server import NATIVE_RUNTIMES
+from earl_core.cluster.group import Group
+from earl_core.cluster.group_here import GroupHere
 from earl_core.cluster.host import Host, LocalHost, local_hosts
 from earl_core.cluster.stage_deployment import PLACED, Assignment, Place, StageDeployment, spread
 from earl_core.cluster.worker_group import WorkerGroup
@@ -94,6 +96,7 @@ class WorkerGroups:
 
     directory: the run's. listener: told what starts. next_iteration: the one that calls outside of
     a stage belong to. hosts: where ranks run; none: this machine. peers: for who reads shards.
+    here: have all in this process and the callers' threads, for a debugger.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class WorkerGroups:
         next_iteration: Callable[[], int] = lambda: 0,
         hosts: Sequence[Host] = (),
         peers: Peers = Peers(),  # noqa: B008  (it cannot change)
+        here: bool = False,
     ) -> None:
         self.hardware = hardware
         self.stop_requested = threading.Event()
@@ -115,8 +119,9 @@ class WorkerGroups:
         self._next_iteration = next_iteration
         self._hosts = hosts or local_hosts(1)
         self._peers = peers
+        self._here = here
         self._closing = False
-        self._groups: dict[Member, WorkerGroup] = {}
+        self._groups: dict[Member, Group] = {}
         self._places: dict[Member, tuple[Place, ...]] = {}
         self._released: set[Member] = set()
         self._lock = threading.RLock()
@@ -125,7 +130,7 @@ class WorkerGroups:
         self._threads: list[threading.Thread] = []
         self._ahead: dict[Member, Ahead] = {}
 
-    def get(self, role: str, deployment: StageDeployment, member: int = 0) -> WorkerGroup:
+    def get(self, role: str, deployment: StageDeployment, member: int = 0) -> Group:
         """The role's live group under this deployment; started or rebuilt when needed.
 
         member: which engine's, for the rollout.
@@ -152,7 +157,7 @@ class WorkerGroups:
 
     def _rebuild(
         self, key: Member, deployment: StageDeployment, places: tuple[Place, ...]
-    ) -> WorkerGroup:
+    ) -> Group:
         role, member = key
         name = f"{role}-{member}" if role == "rollout" else role
         self._listener(role, 0, {"starting": name if member else role})
@@ -160,7 +165,8 @@ class WorkerGroups:
             old = self._groups.get(key)
         if old is not None:
             old.stop(_GRACE_SECONDS)
-        group = WorkerGroup(
+        make: Callable[..., Group] = GroupHere if self._here else WorkerGroup
+        group = make(
             name,
             _IN_ITS_PLACE,
             log_directory=self._logs,
@@ -212,7 +218,7 @@ class WorkerGroups:
                 self._call_quietly(self._groups[key], _MEMORY[key[0]][0], deployment)
                 self._released.add(key)
 
-    def _call_quietly(self, group: WorkerGroup, method: str, deployment: StageDeployment) -> None:
+    def _call_quietly(self, group: Group, method: str, deployment: StageDeployment) -> None:
         group.call(
             method,
             stage=deployment.stage,
@@ -255,7 +261,10 @@ class WorkerGroups:
         their stage knows how to bring their state into another one, and so are those that must
         not use a device beside others. Half of the cores start groups ahead, for a stage may start
         one of its own meanwhile. An error is the stage's to raise: it starts the group again.
+        A group in this process is its caller's to start.
         """
+        if self._here:
+            return
         for role, deployment in wanted:
             if self.hardware.gpus and self._placement.gives_way(role):
                 continue
@@ -287,7 +296,7 @@ class WorkerGroups:
         """When the group was started, if that was ahead of need and nobody has asked yet."""
         return self._ahead.pop((role, member), None)
 
-    def live(self, role: str, member: int = 0) -> WorkerGroup | None:
+    def live(self, role: str, member: int = 0) -> Group | None:
         """The role's group if it is alive."""
         group = self._groups.get((role, member))
         return group if group is not None and group.alive else None
@@ -328,7 +337,7 @@ class WorkerGroups:
         living = [group for group in self._of(role) if group.alive]
         return float(sum(use.tree_bytes for group in living for use in group.memory))
 
-    def _of(self, role: str) -> list[WorkerGroup]:
+    def _of(self, role: str) -> list[Group]:
         with self._lock:
             return [group for key, group in self._groups.items() if key[0] == role]
 
@@ -364,9 +373,16 @@ def _worker_environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "TOKENIZERS_PARALLELISM": "false",
-        # Code of environments runs there, and has no business with the Prefect server.
+        # Code of environments runs there, and has no business with the servers.
         **dict.fromkeys(
-            ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_KEY"), ""
+            (
+                "PREFECT_API_AUTH_STRING",
+                "PREFECT_SERVER_API_AUTH_STRING",
+                "PREFECT_API_KEY",
+                "MLFLOW_TRACKING_PASSWORD",
+                "MLFLOW_TRACKING_TOKEN",
+            ),
+            "",
         ),
         # vLLM must be gone before the supervisor loses patience, or it leaves entries in shared
         # memory.

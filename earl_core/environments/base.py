@@ -52,9 +52,10 @@ class StepResult:
     reward: the reward of this turn, a real number between -1e30 and 1e30.
     done: whether the episode is over.
     info: anything JSON can hold. At the end of an episode `info["outcome"]` (str: win, draw, loss,
-        illegal, ...) is counted into the metrics; `info["metrics"]` (dict of real numbers between
-        -1e30 and 1e30, by name) is averaged; `info["scoring"]` is given to the run's reward
-        functions with the episode.
+        illegal, ...) is counted into the metrics, beside a zero for each that did not occur of
+        `info["outcomes"]` (list of str: all that there are); `info["metrics"]` (dict of real
+        numbers between -1e30 and 1e30, by name) is averaged; `info["scoring"]` is given to the
+        run's reward functions with the episode.
 
     A result that is otherwise costs its own episode only: "invalid_result".
     """

@@ -29,7 +29,8 @@ class JudgeFailed(EarlError):
 class Judge:
     """A model that is asked by OpenAI's chat completions how good an episode was.
 
-    base_url: of the endpoint, up to `/v1`. prompt: the question; `{conversation}` is the whole
+    base_url: of the endpoint, up to `/v1`. model: its name there. api_key: sent as bearer token;
+        write a reference. prompt: the question; `{conversation}` is the whole
         episode, `{question}` what the policy was first told, `{answer}` its last answer, and
         `{scoring.name}` a value that the environment gives for scoring.
     pattern: a regular expression whose first group is the score; the last match counts. scale: the
@@ -89,6 +90,8 @@ class Judge:
 class RewardModel:
     """A model with a scalar head that vLLM serves: `POST base_url/classify` with the conversation.
 
+    base_url: of the server. model: its name there. api_key: sent as bearer token; write a
+        reference.
     index: which of its numbers, where it has several. activation: with the model's own function
         (sigmoid or softmax) applied, else as the head gives it. timeout_seconds: of the request.
     """

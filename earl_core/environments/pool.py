@@ -24,6 +24,7 @@ from earl_core.system.errors import ConfigError
 if TYPE_CHECKING:
     from earl_core.config.environment import EnvironmentConfig
     from earl_core.config.reward import RewardConfig
+    from earl_core.environments.keeper_here import KeeperHere
 
 _MAX_THREADS = 64
 
@@ -46,6 +47,7 @@ class EnvironmentPool:
     tool_timeout_seconds: limit of one that is a coroutine.
     python: another interpreter for the hosts, which then have nothing of ours but their program.
     log_path: file to which the hosts' output is appended; without one it is kept only for errors.
+    here: play in this process and its event loop, for a debugger, unless `python` is given.
 
     All methods belong to the event loop that ran `start`. Several episodes run side by side, one
     call at a time each.
@@ -66,6 +68,7 @@ class EnvironmentPool:
         tool_timeout_seconds: float = 10.0,
         python: str | None = None,
         log_path: Path | None = None,
+        here: bool = False,
     ) -> None:
         threads = min(math.ceil(concurrency / hosts), _MAX_THREADS)
         given = dict(options or {})
@@ -88,8 +91,14 @@ class EnvironmentPool:
         self.step_timeout_seconds = step_timeout_seconds
         self.threads = hosts * threads
         """How many synchronous calls run at the same time, over all hosts."""
-        self._keepers = [HostKeeper(settings) for _ in range(hosts)]
-        self._place: dict[int, HostKeeper] = {}
+        self._keepers: list[HostKeeper | KeeperHere]
+        if here and program is None:
+            from earl_core.environments.keeper_here import KeeperHere
+
+            self._keepers = [KeeperHere(settings)]
+        else:
+            self._keepers = [HostKeeper(settings) for _ in range(hosts)]
+        self._place: dict[int, HostKeeper | KeeperHere] = {}
         self._started = False
 
     @classmethod
@@ -100,6 +109,7 @@ class EnvironmentPool:
         hosts: int | None = None,
         concurrency: int,
         log_path: Path | None,
+        here: bool = False,
     ) -> EnvironmentPool:
         """Of a run's environment. hosts: instead of its own number."""
         agent = environment.agent is not None
@@ -118,11 +128,17 @@ class EnvironmentPool:
             tool_timeout_seconds=environment.tool_timeout_seconds,
             python=environment.python,
             log_path=log_path,
+            here=here,
         )
 
     @classmethod
     def of_rewards(
-        cls, reward: RewardConfig, *, hosts: int | None = None, log_path: Path | None
+        cls,
+        reward: RewardConfig,
+        *,
+        hosts: int | None = None,
+        log_path: Path | None,
+        here: bool = False,
     ) -> EnvironmentPool:
         """Of a run's reward functions, each a prompt by its place. hosts: instead of its own
         number."""
@@ -138,6 +154,7 @@ class EnvironmentPool:
             step_timeout_seconds=reward.timeout_seconds,
             python=reward.python,
             log_path=log_path,
+            here=here,
         )
 
     async def start(self) -> None:
@@ -267,7 +284,7 @@ class EnvironmentPool:
         return await self._call(episode_id, keeper, kind, list(said))
 
     async def _call(
-        self, episode_id: int, keeper: HostKeeper, kind: str, arguments: list[Any]
+        self, episode_id: int, keeper: HostKeeper | KeeperHere, kind: str, arguments: list[Any]
     ) -> dict[str, Any]:
         try:
             return await keeper.call(episode_id, kind, arguments)

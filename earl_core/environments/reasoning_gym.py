@@ -18,7 +18,8 @@ _FAR = 2**41
 
 
 class DataSetPart(Options):
-    """One of several data sets. weight: its part of the prompts. config, level: as for one."""
+    """One of several data sets. name: of one. weight: its part of the prompts. config, level: as
+    for one."""
 
     name: str
     weight: float = 1.0

@@ -78,6 +78,7 @@ def _checked_info(info: Any) -> dict[str, Any]:
         raise WireError(f"info must be a dict, not {type(info).__name__}.")
     if isinstance(info.get("outcome"), str):
         _check_text('info["outcome"]', info["outcome"])
+    _check_outcomes(info.get("outcomes", ()))
     if "metrics" not in info:
         return info
     metrics = info["metrics"]
@@ -87,6 +88,13 @@ def _checked_info(info: Any) -> dict[str, Any]:
         _check_text('A name in info["metrics"]', name)
     numbers = {n: _checked_number(f'info["metrics"][{n!r}]', v) for n, v in metrics.items()}
     return {**info, "metrics": numbers}
+
+
+def _check_outcomes(outcomes: Any) -> None:
+    if not isinstance(outcomes, (list, tuple)) or not all(isinstance(x, str) for x in outcomes):
+        raise WireError(f'info["outcomes"] must be a list of texts, not {outcomes!r:.200}.')
+    for outcome in outcomes:
+        _check_text('One of info["outcomes"]', outcome)
 
 
 def _checked_number(what: str, value: Any) -> float:

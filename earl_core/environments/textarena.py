@@ -161,7 +161,9 @@ class TextArenaEnvironment:
         else:
             outcome = "win" if reward > 0 else "loss" if reward < 0 else "draw"
         side = ("first", "second")[self._agent] if self._agent < 2 else f"player {self._agent}"
-        info = {"outcome": outcome, "reason": reason, "side": side}
+        draws = ("draw",) if self._players > 1 else ()
+        outcomes = ["win", *draws, "loss", "illegal"]
+        info = {"outcome": outcome, "outcomes": outcomes, "reason": reason, "side": side}
         seen = self._observe()[0]["content"]
         return StepResult([{"role": "user", "content": f"{seen}\n{reason}"}], reward, True, info)
 

@@ -34,7 +34,9 @@ class ExperienceWorker(RunWorker):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._shards = self._reads()
-        self._scorer = Scorer(self._config, self._context.log_path, self._run_directory)
+        self._scorer = Scorer(
+            self._config, self._context.log_path, self._run_directory, self._context.here
+        )
 
     async def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`.

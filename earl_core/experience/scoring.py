@@ -120,11 +120,13 @@ class Scorer:
     """Runs a run's reward functions in processes of their own, from its first use until `close`.
 
     log: the rank's; beside it lies that of the functions. run_directory: gets the versions of a
-    foreign Python's packages.
+    foreign Python's packages. here: as for `EnvironmentPool`.
     """
 
-    def __init__(self, config: RunConfig, log: Path, run_directory: Path) -> None:
-        self._config = config
+    def __init__(
+        self, config: RunConfig, log: Path, run_directory: Path, here: bool = False
+    ) -> None:
+        self._config, self._here = config, here
         self._log = log.with_name(f"{log.stem}-rewards.log")
         self._record = run_directory / "reward_functions.json"
         self._pool: EnvironmentPool | None = None
@@ -175,7 +177,7 @@ class Scorer:
             await pool.stop()
 
     async def _start(self) -> None:
-        pool = EnvironmentPool.of_rewards(self._config.reward, log_path=self._log)
+        pool = EnvironmentPool.of_rewards(self._config.reward, log_path=self._log, here=self._here)
         await pool.start()
         self._pool = pool
         if (python := self._config.reward.python) is not None:

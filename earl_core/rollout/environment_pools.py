@@ -26,9 +26,11 @@ class EnvironmentPools:
     """A pool for each environment and options that were played; `close` ends their processes.
 
     log: beside it the hosts write theirs. record: gets the versions of foreign Pythons' packages.
+    here: as for `EnvironmentPool`.
     """
 
-    def __init__(self, log: Path, record: Path) -> None:
+    def __init__(self, log: Path, record: Path, here: bool = False) -> None:
+        self._here = here
         self._log, self._record = log, record
         self._pools: dict[str, EnvironmentPool] = {}
         self._versions: dict[str, Any] = {}
@@ -87,6 +89,7 @@ class EnvironmentPools:
             pool = EnvironmentPool.of(
                 environment,
                 concurrency=concurrency,
+                here=self._here,
                 log_path=self._log.with_name(
                     f"{self._log.stem}-environments-{len(self._pools)}.log"
                 ),

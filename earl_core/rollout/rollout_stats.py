@@ -99,7 +99,7 @@ class RolloutStats(BaseModel):
             contexts=Counter(episode.context_tokens for episode in episodes),
             turns=Counter(episode.turns for episode in episodes),
             context_by_turn=reduce(_added, map(_contexts_by_turn, episodes), []),
-            outcomes=Counter(str(e.info["outcome"]) for e in episodes if "outcome" in e.info),
+            outcomes=_outcomes(episodes),
             finishes=Counter(episode.finish_reason for episode in episodes),
             environment=reduce(_added, map(_environment, episodes), {}),
             load=load,
@@ -149,6 +149,15 @@ def _reason(episode: Episode) -> str:
     return f"{episode.finish_reason}: {lines[-1].strip()[:_REASON_CHARACTERS]}"
 
 
+def _outcomes(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Of each how often it occurred; zero where the environment names it and it did not."""
+    named: dict[str, int] = {}
+    for episode in episodes:
+        listed = episode.info.get("outcomes")
+        named |= {str(name): 0 for name in listed} if isinstance(listed, list) else {}
+    return named | Counter(str(e.info["outcome"]) for e in episodes if "outcome" in e.info)
+
+
 def _contexts_by_turn(episode: Episode) -> list[Pair]:
     """Tokens that stand in the sample after each turn's answer."""
     ends: list[int] = []
@@ -164,7 +173,7 @@ def _environment(episode: Episode) -> dict[str, Pair]:
 
 
 GAME_OUTCOMES = ("win", "draw", "loss", "illegal")
-"""Reported together, zeros included, as soon as one of them occurs."""
+"""They stand first, in this order."""
 
 _TURNS_SHOWN = 32
 _Z95 = 1.959963984540054
@@ -182,11 +191,10 @@ def wilson_interval(count: float, total: int) -> tuple[float, float]:
 
 
 def outcome_counts(tally: RolloutStats) -> dict[str, int]:
-    """How often each `info["outcome"]` occurred; game outcomes in their usual order."""
+    """How often each outcome of the environment occurred; those of games in their usual order."""
     counts = tally.outcomes
-    ordered = GAME_OUTCOMES if any(name in counts for name in GAME_OUTCOMES) else ()
-    names = [*ordered, *sorted(set(counts) - set(ordered))]
-    return {name: counts.get(name, 0) for name in names}
+    first = [name for name in GAME_OUTCOMES if name in counts]
+    return {name: counts[name] for name in [*first, *sorted(counts.keys() - set(first))]}
 
 
 def rollout_metrics(tally: RolloutStats) -> dict[str, float]:
@@ -292,7 +300,7 @@ def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
         frequent = f" The most frequent failure ({count} of {failed}) is {reason}"
     if total and not tally.episodes:
         raise RolloutFailed(
-            "every episode failed, so there is nothing to learn from: repair the environment."
+            "every episode failed, so nothing is known of the policy: repair the environment."
             + frequent,
             payload={"failed": failed, "episodes": total, "reasons": tally.failures},
         )

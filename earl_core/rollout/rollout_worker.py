@@ -66,8 +66,9 @@ class RolloutWorker(RunWorker):
         self._digest = ""
         self._positions: int | None = None
         log = self._context.log_path
-        self._pools = EnvironmentPools(log, self._run_directory / "environments.json")
-        self._scorer = Scorer(self._config, log, self._run_directory)
+        here = self._context.here
+        self._pools = EnvironmentPools(log, self._run_directory / "environments.json", here)
+        self._scorer = Scorer(self._config, log, self._run_directory, here)
 
     async def prepare(self) -> None:
         """Start the engine, with the model's initial weights; raises as `ensure` does."""

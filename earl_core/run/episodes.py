@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ SCHEMA = pa.schema(
 _SOURCE = b"earl.source"
 _SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]
 _PER_SAMPLE = ["texts", "turn_rewards", "turn_starts", "loss_mask", "rollout_logprobs"]
+_BATCH = 64
+"""Rows that are read at once: who wants a few episodes reads no more of them."""
 
 
 class EpisodesDamaged(EarlError):
@@ -90,8 +92,36 @@ def remove_oldest(run_directory: Path, most_bytes: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_episodes(path: Path, most: int) -> list[dict[str, Any]]:
-    """The first `most` episodes to read, none where none were kept.
+def read_samples(
+    path: Path, most: int | None = None, columns: Iterable[str] | None = None
+) -> pa.Table:
+    """Columns (None: all) of all samples of the first `most` episodes (None: all), `episode_id`
+    among them.
+
+    Raises `FileNotFoundError` where none were kept, `EpisodesDamaged`.
+    """
+    batches, ids = [], np.empty(0, np.int64)
+    try:
+        with open_file(path) as stream:
+            file = pq.ParquetFile(stream, page_checksum_verification=True)
+            asked = file.schema_arrow.names if columns is None else columns
+            names = list(dict.fromkeys(["episode_id", *asked]))
+            for batch in file.iter_batches(_BATCH, columns=names):
+                batches.append(batch)
+                ids = np.union1d(ids, batch["episode_id"].to_numpy())
+                if most is not None and len(ids) > most:
+                    break
+            schema = pa.schema([file.schema_arrow.field(name) for name in names])
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise EpisodesDamaged(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    table = pa.Table.from_batches(batches, schema)
+    return table.filter(pc.is_in(table["episode_id"], pa.array(ids[:most])))
+
+
+def read_episodes(path: Path, most: int | None = None) -> list[dict[str, Any]]:
+    """The first `most` episodes to read (None: all), none where none were kept.
 
     Each: episode_id, prompt_id, environment, outcome, finish_reason, reward, `turns` (observation,
     answer, reward, the `tokens` of the answer, their mean `logprob` in nats, and the tokens that
@@ -99,18 +129,11 @@ def read_episodes(path: Path, most: int) -> list[dict[str, Any]]:
     """
     episodes: dict[int, dict[str, Any]] = {}
     try:
-        with open_file(path) as stream:
-            file = pq.ParquetFile(stream, page_checksum_verification=True)
-            for batch in file.iter_batches(64, columns=[*_SHOWN, *_PER_SAMPLE]):
-                for row in batch.to_pylist():
-                    if len(episodes) == most and row["episode_id"] not in episodes:
-                        return _readable(episodes)
-                    samples = episodes.setdefault(row["episode_id"], {**row, "samples": []})
-                    samples["samples"].append(row)
+        samples = read_samples(path, most, [*_SHOWN, *_PER_SAMPLE])
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise EpisodesDamaged(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    for row in samples.to_pylist():
+        episodes.setdefault(row["episode_id"], {**row, "samples": []})["samples"].append(row)
     return _readable(episodes)
 
 

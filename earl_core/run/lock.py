@@ -35,9 +35,11 @@ def is_locked(run_directory: Path) -> bool:
 
 def in_use(run_directory: Path) -> InUse:
     """The error that says who holds the run's lock."""
+    owner = _owner(run_directory / "lock")
     return InUse(
-        f"the run directory {run_directory} is in use by {_owner(run_directory / 'lock')}: wait "
-        "for it, stop it, or choose another name with --name"
+        f"the run directory {run_directory} is in use by {owner}: wait for it, stop it, or choose "
+        "another name with --name",
+        holder=owner,
     )
 
 

@@ -69,7 +69,7 @@ class Cancelled(EarlError):
 
 
 class InUse(EarlError):
-    """Another live process has it. holder: its number, as far as it is known."""
+    """Another live process has it. holder: which one, as far as it is known."""
 
     def __init__(self, message: str, holder: str = "unknown") -> None:
         super().__init__(message)

@@ -136,12 +136,12 @@ def descendants(pid: int) -> list[Process]:
     return [process for process in found if process.living]
 
 
-def marked(mark: str) -> list[Process]:
+def marked(mark: str, variable: str = MARK) -> list[Process]:
     """Return the processes whose environment carries `mark`, orphans included.
 
     One that rewrites its title (as vLLM's engine does) may have written over its environment.
     """
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{variable}={mark}".encode()
     found = []
     for process in filter(lambda process: process.living, _all_processes()):
         with suppress(OSError):

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from flows.cli.commands import selector, setup, training
+from flows.cli.commands import inspection, selector, services, setup, training
 from flows.cli.commands.shards import shards
 
 app = typer.Typer(
     help="Train language models by reinforcement learning in games and tools.",
-    epilog="Start with: earl doctor, then earl demo or earl train tictactoe_tiny",
+    epilog="Start with: earl doctor, then earl demo or earl train tictactoe_tiny. Exit codes: 0 "
+    "done, 1 failed, 2 wrong input, 130 Ctrl-C, 143 SIGTERM.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (training, setup, selector):
+for part in (training, inspection, services, setup, selector):
     app.add_typer(part.app)
 app.add_typer(shards, name="shards")
 
 
+def _print_versions(asked: bool) -> None:
+    if asked:
+        from flows.cli.versions import print_versions
+
+        print_versions()
+        raise typer.Exit
+
+
 @app.callback()
-def _before_every_command() -> None:
+def _before_every_command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions."),
+    ] = False,
+) -> None:
     if not {"-h", "--help"} & set(sys.argv):
         from flows.reaper import settle
 

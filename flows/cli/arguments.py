@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-Run = Annotated[str, typer.Argument(help="Name of a run, or its directory.")]
+from earl_core.system.errors import ConfigError
+from flows.cli.completion import complete_checkpoint, complete_recipe, complete_run
+
+Run = Annotated[
+    str,
+    typer.Argument(help="Name of a run, or its directory.", autocompletion=complete_run),
+]
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        help="A recipe, such as tictactoe_tiny, or a run file.", autocompletion=complete_recipe
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Change a setting; may be given several times."),
@@ -14,6 +26,14 @@ Overrides = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Plain = Annotated[
     bool, typer.Option("--plain", help="One line per event instead of a live display.")
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing but warnings and errors, on stderr.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+JsonLines = Annotated[
+    bool,
+    typer.Option("--json", help="Print a line of JSON for each iteration and evaluation only."),
 ]
 RunsDirectory = Annotated[
     str, typer.Option("--runs-directory", help="Where runs given by name are looked for.")
@@ -24,8 +44,20 @@ Checkpoint = Annotated[
         "--checkpoint",
         metavar="N|last|initial",
         help="The iteration whose checkpoint is used; initial: the model before training.",
+        autocompletion=complete_checkpoint,
     ),
 ]
+Show = Literal["live", "plain", "quiet", "json"]
+"""How a command tells of its work."""
+
+
+def show(plain: bool, quiet: bool, as_json: bool) -> Show:
+    """What these options ask for; refuses --quiet with --json."""
+    if quiet and as_json:
+        raise ConfigError("--quiet and --json exclude each other: drop one of them")
+    return "json" if as_json else "quiet" if quiet else "plain" if plain else "live"
+
+
 Temperature = Annotated[
     float | None,
     typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.  As in the run."),

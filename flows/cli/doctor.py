@@ -15,7 +15,7 @@ from flows.cli.checks.machine import check_machine
 from flows.cli.checks.packages import check_packages
 from flows.cli.checks.services import check_services
 from flows.cli.checks.shared_memory import check_shared_memory
-from flows.cli.findings import show_findings
+from flows.cli.findings import show_findings, summary
 from flows.cli.tables import make_console
 
 
@@ -25,10 +25,7 @@ def doctor(config: str | None) -> int:
     levels: Counter[Level] = Counter()
     for topic, findings in examine(config):
         levels += show_findings(console, topic, findings)
-    console.print(
-        f"\n{levels['blocks']} findings block a run, {levels['warning']} deserve a look.",
-        style="bold",
-    )
+    console.print(f"\n{summary(levels, 'block', 'a run')}", style="bold")
     return 1 if levels["blocks"] else 0
 
 
@@ -43,9 +40,10 @@ def examine(config: str | None) -> Iterator[tuple[str, Iterable[Finding]]]:
         except ConfigError as error:
             of_file = [refused(error)]
     yield "Versions", check_packages(settings)
-    yield "Machine", check_machine(Path(settings.runs_directory if settings else "runs"))
+    runs = Path(settings.runs_directory if settings else "runs")
+    yield "Machine", check_machine(runs)
     yield "Shared memory", check_shared_memory(settings)
-    yield "Services", check_services(os.environ)
+    yield "Services", check_services(os.environ, runs)
     if settings is not None and settings.cluster.backend != "local":
         yield "Hosts", check_hosts(settings)
     if config is not None:

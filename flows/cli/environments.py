@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from earl_core.environments.registry import BUILT_IN
 from earl_core.environments.trial.findings import examine
 from earl_core.system.errors import ConfigError
 from earl_core.system.finding import Level
-from flows.cli.findings import show_findings
+from flows.cli.findings import show_findings, summary
+from flows.cli.interrupt import exit_on_sigterm
 from flows.cli.tables import make_console
 
 
@@ -31,15 +30,12 @@ def check(target: str, options: str | None, python: str | None, episodes: int, t
     recipe, whose environments are tried. options: YAML of the former. Raises ConfigError.
     """
     # Folders of the hosts go with the command.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    exit_on_sigterm()
     console = make_console()
     levels: Counter[Level] = Counter()
     for name, environment in _chosen(target, options, python).items():
         levels += show_findings(console, name, examine(environment, episodes, turns))
-    console.print(
-        f"\n{levels['blocks']} findings break training, {levels['warning']} deserve a look.",
-        style="bold",
-    )
+    console.print(f"\n{summary(levels, 'break', 'training')}", style="bold")
     return 1 if levels["blocks"] else 0
 
 

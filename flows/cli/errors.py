@@ -21,16 +21,9 @@ from earl_core.system.errors import EarlError
 from flows.cli.curve import Series, draw
 from flows.cli.serving import evaluations_of, iterations_of, tracking_uri
 from flows.cli.shards import shards_command
-from flows.cli.tables import (
-    Line,
-    evaluation_table,
-    iteration_table,
-    mean_return,
-    outcome_names,
-    outcome_shares,
-    signed,
-)
+from flows.cli.tables import evaluation_table, iteration_table
 from flows.server import Server
+from tasks.reports.lines import Line, mean_return, outcome_names, outcome_shares, signed
 
 _TAIL_LINES = 12
 _LOG_PREFIX = "  | "
@@ -159,7 +152,11 @@ def learning_curve(run: Path) -> str:
 
 
 def _share(outcome: str) -> Callable[[Line], float | None]:
-    return lambda line: outcome_shares(line).get(outcome)
+    def share(line: Line) -> float | None:
+        shares = outcome_shares(line)
+        return shares.get(outcome, 0.0) if shares else None
+
+    return share
 
 
 def _curve(
@@ -173,15 +170,16 @@ def _curve(
 def places(run: Path, used: Server) -> list[tuple[str, str]]:
     """(what, command or address) for the run directory, MLflow and Prefect."""
     found = [("everything about the run", f"{run}/ (config.yaml, metrics.jsonl, logs/)")]
+    elsewhere = f" --runs-directory {shlex.quote(str(run.parent))}"
+    up = "earl up" + ("" if run.parent == Path("runs") else elsewhere)
     uri = tracking_uri(run)
     if uri is not None:
-        served = uri.startswith(("http://", "https://"))
         command = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        if uri == f"sqlite:///{run.parent.resolve() / 'mlflow.db'}":
+            command = up
+        served = uri.startswith(("http://", "https://"))
         found.append(("metrics, plans, episodes in MLflow", uri if served else command))
-    pages = used.url.removesuffix("/api")
-    if used.embedded:
-        elsewhere = f" --runs-directory {shlex.quote(str(run.parent))}"
-        pages = "earl server" + ("" if run.parent == Path("runs") else elsewhere)
+    pages = up if used.embedded else used.url.removesuffix("/api")
     found.append(("flow runs and stages in Prefect", pages))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from rich.console import Console
@@ -9,9 +10,13 @@ from rich.console import Console
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
-from flows.cli.flow_command import FlowCommand, make_display
+from earl_core.system.plural import plural
+from flows.cli.arguments import Show
+from flows.cli.display import make_display
+from flows.cli.flow_command import FlowCommand
 from flows.cli.serving import find_run
 from flows.cli.tables import duration, make_console, rows_table
+from tasks.reports.lines import limit_shares
 
 
 def evaluate(
@@ -20,18 +25,18 @@ def evaluate(
     episodes: int | None,
     temperature: float | None,
     overrides: list[str],
-    plain: bool,
+    show: Show,
 ) -> None:
     """Play held-out games through the `evaluate` flow and print the outcomes."""
     path = find_run(*run)
     config = stored_config(path, overrides)
     found = find_checkpoint(path, config, checkpoint)
-    console = make_console()
+    console = make_console(quiet=show in ("quiet", "json"))
     for text in found.damaged:
         console.print(text, style="yellow", highlight=False)
     result = FlowCommand(config.runs_directory).run(
         "evaluate",
-        make_display(console, plain),
+        make_display(console, show),
         lambda: "Stopped; nothing of the evaluation is kept.",
         run=str(path),
         checkpoint=checkpoint,
@@ -39,7 +44,10 @@ def evaluate(
         temperature=temperature,
         overrides=overrides,
     )
-    print_result(result, console)
+    if show == "json":
+        print(json.dumps({"kind": "evaluation", **result}))
+    else:
+        print_result(result, make_console())
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
@@ -47,7 +55,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     metrics = result["metrics"]
     console.print(
         f"\n[bold]{result['run']}[/bold], {result['checkpoint']} (policy version "
-        f"{result['policy_version']}): {result['episodes']} held-out games in "
+        f"{result['policy_version']}): {plural(result['episodes'], 'held-out game')} in "
         f"{duration(metrics['seconds'])}",
         highlight=False,
     )
@@ -59,6 +67,14 @@ def print_result(result: dict[str, Any], console: Console) -> None:
             "95 % interval": f"{parts['low']:.1%} - {parts['high']:.1%}",
         }
         for name, parts in result["outcomes"].items()
+    ]
+    rows += [
+        {
+            "outcome": f"ended by the {name}",
+            "games": f"{share * result['episodes']:.0f}",
+            "share": f"{share:.1%}",
+        }
+        for name, share in limit_shares(metrics).items()
     ]
     console.print(rows_table(rows))
     if result["suites"]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from earl_core.system.finding import Finding, Level
+from earl_core.system.plural import plural
 
 _MARKS: dict[Level, tuple[str, str]] = {
     "good": ("✓", "green"),
@@ -16,6 +17,15 @@ _MARKS: dict[Level, tuple[str, str]] = {
     "warning": ("!", "yellow"),
     "blocks": ("✗", "bold red"),
 }
+
+
+def summary(levels: Counter[Level], verb: str, what: str) -> str:
+    """How many findings block (`verb` `what`), and how many deserve a look."""
+    blocks, looks = levels["blocks"], levels["warning"]
+    return (
+        f"{plural(blocks, 'finding')} {verb}{'s' if blocks == 1 else ''} {what}, {looks} "
+        f"deserve{'s' if looks == 1 else ''} a look."
+    )
 
 
 def show_findings(console: Console, topic: str, findings: Iterable[Finding]) -> Counter[Level]:

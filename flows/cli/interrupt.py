@@ -115,6 +115,11 @@ def _stop(thread: threading.Thread, stop: Callable[[], None]) -> None:
         thread.join(_POLL_SECONDS)
 
 
+def exit_on_sigterm() -> None:
+    """Have SIGTERM end this process as `sys.exit` does: context managers clean up."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def leave(code: int) -> NoReturn:
     """End the process now; what it started notices by itself."""
     sys.stdout.flush()

@@ -26,17 +26,25 @@ from earl_core.selector.choice.explain import (
     summary,
 )
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.predict import GENERATED_SHARE, NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.candidates import DEVICES, MODELS, cluster, device_of
+from earl_core.selector.model.catalogue import (
+    DEVICES,
+    MODELS,
+    cluster,
+    device_of,
+    find_devices,
+    known_model,
+)
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
+from earl_core.system.plural import plural
 from flows.cli.serving import find_run
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
 
 
-def explain_run(run: str, runs_directory: str, explain: bool) -> None:
+def explain_run(run: str, runs_directory: str, explain: bool, as_json: bool = False) -> None:
     """Print the choices of RUN@ITERATION, made again from their sealed inputs.
 
     explain: all attempts of the iteration with all candidates, what each infeasible stage
@@ -50,6 +58,9 @@ def explain_run(run: str, runs_directory: str, explain: bool) -> None:
     inputs = _sealed_inputs(path, folder, iteration)
     seen = _observations(path, iteration)
     plan = _sealed_plan(folder)
+    if as_json:
+        print(json.dumps(plan.model_dump(mode="json") if plan else None))
+        return
     console = make_console()
     policy = plan.policy if plan else inputs[-1].selector.policy
     console.print(f"[bold]{path}[/bold], iteration {iteration}, policy {policy}")
@@ -140,30 +151,48 @@ def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) 
         _print_plan(again, console)
 
 
-def explain_question(model: str, place: str, context: str, explain: bool, **load: Any) -> None:
+_CONTEXT_ON_GPUS, _CONTEXT = "8K", "1K"
+_PATIENCE = 3600.0
+"""A model fits when an iteration is predicted to take at most so many seconds."""
+
+
+def explain_question(
+    model: str | None, place: str, context: str | None, explain: bool, as_json: bool, **load: Any
+) -> None:
     """Print what would be run for a model, on hardware by its name, and a load.
 
-    context: such as `32K` or `1K,8K,128K`. load: the other fields of `PlannedLoad`.
+    model: None: the largest well-known one that fits. context: such as `32K` or `1K,8K,128K`; None:
+    one that suits the hardware. load: the other fields of `PlannedLoad`.
     """
-    shape, hardware = find_model(model), find_hardware(place)
+    hardware = find_hardware(place)
+    context = context or (_CONTEXT_ON_GPUS if hardware.gpus else _CONTEXT)
     loads = [PlannedLoad(tokens, **load) for tokens in parse_contexts(context)]
     longest = max(asked.context for asked in loads)
+    name, shape = (model, find_model(model)) if model else _fitting(hardware, loads)
     if longest > shape.max_positions:
         raise ConfigError(
             f"--context {longest} is longer than the model's position range of "
             f"{shape.max_positions:,}: ask for less"
         )
-    console = make_console()
+    console = make_console(quiet=as_json)
     device = device_of(hardware)
-    count = f"{hardware.hosts} x {hardware.devices_per_host}" if hardware.gpus else hardware.devices
-    console.print(
-        f"[bold]{model}[/bold] ({shape.parameters / 1e9:.3g} B parameters) on {count} "
-        f"{device.name}, {loads[0].responses} responses an iteration, at most {loads[0].running} "
-        "in an engine"
-    )
+    place = plural(hardware.devices, device.name)
+    if hardware.gpus:
+        place = f"{hardware.hosts} x {hardware.devices_per_host} {device.name}"
+    console.print(f"[bold]{name}[/bold] ({shape.parameters / 1e9:.3g} B parameters) on {place}")
+    if model is None:
+        console.print(
+            "It is the largest well-known model that fits there, with iterations of at most an "
+            "hour: name another with --model.",
+            style="dim",
+        )
+    console.print(_assumed(loads), style="dim")
     inputs = [ask(shape, hardware, asked) for asked in loads]
     try:
-        if len(inputs) > 1:
+        if as_json:
+            plans = [_plain(name, asked, given) for asked, given in zip(loads, inputs, strict=True)]
+            print(json.dumps(plans))
+        elif len(inputs) > 1:
             console.print(rows_table([summary(given) for given in inputs]))
         else:
             _print_plan(select(inputs[0]), console)
@@ -180,9 +209,63 @@ def explain_question(model: str, place: str, context: str, explain: bool, **load
         _print_figures(hardware, console)
 
 
-def explain_memory(hardware: str) -> None:
+def _plain(name: str, asked: PlannedLoad, given: SelectionInput) -> dict[str, Any]:
+    return {
+        "model": name,
+        "assumed": {**asked._asdict(), "generated_share": GENERATED_SHARE},
+        "hardware": given.hardware.model_dump(mode="json"),
+        "plan": select(given).model_dump(mode="json"),
+    }
+
+
+def _fitting(hardware: Hardware, loads: Sequence[PlannedLoad]) -> tuple[str, ModelShape]:
+    """The largest well-known model with a plan for every load whose iterations end in time; else
+    the one whose iterations are shortest. Raises `ConfigError` where none has a plan."""
+    longest = max(asked.context for asked in loads)
+    inside = {name: shape for name, shape in MODELS.items() if shape.max_positions >= longest}
+    if not inside:
+        raise ConfigError(
+            f"no well-known model has positions for {longest:,} tokens: name one with --model, or "
+            "give a shorter --context"
+        )
+    seconds: dict[str, float] = {}
+    reason = ""
+    for name in sorted(inside, key=lambda name: -inside[name].parameters):
+        try:
+            seconds[name] = max(_seconds(inside[name], hardware, asked) for asked in loads)
+        except NoFeasiblePlan as error:
+            reason = f"{name}: {error}"
+            continue
+        if seconds[name] <= _PATIENCE:
+            return name, inside[name]
+    if not seconds:
+        raise ConfigError(f"no well-known model fits, not even {reason}")
+    quickest = min(seconds, key=lambda name: seconds[name])
+    return quickest, inside[quickest]
+
+
+def _seconds(shape: ModelShape, hardware: Hardware, asked: PlannedLoad) -> float:
+    plan = select(ask(shape, hardware, asked))
+    return sum(predicted.seconds for predicted in plan.predictions.values())
+
+
+def _assumed(loads: Sequence[PlannedLoad]) -> str:
+    lengths = " or ".join(f"{asked.context:,}" for asked in loads)
+    totals = " or ".join(f"{asked.context * asked.responses:,}" for asked in loads)
+    return (
+        f"Assumed: {plural(loads[0].responses, 'response')} an iteration of {lengths} tokens "
+        f"each, {GENERATED_SHARE:.0%} of them written by the model, so {totals} tokens an "
+        f"iteration; at most {plural(loads[0].running, 'sequence')} in an engine. Change it with "
+        "--responses, --context and --running."
+    )
+
+
+def explain_memory(hardware: str, as_json: bool = False) -> None:
     """Print what the memory formulas give for well-known shapes on one device."""
     device = device_of(find_hardware(hardware))
+    if as_json:
+        print(json.dumps(memory_rows(MODELS, device)))
+        return
     console = make_console()
     console.print(
         f"One sample of 8,192 tokens; GiB on one {device.name} of {device.memory_bytes / 2**30:.0f}"
@@ -226,7 +309,7 @@ def _print_figures(hardware: Hardware, console: Console) -> None:
 
 def find_model(name: str) -> ModelShape:
     """A well-known shape by name, or that of a directory with a config.json."""
-    known = MODELS.get(name.lower().rpartition("/")[2].removesuffix("-instruct"))
+    known = known_model(name)
     if known is not None:
         return known
     file = Path(name)
@@ -245,32 +328,36 @@ def find_model(name: str) -> ModelShape:
 
 
 def find_hardware(name: str) -> Hardware:
-    """`here`, a device of the catalogue (one host with 8), or HOSTSxGPUSxDEVICE."""
+    """`here`, a device of the catalogue (one host with 8), or that after counts: 4xh100 are the
+    devices of one host, 2x8xh100 hosts and the devices of each."""
     if name == "here":
         from earl_core.control.hardware import read_hardware
 
         return read_hardware()
-    found = re.fullmatch(r"(?:(\d+)x(\d+)x)?([a-z0-9-]+)", name.lower())
-    device = None
-    if found:
-        device = next((key for key in DEVICES if found[3] in (key, key.split("-")[0])), None)
+    found = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z].*)", name.strip().lower())
+    devices = find_devices(found[3]) if found else []
     counts = [int(count) for count in found.groups()[:2] if count] if found else []
-    if found is None or device is None or 0 in counts:
+    if found is None or not devices or 0 in counts:
         raise ConfigError(
-            f"--hardware {name!r} is not known: say `here`, one of {', '.join(DEVICES)}, or hosts "
-            "x devices x name, such as 16x8xh100-80gb"
+            f"--hardware {name!r} is not known: say `here`, one of {', '.join(DEVICES)}, devices x "
+            "name, such as 4xh100, or hosts x devices x name, such as 16x8xh100"
         )
-    return cluster(device, int(found[1] or 1), int(found[2] or 8))
+    return cluster(devices[0], int(found[1] or 1), int(found[2] or 8))
+
+
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def parse_contexts(text: str) -> list[int]:
-    """`1024`, `32K`, or several with commas between them."""
+    """`1024`, `32K`, `1.5M`, or several with commas between them; K are 1,024 tokens."""
     values = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)\s*([kK]?)\s*", part)
-        if not found or int(found[1]) == 0:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([km]?)\s*", part.lower())
+        tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        if tokens < 1 or not (tokens.is_integer() or (found and found[2])):
             raise ConfigError(
-                f"--context {text!r} is not a number of tokens, such as 32768, 32K or 1K,8K,128K"
+                f"--context {text!r} is not a number of tokens, such as 32768, 32K, 1.5M or "
+                "1K,8K,128K"
             )
-        values.append(int(found[1]) * (1024 if found[2] else 1))
+        values.append(round(tokens))
     return values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import secrets
-import signal
 import sys
 import time
 from collections import Counter
@@ -21,8 +20,10 @@ from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.environments.games.board_game import MARKS, BoardGame
 from earl_core.environments.registry import create
 from earl_core.system.errors import ConfigError
+from earl_core.system.plural import plural
 from earl_core.trajectory.samples import derive_seed
 from flows.cli.board import show
+from flows.cli.interrupt import exit_on_sigterm
 from flows.cli.tables import make_console
 
 _GAMES = ("tic_tac_toe", "connect_four")
@@ -105,7 +106,7 @@ def play(
         games = 1
     # A game that a person cannot join is refused before the model is loaded.
     person = Person(console, config) if me else None
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    exit_on_sigterm()
     outcomes: Counter[str] = Counter()
     labels = list(config.played)
     seed = secrets.randbits(32) if seed is None else seed
@@ -126,8 +127,7 @@ def play(
     except (KeyboardInterrupt, EOFError):
         console.print()
     counted = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
-    games_word = "game" if outcomes.total() == 1 else "games"
-    console.print(f"{outcomes.total()} {games_word} played{': ' if counted else ''}{counted}")
+    console.print(f"{plural(outcomes.total(), 'game')} played{': ' if counted else ''}{counted}")
 
 
 def _watch(

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import socket
-import sys
 from pathlib import Path
 
 from earl_core.config import RunConfig, parse_config
@@ -16,6 +14,7 @@ from earl_core.control.policy_player import PlayedPolicy, PolicyPlayer, find_che
 from earl_core.run.record import stored_config
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import write_atomic
+from flows.cli.interrupt import exit_on_sigterm
 from flows.cli.serving import find_run
 from flows.cli.tables import make_console
 
@@ -55,7 +54,7 @@ def serve(
             f"port {port} cannot be listened on ({error.strerror}): choose another with --port"
         ) from None
     key, place = _choose_key(secret)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    exit_on_sigterm()
     console.print(f"Loading {checkpoint.label} of {path.name} …", style="dim")
     try:
         with PolicyPlayer(config, checkpoint) as player:

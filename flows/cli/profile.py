@@ -7,7 +7,9 @@ from typing import Any
 from rich.console import Console
 
 from earl_core.config import load_config
-from flows.cli.flow_command import FlowCommand, make_display
+from earl_core.system.plural import plural
+from flows.cli.display import make_display
+from flows.cli.flow_command import FlowCommand
 from flows.cli.plan import parse_contexts
 from flows.cli.tables import duration, make_console, rows_table
 
@@ -21,7 +23,7 @@ def profile(
     console = make_console()
     result = FlowCommand(settings.runs_directory).run(
         "profile",
-        make_display(console, plain),
+        make_display(console, "plain" if plain else "live"),
         lambda: "Stopped. What was measured is kept: rerun to continue.",
         config=config,
         minutes=minutes,
@@ -33,15 +35,15 @@ def profile(
 
 def print_result(result: dict[str, Any], minutes: float, console: Console) -> None:
     """The measured table, what would be chosen by it, and how good the memory model is."""
-    spent = duration(result["seconds"])
+    spent, points = duration(result["seconds"]), plural(result["points"], "point")
     if not result["new"]:
         console.print(
-            f"\nThis profile is finished: {result['points']} points in {spent}, with nothing left "
-            f"that fits {minutes:g} minutes and might change a choice. To measure more, give more "
+            f"\nThis profile is finished: {points} in {spent}, with nothing left that "
+            f"fits {minutes:g} minutes and might change a choice. To measure more, give more "
             "--minutes; to measure again, remove the file.",
             highlight=False,
         )
-    console.print(f"\n[bold]Measured[/bold] ({result['points']} points, {spent})")
+    console.print(f"\n[bold]Measured[/bold] ({points}, {spent})")
     console.print(rows_table(result["measured"]))
     if result["choices"]:
         console.print("\n[bold]What live_tokens would choose now[/bold]")

@@ -18,6 +18,7 @@ from earl_core.dispatch.shards.shard import open_batch
 from earl_core.run.record import config_of_run
 from earl_core.run.stores import StoreState, list_stores, run_store, sweep
 from earl_core.system.errors import ConfigError
+from earl_core.system.plural import plural
 from flows.cli.serving import find_run
 from flows.cli.tables import duration, make_console, rows_table
 
@@ -121,8 +122,8 @@ def _show_manifest(manifest: Manifest, console: Console) -> None:
     rows = sum(entry.rows for entry in manifest.shards)
     console.print(
         f"[bold]{manifest.stage}[/bold] of iteration {manifest.iteration}, run {manifest.run}, "
-        f"policy version {manifest.policy_version}: {len(manifest.shards)} shards, {rows} rows, "
-        f"{decimal(manifest.tensor_bytes)}",
+        f"policy version {manifest.policy_version}: {plural(len(manifest.shards), 'shard')}, "
+        f"{plural(rows, 'row')}, {decimal(manifest.tensor_bytes)}",
         highlight=False,
     )
 
@@ -148,7 +149,7 @@ def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) 
         text = f"{key.decode(errors='replace')}: {value.decode(errors='replace')}"
         console.print(text, style="dim", highlight=False)
     if row >= batch.num_rows:
-        raise ConfigError(f"row {row} does not exist: {path} has {batch.num_rows} rows")
+        raise ConfigError(f"row {row} does not exist: {path} has {plural(batch.num_rows, 'row')}")
     console.print(f"\nRow {row} of {batch.num_rows}:", style="bold", highlight=False)
     for name in batch.schema.names:
         value = batch.column(name)[row].as_py()

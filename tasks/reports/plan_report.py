@@ -22,6 +22,7 @@ from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.files import read_file
 
 _ROWS_SHOWN = 24
+_GUESSED = "≈"
 
 
 def plan_page(
@@ -34,10 +35,25 @@ def plan_page(
     parts = [
         f"## Plan of iteration {plan.iteration}, policy {plan.policy}",
         *_history(plan, before, seen),
-        markdown_table(plan_rows(plan)),
+        *_chosen(plan),
         *_considered(run, plan),
     ]
     return "\n\n".join(parts)
+
+
+def _chosen(plan: DeploymentPlan) -> list[str]:
+    """A narrow table, for the page has 780 pixels and wraps no cell; sentences below it."""
+    rows = plan_rows(plan)
+    names = ("stage", "stage deployment", "seconds", "memory")
+    told = []
+    for row in rows:
+        known = row.get("known from")
+        numbers = f"predicted {row['tokens/s']} tokens/s, from {known}" if known else ""
+        text = "; ".join(part for part in (row["why"], numbers) if part)
+        if text:
+            told.append(f"- **{row['stage']}**: {_plain(text)}")
+    narrow = [{name: row.get(name, "") for name in names} for row in rows]
+    return [markdown_table(narrow), *(["\n".join(told)] if told else [])]
 
 
 def _history(
@@ -62,10 +78,35 @@ def _considered(run: RunDirectory, plan: DeploymentPlan) -> list[str]:
         return [f"Nothing else was considered: {error}"]
     parts = []
     for heading, rows in tables:
-        parts += [f"### {heading}", markdown_table(rows[:_ROWS_SHOWN])]
+        shown = rows[:_ROWS_SHOWN]
+        parts.append(f"### {heading}")
+        offered = [_narrow(row) for row in shown if "seconds" in row]
+        if offered:
+            parts.append(markdown_table(offered))
+        told = [text for row in shown if (text := _remark(row))]
         if len(rows) > _ROWS_SHOWN:
-            parts.append(f"… and {len(rows) - _ROWS_SHOWN} more")
-    return parts
+            told.append(f"- … and {len(rows) - _ROWS_SHOWN} more")
+        if told:
+            parts.append("\n".join(told))
+    return [*parts, f"{_GUESSED}: a guess by the roofline, not measured"]
+
+
+def _narrow(row: Row) -> Row:
+    guessed = row["seconds"] and row["known from"] == "roofline"
+    return {
+        "candidate": row["candidate"],
+        "seconds": f"{_GUESSED} {row['seconds']}" if guessed else row["seconds"],
+        "difference": row["against the chosen"],
+        "memory": row["memory"],
+        "KV cache": row["KV cache filled"],
+    }
+
+
+def _remark(row: Row) -> str:
+    """What a row says in words: of a candidate its verdict, else why it was not offered."""
+    if "reason" in row:
+        return f"- **{row['stage']}**, {_plain(row['candidates'])}: {_plain(row['reason'])}"
+    return f"- {_plain(row['candidate'])}: {_plain(row['verdict'])}" if row["verdict"] else ""
 
 
 def candidate_tables(given: SelectionInput, plan: DeploymentPlan) -> list[tuple[str, list[Row]]]:
@@ -92,4 +133,9 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return _plain(text).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """Text in one line that opens no HTML."""
+    return text.replace("\n", " ").replace("<", "&lt;")

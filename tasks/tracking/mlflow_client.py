@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from earl_core.config import RunConfig
 from earl_core.secrets import learn_url, redact, redact_tree, resolve
 from earl_core.system.files import FileLock, refuse_network
+from earl_core.system.service import living_service
 from tasks.tracking.inputs import PlayedInput
 from tasks.tracking.traces import EpisodeTrace
 
@@ -27,13 +29,29 @@ if TYPE_CHECKING:
 
 
 def default_uri(config: RunConfig) -> str:
-    """`tracking.uri`, else MLFLOW_TRACKING_URI, else an SQLite database beside the runs.
+    """`tracking.uri`, else MLFLOW_TRACKING_URI, else the server of `earl up` for these runs if it
+    lives, else the SQLite database beside the runs, which is that server's too.
 
     A reference is resolved; what lets in is hidden from now on. Raises `ConfigError`.
     """
     given = resolve(config.tracking.uri) or os.environ.get("MLFLOW_TRACKING_URI")
+    if not given and (server := living_service(config.runs_directory, "mlflow")):
+        given = server.address
     learn_url(given or "")
-    return given or f"sqlite:///{Path(config.runs_directory).resolve() / 'mlflow.db'}"
+    return given or f"sqlite:///{default_database(config.runs_directory)}"
+
+
+def default_database(runs_directory: str | Path) -> Path:
+    """The SQLite file of runs that are tracked nowhere else."""
+    return Path(runs_directory).resolve() / "mlflow.db"
+
+
+def without_login(uri: str) -> str:
+    """A URI as it may be shown, stored and opened in a browser: without user, password or key."""
+    if sqlite_path(uri) is None and "://" in uri:
+        parts = urlsplit(uri)
+        uri = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return redact(uri)
 
 
 def check_tracker(config: RunConfig) -> None:
@@ -112,7 +130,7 @@ def open_mlflow_run(uri: str, experiment: str, name: str, uid: str, known: str |
         os.environ.setdefault(variable, value)
     from mlflow import MlflowClient
 
-    with _first_use(uri):
+    with first_use(uri):
         client = patient(lambda: MlflowClient(tracking_uri=uri))
         run = _find(client, known, uid) if known else None
         if run is None:
@@ -315,7 +333,7 @@ def _artifacts(uri: str, experiment: str) -> str | None:
 
 
 @contextmanager
-def _first_use(uri: str) -> Iterator[None]:
+def first_use(uri: str) -> Iterator[None]:
     """Let one process at a time open an SQLite database: MLflow's creation of it is no
     transaction, and two at once break each other."""
     database = sqlite_path(uri)

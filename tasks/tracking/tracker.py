@@ -95,7 +95,7 @@ class Tracker:
     @property
     def uri(self) -> str:
         """The tracking URI, without credentials."""
-        return redact(self._uri)
+        return mlflow_client.without_login(self._uri)
 
     @property
     def waiting(self) -> bool:

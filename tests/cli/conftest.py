@@ -103,7 +103,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.
         for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
             patch.delenv(name, raising=False)
         patch.setattr(server, "DEFAULT_URL", "http://127.0.0.1:9/api")
-        started = server.start(home)
+        started = server.start(home, home)
         try:
             started.ready()
             yield started

@@ -24,7 +24,10 @@ def is_one_block(text: str) -> bool:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout__temprature": "1"}, ["rollout.temprature", "unknown key"]),
+        ({"rollout__temprature": "1"}, ["rollout.temprature", "unknown key", "`temperature`"]),
+        ({"environment": "{agent: 'ghost:run'}"}, ["the agent 'ghost:run'", "imported"]),
+        ({"environment": "{agent: ghost}"}, ["no agent 'ghost'", "verifiers"]),
+        ({"reward__functions": "[{function: 'ghost:score'}]"}, ["'ghost:score'", "imported"]),
         ({"rollout__group_size": "1"}, ["group_size must be at least 2", "reinforce"]),
         ({"rollout__top_p": "0.9"}, ["top_p must stay 1.0"]),
         ({"rollout__max_turns": "zero"}, ["rollout.max_turns"]),

@@ -1,4 +1,4 @@
-"""`prefect.yaml`: what `prefect deploy` will find when it reads it."""
+"""The deployments, and `prefect.yaml`, which says the same to `prefect deploy`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from earl_core.config import load_config
+from flows.deployments import deployments
 from tests.cli.conftest import ROOT
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
@@ -35,8 +36,16 @@ def test_a_deployment_names_a_flow_and_parameters_that_it_takes(item: dict[str, 
     assert config is None or load_config(config)
 
 
-def test_every_flow_for_people_is_deployed() -> None:
+def test_the_project_file_says_what_earl_up_deploys() -> None:
+    assert [item.project_entry() for item in deployments()] == DEPLOYMENTS
     assert {item["name"] for item in DEPLOYMENTS} >= {"train", "iteration", "evaluate"}
+
+
+def test_runs_elsewhere_are_found_there() -> None:
+    for item in deployments("/data/runs"):
+        given = item.parameters
+        assert given.get("run", "/data/runs/").startswith("/data/runs/")
+        assert "run" in given or given["overrides"] == ["runs_directory=/data/runs"]
 
 
 def test_names_are_unique_and_a_profile_has_its_minutes() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +20,10 @@ from rich.console import Console
 from earl_core.config import RunConfig, load_config
 from flows.cli.board import find_board
 from flows.cli.curve import HEIGHT, WIDTH, Series, draw
+from flows.cli.display import LiveDisplay, PlainDisplay, make_display
 from flows.cli.errors import next_commands
-from flows.cli.flow_command import LiveDisplay, PlainDisplay, make_display
-from flows.cli.tables import duration
-from tests.cli.conftest import CONFIG
+from flows.cli.tables import duration, rows_table
+from tests.cli.conftest import CONFIG, ROOT
 
 Event = tuple[str, int, dict[str, Any]]
 
@@ -61,8 +65,8 @@ def live(iterations: int, done: list[dict[str, Any]] | None = None) -> LiveDispl
     return LiveDisplay(Console(file=io.StringIO()), iterations, done or [])
 
 
-def rendered(display: LiveDisplay) -> str:
-    console = Console(width=120, file=io.StringIO(), record=True)
+def rendered(display: LiveDisplay, width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
     console.print(display.screen())
     return console.export_text()
 
@@ -137,6 +141,101 @@ def test_layouts_that_switch_and_stages_that_are_repeated_are_lines_that_stay(
         assert line in output.getvalue()
 
 
+CUT = {**METRICS, "rollout/outcome/draw": 0.125, "rollout/finish/max_turns": 0.375}
+
+
+@pytest.mark.parametrize("width", range(40, 201, 8))
+def test_the_screen_fits_every_width_and_drops_columns_from_the_right(width: int) -> None:
+    display = live(50, [{"iteration": k, **CUT} for k in range(3)])
+    display.listen(*EVALUATED)
+    display.listen(*ITERATION[-1])
+    lines = rendered(display, width).splitlines()
+    assert max(map(len, lines)) <= width
+    whole = ["iteration", "return", "win %", "draw %", "illegal %", "turn limit %"]
+    whole += ["context", "max", "rollout tok/s", "update tok/s", "seconds"]
+    shown = re.split("  +", next(line for line in lines if "iteration  return" in line).strip())
+    assert shown == whole[: len(shown)]
+    assert len(shown) >= 3
+    assert len(shown) == len(whole) or width < 120
+    assert sum(bool(re.match(r" *\d +-0.25 +25", line)) for line in lines) == 3
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 120])
+def test_nothing_of_other_tables_is_lost_in_a_narrow_terminal(width: int) -> None:
+    rows = [{"stage": "update", "label": "a b c", "seconds": "12.5", "why": "word " * 9 + "end"}]
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(rows_table(rows))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("word") == 9
+    assert all(part in text for part in ("update", "12.5", "end"))
+
+
+RESIZED = """
+import sys
+from rich.console import Console
+from flows.cli.display import LiveDisplay
+from tests.cli.test_display import CUT, ITERATION
+with LiveDisplay(Console(), 50, [{"iteration": k, **CUT} for k in range(3)]) as display:
+    display.listen(*ITERATION[-1])
+    sys.stdin.readline()
+"""
+
+
+def test_the_screen_survives_a_window_that_becomes_narrower() -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    child = pexpect.spawn(
+        sys.executable,
+        ["-c", RESIZED],
+        env={**kept, "TERM": "xterm", "PYTHONPATH": str(ROOT)},
+        dimensions=(30, 130),
+        encoding="utf-8",
+        timeout=60,
+    )
+    try:
+        child.expect("update tok/s")
+        child.setwinsize(30, 60)
+        child.expect(re.escape("\x1b[2J"))
+        child.sendline("")
+        child.expect(pexpect.EOF)
+    finally:
+        child.close(force=True)
+    after = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", child.before)
+    assert "iteration  return  win %" in after
+    assert "update tok/s" not in after
+    assert max(len(line) for line in re.split(r"[\r\n]+", after)) <= 60
+
+
+def test_json_lines_and_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    for show in ("json", "quiet"):
+        with make_display(Console(file=io.StringIO()), show) as display:
+            for event in [*ITERATION, FINISHED, EVALUATED]:
+                display.listen(*event)
+            display.say("starting Prefect")
+            logging.getLogger("earl_core.anything").warning("the tracker is away")
+        told = capsys.readouterr()
+        assert told.err == "warning: the tracker is away\n"
+        if show == "quiet":
+            assert told.out == ""
+            continue
+        first, second = map(json.loads, told.out.splitlines())
+        assert (first["kind"], first["iteration"], first["return"]) == ("iteration", 0, -0.25)
+        assert first["outcomes"] == {"win": 0.25, "illegal": 0.5}
+        assert first["metrics"]["rollout/context/max"] == 76.0
+        assert (second["kind"], second["iteration"], second["return"]) == ("evaluation", 1, 0.1)
+
+
+def test_outcomes_are_the_environments_own_and_limits_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    metrics = {"rollout/outcome/correct": 0.5, "rollout/finish/max_turns": 0.25}
+    with PlainDisplay() as plain:
+        plain.listen("iteration", 0, {"finished": True, "metrics": metrics})
+    out = capsys.readouterr().out
+    assert "correct 50 %, 25 % ended by the turn limit" in out
+    assert "illegal" not in out
+
+
 def test_only_the_last_iterations_are_shown_and_a_repeated_one_once() -> None:
     display = live(50, [{"iteration": k, **METRICS} for k in range(20)])
     display.listen("iteration", 19, {"finished": True, "metrics": METRICS})
@@ -162,7 +261,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "starting the rollout worker",
         "iteration 0: return -0.250, win 25 %, illegal 50 %, context 51, max 76, rollout 2,047 "
         "tokens/s, update 9,152 tokens/s, 6.5 s",
-        "evaluation after 1 iterations: return +0.100, win 50 (40-60) %",
+        "evaluation after 1 iteration: return +0.100, win 50 (40-60) %",
         "iteration 1: rollout 40/64 episodes",
         "warning: the tracker is away",
     ]
@@ -193,10 +292,10 @@ def commands(config: RunConfig) -> list[str]:
 
 
 def test_a_pipe_gets_plain_lines() -> None:
-    assert isinstance(make_display(Console(file=io.StringIO()), False), PlainDisplay)
+    assert isinstance(make_display(Console(file=io.StringIO()), "live"), PlainDisplay)
     terminal = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(make_display(terminal, True), PlainDisplay)
-    assert isinstance(make_display(terminal, False), LiveDisplay)
+    assert isinstance(make_display(terminal, "plain"), PlainDisplay)
+    assert isinstance(make_display(terminal, "live"), LiveDisplay)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(-1e6, 1e6)), min_size=1, max_size=80))

@@ -87,9 +87,9 @@ def test_leftovers_of_deleted_runs_are_found(tmp_path: Path) -> None:
     assert f"earl shards sweep --directory {tmp_path}" in found[0].advice
 
 
-def test_services_that_do_not_answer() -> None:
+def test_services_that_do_not_answer(tmp_path: Path) -> None:
     asked = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    found = {finding.text: finding for finding in check_services(asked)}
+    found = {finding.text: finding for finding in check_services(asked, tmp_path)}
     mlflow = next(f for text, f in found.items() if "MLFLOW_TRACKING_URI" in text)
     assert mlflow.level == "warning"
     assert any("HF_HUB_OFFLINE=0" in text for text in found)

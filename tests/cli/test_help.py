@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import pytest
 
 from tests.cli.conftest import ROOT, Earl
 
-COMMANDS = ("init", "train", "resume", "evaluate", "play", "shards", "env", "doctor")
+COMMANDS = (
+    *("init", "up", "down", "status", "runs", "config", "train", "resume", "evaluate", "play"),
+    *("report", "export", "debug", "shards", "env", "doctor"),
+)
 
 
 def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:
@@ -24,12 +29,43 @@ def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [*COMMANDS, "shards list", "shards show", "shards sweep", "env check"]
+    "command", [*COMMANDS, "config diff", "shards list", "shards show", "shards sweep", "env check"]
 )
 def test_every_command_has_help(fresh_earl: Earl, command: str) -> None:
     shown = fresh_earl.run(*command.split(), "--help")
     assert shown.returncode == 0
     assert "Usage: earl" in shown.stdout
+
+
+def test_versions_are_told_without_imports(fresh_earl: Earl) -> None:
+    shown = fresh_earl.run("--version")
+    assert shown.returncode == 0
+    lines = dict(line.split(" ", 1) for line in shown.stdout.splitlines())
+    assert lines["Python"] == platform.python_version()
+    assert lines["torch"] == version("torch")
+    assert {"earl-rl", "prefect", "mlflow"} <= lines.keys()
+
+
+def test_the_shell_completes_recipes_runs_and_checkpoints(fresh_earl: Earl) -> None:
+    (fresh_earl.directory / "runs/mine/checkpoints/000007").mkdir(parents=True)
+    (fresh_earl.directory / "runs/mine/config.yaml").write_text("name: mine\n")
+    assert "tictactoe_tiny" in complete(fresh_earl, "earl train tictactoe")
+    assert complete(fresh_earl, "earl resume ") == ["mine"]
+    assert complete(fresh_earl, "earl evaluate mine --checkpoint ") == ["last", "initial", "7"]
+
+
+def complete(earl: Earl, line: str) -> list[str]:
+    """What bash is told for this line, whose last word is incomplete."""
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    shown = subprocess.run(
+        earl.command(),
+        cwd=earl.directory,
+        env={**earl.environment, "_EARL_COMPLETE": "complete_bash", **asked},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return shown.stdout.split()
 
 
 def test_wrong_usage_exits_with_2(fresh_earl: Earl) -> None:
@@ -39,8 +75,11 @@ def test_wrong_usage_exits_with_2(fresh_earl: Earl) -> None:
 
 
 def test_only_commands_that_need_prefect_import_it() -> None:
-    modules = "app,doctor,shards,playing,training,evaluating,flow_command,errors"
-    code = "; ".join(f"import flows.cli.{name}" for name in modules.split(","))
+    modules = (
+        "app runs configurations versions plan doctor status shards playing training evaluating "
+        "flow_command errors"
+    )
+    code = "; ".join(f"import flows.cli.{name}" for name in modules.split())
     assert _imported(code) & {"prefect", "mlflow", "torch", "transformers", "vllm"} == set()
 
 

@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,8 @@ from websockets import ConnectionClosed, InvalidStatus, Subprotocol
 from websockets.sync.client import connect
 
 from earl_core.config import ConfigError
+from earl_core.system.processes import ProcessId
+from earl_core.system.service import Service, write_services
 from flows import server, server_access
 
 
@@ -84,7 +88,7 @@ def test_a_place_that_cannot_be_written_is_named(
 
 
 def test_no_server(tmp_path: Path) -> None:
-    assert server.running_server(tmp_path) is None
+    assert server.running_server(tmp_path, tmp_path) is None
 
 
 def test_the_default_port_is_used_when_prefect_answers_there(
@@ -92,9 +96,9 @@ def test_the_default_port_is_used_when_prefect_answers_there(
 ) -> None:
     url, body = answering
     monkeypatch.setattr(server, "DEFAULT_URL", url)
-    assert server.running_server(tmp_path) == (url, None)
+    assert server.running_server(tmp_path, tmp_path) == (url, None)
     body[0] = b"<html>another program</html>"
-    assert server.running_server(tmp_path) is None
+    assert server.running_server(tmp_path, tmp_path) is None
 
 
 def test_the_profile_in_the_prefect_home_comes_before_the_default_port(
@@ -103,7 +107,7 @@ def test_the_profile_in_the_prefect_home_comes_before_the_default_port(
     url, _ = answering
     profile = f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n'
     (tmp_path / "profiles.toml").write_text(profile)
-    assert server.running_server(tmp_path) == (url, None)
+    assert server.running_server(tmp_path, tmp_path) == (url, None)
 
 
 def test_a_server_asked_for_by_name_must_answer(
@@ -111,10 +115,10 @@ def test_a_server_asked_for_by_name_must_answer(
 ) -> None:
     url, _ = answering
     monkeypatch.setenv("PREFECT_API_URL", url)
-    assert server.running_server(tmp_path) == (url, None)
+    assert server.running_server(tmp_path, tmp_path) == (url, None)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     with pytest.raises(server.ServerUnavailable, match="unset PREFECT_API_URL"):
-        server.running_server(tmp_path)
+        server.running_server(tmp_path, tmp_path)
 
 
 def test_a_server_that_ends_at_once_is_reported_with_its_log(
@@ -122,7 +126,7 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file" / "home"))
-    started = server.start(tmp_path)
+    started = server.start(tmp_path, tmp_path)
     try:
         with pytest.raises(server.ServerUnavailable, match=r"(?s)ended.*Not a directory"):
             started.ready()
@@ -157,22 +161,30 @@ def test_a_server_of_another_user_is_used_only_when_it_is_named(
             url = f"http://127.0.0.1:{int(other.stdout.readline())}/api"
             monkeypatch.setattr(server, "DEFAULT_URL", url)
             assert server_access.healthy(url)
-            assert server.running_server(tmp_path) is None
-            server_access.write_access(tmp_path / "server.env", server_access.Access(url, "a:b"))
-            assert server.running_server(tmp_path) is None
+            assert server.running_server(tmp_path, tmp_path) is None
+            own = str(ProcessId.current())
+            write_services(tmp_path, [Service("prefect", url, "a", "b", own)])
+            assert server.running_server(tmp_path, tmp_path) is None
             monkeypatch.setenv("PREFECT_API_URL", url)
-            assert server.running_server(tmp_path) == (url, None)
+            assert server.running_server(tmp_path, tmp_path) == (url, None)
         finally:
             other.kill()
 
 
-def test_the_server_of_earl_server_is_found_with_its_password(
+def test_the_server_of_earl_up_is_found_with_its_password(
     tmp_path: Path, answering: tuple[str, list[bytes]]
 ) -> None:
-    access = server_access.Access(answering[0], "earl:word")
-    server_access.write_access(tmp_path / "server.env", access)
-    assert (tmp_path / "server.env").stat().st_mode & 0o777 == 0o600
-    assert server.running_server(tmp_path) == access
+    own = str(ProcessId.current())
+    service = Service("prefect", answering[0], "earl", "word", own, "", time.time())
+    write_services(tmp_path, [service])
+    kept = tmp_path / "services" / "services.json"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert server.running_server(tmp_path, tmp_path) == (answering[0], "earl:word")
+    write_services(tmp_path, [replace(service, process=own + "1")])
+    assert server.running_server(tmp_path, tmp_path) is None
+    write_services(tmp_path, [service])
+    kept.chmod(0o644)
+    assert server.running_server(tmp_path, tmp_path) is None
 
 
 def test_the_prefect_home_is_closed_to_others(tmp_path: Path) -> None:

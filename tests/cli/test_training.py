@@ -15,6 +15,7 @@ import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
 
+from earl_core.run.record import read_lines
 from earl_core.run.stores import list_stores
 from tests.cli.conftest import CONFIG, Earl
 
@@ -143,10 +144,15 @@ def test_ctrl_c_says_how_to_continue_and_resume_continues(earl: Earl) -> None:
     kept = [s for s in list_stores(earl.shared_memory) if s.run_directory == long]
     assert len(kept) == 1, "what was computed waits for the resume"
 
-    again = earl.run("resume", "long", "--set", "iterations=1")
+    again = earl.run("resume", "long", "--set", "iterations=1", "--json")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "iteration 0: rollout started" not in again.stdout
-    assert "iteration 0: return" in again.stdout
+    (line,) = map(json.loads, again.stdout.splitlines())
+    assert (line["kind"], line["iteration"]) == ("iteration", 0)
+    assert line["return"] == line["metrics"]["rollout/return/mean"]
+    played = [
+        each["event"] for each in read_lines(long / "ledger.jsonl") if each["stage"] == "rollout"
+    ]
+    assert played.count("started") == 1, "what was finished is not repeated"
 
 
 def test_nothing_survives_sigkill(fresh_earl: Earl) -> None:
@@ -196,6 +202,9 @@ def test_a_failed_run_is_reported_once_and_can_be_resumed(earl: Earl, finished_r
     assert "RuntimeError: not today" in failed.stderr
     assert "runs/moody/logs" in failed.stderr
     assert "earl resume moody" in failed.stderr
+    listed = json.loads(earl.run("runs", "--json").stdout)
+    (moody,) = (run for run in listed if run["name"] == "moody")
+    assert (moody["state"], moody["iterations_done"], moody["iterations"]) == ("failed", 0, 2)
 
 
 _MOODY = """

@@ -36,18 +36,6 @@ def nothing_mapped() -> Iterator[None]:
     drop_idle_mappings()
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
-    """The endpoint of an S3 server in this process."""
-    pytest.importorskip("s3fs")
-    server_module = pytest.importorskip("moto.server")
-    server = server_module.ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture(params=["file", "memory", "s3"])
 def url(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,29 +29,12 @@ from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.import_path import load_object
 from tests.algorithms.central import compute_advantages
+from tests.docs.pages import DOCS, Page, blocks
 from tests.environments.test_tools import call, calling, texts
 from tests.rollout.asking import answering, limits, specs
 from tests.rollout.chat_models import CHATML, char_tokenizer
 
-PAGES = Path(__file__).parents[2] / "docs" / "how-to"
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-class Page:
-    """A page's Python files, written to a directory that is on the path, and its settings."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        self.settings: dict[str, Any] = {}
-        self.snippets: list[str] = []
-        for language, text in _BLOCK.findall((PAGES / name).read_text()):
-            if language == "yaml":
-                self.settings |= yaml.safe_load(text)
-            file = re.match(r"# ([\w/]+\.py)", text)
-            if language == "python" and file is None:
-                self.snippets.append(text)
-            elif language == "python" and file is not None:
-                (directory / file[1]).parent.mkdir(exist_ok=True)
-                (directory / file[1]).write_text(text)
+PAGES = DOCS / "how-to"
 
 
 @pytest.fixture
@@ -74,7 +56,7 @@ def test_an_environment_of_ones_own(directory: Path) -> None:
 def test_settings_are_accepted(name: str, directory: Path) -> None:
     Page(name, directory)
     told = yaml.safe_load((RECIPES / "tictactoe_tiny.yaml").read_text())
-    for language, text in _BLOCK.findall((PAGES / name).read_text()):
+    for language, text in blocks(PAGES / name):
         if language != "yaml":
             continue
         block = yaml.safe_load(text)

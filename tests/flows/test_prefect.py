@@ -1,4 +1,4 @@
-"""Runs as Prefect's server has them: a deployment under a real worker, and runs that cannot be."""
+"""Runs as Prefect's server has them: deployments under a real worker."""
 
 from __future__ import annotations
 
@@ -7,72 +7,182 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from earl_core.run.lock import RunLock
 from tests.flows.runs import REPOSITORY, Runs
 from tests.flows.server import ask
 
+_EXITED = " exited "
+"""Is in the worker's line about each process of a flow that has ended."""
 
-@pytest.mark.slow
-def test_iteration_deployment_runs_under_a_real_worker(runs: Runs, tmp_path: Path) -> None:
-    """Deploy as prefect.yaml says, start a worker, run `iteration` of a run that exists."""
-    runs.train("iterations=1")
-    config = runs.run() / "config.yaml"
-    stored = yaml.safe_load(config.read_text())
-    config.write_text(yaml.safe_dump({**stored, "iterations": 3}))
 
-    project = tmp_path / "project"
+@contextmanager
+def worker(runs: Runs, project: Path, **more: str) -> Iterator[None]:
+    """Deploy as prefect.yaml says, and a worker."""
     project.mkdir()
     for part in ("flows", "tasks", "earl_core", "prefect.yaml"):
         source = REPOSITORY / part
         (shutil.copytree if source.is_dir() else shutil.copy)(source, project / part)
-    environment = {**runs.environment, "PREFECT_WORKER_QUERY_SECONDS": "2"}
+    environment = {**runs.environment, "PREFECT_WORKER_QUERY_SECONDS": "2", **more}
+    output = (project / "worker.log").open("w")
 
-    def prefect(*arguments: str) -> None:
+    def prefect(*arguments: str) -> list[str]:
+        return [sys.executable, "-m", "prefect", *arguments]
+
+    for command in (
+        prefect("work-pool", "create", "earl", "--type", "process"),
+        prefect("--no-prompt", "deploy", "--all"),
+    ):
         subprocess.run(
-            [sys.executable, "-m", "prefect", *arguments],
-            cwd=project,
-            env=environment,
-            check=True,
-            timeout=180,
-            stdout=subprocess.DEVNULL,
+            command, cwd=project, env=environment, check=True, timeout=180, stdout=output
         )
-
-    prefect("work-pool", "create", "earl", "--type", "process")
-    prefect("--no-prompt", "deploy", "--all")
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "prefect", "worker", "start", "--pool", "earl"],
+    started = subprocess.Popen(
+        prefect("worker", "start", "--pool", "earl"),
         cwd=project,
         env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
     )
     try:
-        deployment = ask(runs, "deployments/name/iteration/iteration")
-        assert "run" in deployment["parameter_openapi_schema"]["properties"]
-        created = ask(
-            runs,
-            f"deployments/{deployment['id']}/create_flow_run",
-            {"parameters": {"run": str(runs.run())}},
-        )
-        deadline = time.monotonic() + 180
-        state = "SCHEDULED"
-        while state in ("SCHEDULED", "PENDING", "RUNNING"):
-            assert time.monotonic() < deadline, state
-            time.sleep(1)
-            state = ask(runs, f"flow_runs/{created['id']}")["state_type"]
-        assert state == "COMPLETED"
+        yield
     finally:
-        os.killpg(worker.pid, 15)
-        worker.wait(60)
-    assert (runs.run() / "checkpoints" / "000001" / "STABLE").exists()
+        os.killpg(started.pid, 15)
+        started.wait(60)
+        output.close()
 
 
-def test_sizes_that_cannot_work_stop_the_run_with_one_sentence(runs: Runs) -> None:
-    output = runs.train("dispatch.max_bytes=100000", expect=1)
-    assert "two versions of the model's weights must fit" in output
-    assert runs.executed("sealed").count((0, "rollout")) == 0
+def until(true: Callable[[], object], seconds: float, told: Callable[[], object]) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.2)
+
+
+class Submitted:
+    """A flow run of a deployment."""
+
+    def __init__(self, runs: Runs, flow: str, **parameters: Any) -> None:
+        self._runs = runs
+        self._log = runs.directory / "project" / "worker.log"
+        deployment = ask(runs, f"deployments/name/{flow}/{flow}")["id"]
+        path = f"deployments/{deployment}/create_flow_run"
+        self.id = ask(runs, path, {"parameters": parameters})["id"]
+
+        self._exits = self._log.read_text().count(_EXITED)
+
+    def seen(self) -> dict[str, Any]:
+        found: dict[str, Any] = ask(self._runs, f"flow_runs/{self.id}")
+        return found
+
+    def state(self) -> str:
+        return str(self.seen()["state_name"])
+
+    def message(self) -> str:
+        return str(self.seen()["state"]["message"])
+
+    def set_state(self, kind: str, name: str) -> None:
+        ask(self._runs, f"flow_runs/{self.id}/set_state", {"state": {"type": kind, "name": name}})
+
+    def until(self, *names: str, seconds: float = 240) -> None:
+        ended = (*names, "Failed", "Crashed", "Cancelled", "Completed")
+        until(lambda: self.state() in ended, seconds, lambda: (self.state(), self.logs()))
+        assert self.state() in names, (self.message(), self.logs())
+
+    def wait_for_process(self) -> None:
+        """Until the worker knows how the flow's process ended; before, a retry would be crashed."""
+        exits = self._log.read_text
+        until(lambda: exits().count(_EXITED) > self._exits, 60, exits)
+
+    def logs(self) -> str:
+        chosen = {"logs": {"flow_run_id": {"any_": [self.id]}}, "limit": 200}
+        return "\n".join(line["message"] for line in ask(self._runs, "logs/filter", chosen))
+
+    def stages(self) -> dict[str, str]:
+        """The state of each task run, by its name; of the last attempt."""
+        chosen = {"flow_runs": {"id": {"any_": [self.id]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return {t["name"]: t["state_name"] for t in ask(self._runs, "task_runs/filter", chosen)}
+
+
+@pytest.mark.slow
+def test_flow_runs_queue_are_cancelled_and_retried_from_the_server(
+    runs: Runs, tmp_path: Path
+) -> None:
+    (tmp_path / "once").mkdir()
+    fault = {
+        "EARL_FAULT": "update.step0@1=kill;update.step0@3=hang",
+        "EARL_FAULT_ONCE": str(tmp_path / "once"),
+    }
+    with worker(runs, tmp_path / "project", **fault):
+        _training_fails_with_a_sentence_and_is_retried(runs)
+        _iteration_waits_for_its_run(runs)
+        _iteration_is_cancelled_and_retried(runs)
+    assert "Traceback" not in (tmp_path / "project" / "worker.log").read_text()
+
+
+def _training_fails_with_a_sentence_and_is_retried(runs: Runs) -> None:
+    flow_run = Submitted(
+        runs, "train", config=str(runs.config), iterations=2, overrides=["deadlines.repeats=0"]
+    )
+    flow_run.until("Failed")
+    flow_run.wait_for_process()
+    assert flow_run.seen()["name"] == "train run"
+    assert flow_run.message().startswith("Worker group 'update', rank 0")
+    assert flow_run.message().endswith(f". Continue with: earl resume {runs.run()}")
+    assert "iteration 0: return" in flow_run.logs()
+    # Prefect's own Retry: the same flow run again.
+    flow_run.set_state("SCHEDULED", "AwaitingRetry")
+    flow_run.until("Completed")
+    assert [runs.executed("sealed").count((1, s)) for s in ("rollout", "reward", "update")] == [
+        1
+    ] * 3
+
+
+def _iteration_waits_for_its_run(runs: Runs) -> None:
+    config = runs.run() / "config.yaml"
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "iterations": 4}))
+    lock = RunLock(runs.run())
+    try:
+        flow_run = Submitted(runs, "iteration", run=str(runs.run()))
+        flow_run.until("Waiting for run")
+        assert f"in use by process {os.getpid()}" in flow_run.message()
+        assert flow_run.seen()["state_type"] == "RUNNING"
+    finally:
+        lock.release()
+    flow_run.until("Completed")
+    assert flow_run.seen()["name"] == "run 2"
+    assert {"earl", "run", "iteration"} <= set(flow_run.seen()["tags"])
+    assert "iteration 2: return" in flow_run.logs()
+    assert (runs.run() / "checkpoints" / "000002" / "STABLE").exists()
+    chosen = {"artifacts": {"flow_run_id": {"any_": [flow_run.id]}}}
+    pages = {found["key"]: found["data"] for found in ask(runs, "artifacts/filter", chosen)}
+    assert set(pages) == {"run-plan", "run-curve", "run-episodes"}
+    assert "data:image/svg+xml;base64," in pages["run-curve"]
+    # The form offers the run.
+    form = ask(runs, "deployments/name/iteration/iteration")
+    assert form["parameters"]["run"] == str(runs.run())
+    choices = form["parameter_openapi_schema"]["properties"]["run"]["anyOf"]
+    assert str(runs.run()) in choices[0]["enum"]
+
+
+def _iteration_is_cancelled_and_retried(runs: Runs) -> None:
+    flow_run = Submitted(runs, "iteration", run=str(runs.run()))
+    until((runs.directory / "once" / "update.step0@3").exists, 240, flow_run.logs)
+    flow_run.set_state("CANCELLING", "Cancelling")
+    runs.wait_for_workers_to_end(15)
+    flow_run.until("Cancelled", seconds=30)
+    flow_run.wait_for_process()
+    flow_run.set_state("SCHEDULED", "AwaitingRetry")
+    flow_run.until("Completed")
+    states = flow_run.stages()
+    done = ("select", "rollout", "reward", "advantage")
+    assert {states[f"{stage} 3"] for stage in done} == {"Cached"}
+    assert states["update 3"] == "Completed"
+    assert runs.executed("sealed").count((3, "rollout")) == 1

@@ -11,12 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
+from earl_core.deployment.shapes import Hardware
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import write_manifest
 from earl_core.run.record import Journal
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.model.catalogue import MODELS, find_devices
 from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import ConfigError
 from flows.cli.app import app
@@ -71,15 +73,96 @@ def test_a_directory_with_a_config_is_a_model(tmp_path: Path) -> None:
         find_model(str(tmp_path))
 
 
+def test_without_a_model_the_largest_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--hardware", "4xh100", "--json", "--responses", "64")
+    (whole,), (short,) = (json.loads(run(*asked, "--context", x)[1]) for x in ("8K", "32K"))
+    assert MODELS[whole["model"]].parameters > 10e9
+    assert whole["hardware"]["gpus"] == 4
+    assert (whole["assumed"]["context"], whole["assumed"]["responses"]) == (8192, 64)
+    assert set(whole["plan"]["stages"]) >= {"rollout", "update"}
+    assert MODELS[short["model"]].max_positions >= 32768
+
+    # This machine: a small one, so that the answer does not depend on it.
+    here = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
+    monkeypatch.setattr("earl_core.control.hardware.read_hardware", lambda: here)
+    code, text = run()
+    assert code == 0, text
+    flat = " ".join(text.split())
+    assert "on 2 CPU cores" in flat
+    assert "128 responses an iteration of 1,024 tokens each" in flat
+    assert "131,072 tokens an iteration" in flat
+    code, text = run("--hardware", "8xb200", "--context", "1M")
+    assert code == 2
+    assert "1,048,576" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("rtx4090", "rtx-4090"),
+        ("a100", "a100-80gb"),
+        ("B200", "b200"),
+    ],
+)
+def test_devices_are_known_by_the_names_of_drivers_and_people(name: str, key: str) -> None:
+    assert find_devices(name)[0] == key
+
+
+PUBLISHED = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.3-70b": 70_553_706_496,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+}
+"""Parameters of the published weights; biases and the norms of queries and keys are among them."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_give_the_published_numbers_of_parameters(name: str) -> None:
+    MODELS[name].require_dense()
+    assert MODELS[name].parameters == pytest.approx(PUBLISHED[name], rel=1e-4)
+    assert find_model(f"org/{name.upper()}-Instruct") is MODELS[name]
+
+
 def test_wrong_questions_say_what_to_change() -> None:
     with pytest.raises(ConfigError, match=r"qwen2\.5-7b"):
         find_model("gpt-9")
     for none in ("2x0xh100", "2x00xh100", "00x8xh100"):
-        with pytest.raises(ConfigError, match="16x8xh100-80gb"):
+        with pytest.raises(ConfigError, match="16x8xh100"):
             find_hardware(none)
     with pytest.raises(ConfigError, match="1K,8K,128K"):
         parse_contexts("many")
     assert parse_contexts("1K, 2048,128k") == [1024, 2048, 131072]
+    assert parse_contexts("1M,0.5m,1.5K") == [2**20, 2**19, 1536]
+    for none in ("0", "0.1K,", "1.5", "-1K", "1G"):
+        with pytest.raises(ConfigError, match="--context"):
+            parse_contexts(none)
     assert find_hardware("2x4xh200").gpus == 8
     code, _ = run("--model", "qwen2.5-72b", "--hardware", "1x1xh100", "--context", "8K")
     assert code == 2
@@ -107,9 +190,7 @@ def test_numbers_that_no_model_has_are_refused(
 
 
 def test_too_few_episodes_for_any_mesh_are_not_called_a_lack_of_memory() -> None:
-    with pytest.raises(
-        NoFeasiblePlan, match=r"is on offer.* for 1 episodes: some would stand idle"
-    ):
+    with pytest.raises(NoFeasiblePlan, match=r"is on offer.* for 1 episode: some would stand idle"):
         select(given(8192.0, model="llama-3.1-8b", hosts=16, episodes=1))
 
 

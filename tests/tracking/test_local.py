@@ -281,7 +281,7 @@ def test_credentials_reach_neither_logs_nor_records(
     tracker = runs.tracker(run)
     assert until(lambda: tracker.failing)
     tracker.close()
-    assert tracker.uri == "http://(hidden)@127.0.0.1:9"
+    assert tracker.uri == "http://127.0.0.1:9"
     assert len(warnings_in(caplog)) == 1
     assert "hunter2" not in caplog.text
 

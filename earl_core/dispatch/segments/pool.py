@@ -332,6 +332,6 @@ class SegmentPool(PoolDirectory):
         return PoolFull(
             errno.ENOSPC,
             f"{size:,} bytes do not fit into {self.directory}: {why}. "
-            f"{describe_holders(paths)}. Enlarge the shared memory, raise dispatch.max_bytes, or "
-            "run `earl shards sweep`",
+            f"{describe_holders(paths)}. Enlarge the shared memory (with Docker: `--shm-size=8g`), "
+            "raise dispatch.max_bytes, or run `earl shards sweep`",
         )

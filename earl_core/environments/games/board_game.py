@@ -23,6 +23,9 @@ from earl_core.environments.games.opponents import (
 from earl_core.environments.options import Options, at_least, check_pattern
 from earl_core.environments.policy_conversation import PolicyConversation
 
+OUTCOMES = ("win", "draw", "loss", "illegal")
+"""All ends of a game, as the agent sees them."""
+
 MARKS = ("X", "O")
 """The marks of the player that moves first and of the other."""
 
@@ -32,7 +35,11 @@ DEFAULT_ANSWER_PATTERN = r"\d+"
 
 
 class BoardRewards(Options):
-    """Rewards at the end of a game."""
+    """Rewards at the end of a game.
+
+    win: of a game that is won. draw: of one that nobody wins. loss: of one that is lost.
+    illegal: of one that an illegal answer ends.
+    """
 
     win: float = 1.0
     draw: float = 0.3
@@ -43,6 +50,8 @@ class BoardRewards(Options):
 class BoardGameOptions(Options):
     """Options of every board game.
 
+    opponent: random: a legal move by chance; greedy: wins or blocks where one move does it;
+        perfect: searches the game; policy: the policy itself.
     agent_side: both: even prompts move first, odd ones second.
     illegal_action: lose: the episode ends; retry: the model is told and asked again.
     max_retries: illegal answers forgiven in one episode (illegal_action: retry).
@@ -244,6 +253,7 @@ class BoardGame(ABC, Generic[StateT]):
             metrics["opponent_illegal_answers"] = float(self._rival.illegal if self._rival else 0)
         info: dict[str, Any] = {
             "outcome": outcome,
+            "outcomes": list(OUTCOMES),
             "side": ("first", "second")[self._side],
             "metrics": metrics,
         }

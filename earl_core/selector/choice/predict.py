@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector.choice.selection import WINDOW, SelectionInput, forecast, model_length
-from earl_core.selector.model.candidates import RuledOut, candidate_of, device_of, memory_model
+from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_model
+from earl_core.selector.model.catalogue import device_of
 from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.profile.profile_table import (
@@ -25,7 +26,9 @@ from earl_core.selector.profile.profile_table import (
 )
 from earl_core.system.errors import EarlError
 
-_GENERATED_SHARE = 0.5
+GENERATED_SHARE = 0.5
+"""Part of an episode's tokens that the model writes, until a rollout was seen."""
+
 _UNKNOWN_TURN = 512
 
 
@@ -44,7 +47,7 @@ def loads(given: SelectionInput) -> tuple[Load, Load]:
 
     def at(steps: int) -> Load:
         context = min(limit, forecast(mean, steps, settings.hysteresis))
-        share = seen.generated_share[-1] if seen.generated_share else _GENERATED_SHARE
+        share = seen.generated_share[-1] if seen.generated_share else GENERATED_SHARE
         return Load(
             episodes=given.rollout.episodes_per_iteration,
             context=max(1.0, context),

@@ -19,12 +19,13 @@ from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.lock import is_locked
 from earl_core.system.errors import ConfigError
 from earl_core.system.finding import Finding, refused
+from earl_core.system.plural import plural
 from flows.cli.checks.model import check_files
 
 
 def check_configuration(config: RunConfig) -> Iterator[Finding]:
     """Everything that the run would refuse at its start, and the shape of the model."""
-    yield Finding("good", f"{config.name}: {config.iterations} iterations")
+    yield Finding("good", f"{config.name}: {plural(config.iterations, 'iteration')}")
     for part in (references, model, stages, environment):
         try:
             yield from part(config)

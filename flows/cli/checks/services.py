@@ -5,18 +5,27 @@ from __future__ import annotations
 import socket
 import urllib.request
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from earl_core.system.finding import Finding
+from earl_core.system.service import Service, read_services
 from flows.server_access import DEFAULT_URL, healthy, is_mine
+from flows.services.process import TITLES
 
 _PREFECT_PORT, _MLFLOW_PORT = 4200, 5000
 _TIMEOUT = 2.0
+_AGAIN = "start it again with: earl down, then earl up"
 
 
-def check_services(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Servers that runs would use, their ports, offline settings."""
-    yield _prefect(environment.get("PREFECT_API_URL"))
-    yield from _mlflow(environment.get("MLFLOW_TRACKING_URI"))
+def check_services(environment: Mapping[str, str], runs: Path) -> Iterator[Finding]:
+    """Servers that runs would use, their ports, the services of `earl up`, offline settings."""
+    known = {name: service for name, service in read_services(runs).items() if service.process}
+    yield _prefect(environment.get("PREFECT_API_URL"), known.get("prefect"))
+    yield from _mlflow(environment.get("MLFLOW_TRACKING_URI"), known.get("mlflow"))
+    for service in known.values():
+        if not service.alive:
+            text = f"{TITLES[service.name]} of `earl up` has ended without `earl down`"
+            yield Finding("warning", text, "start it again with: earl up")
     offline = environment.get("HF_HUB_OFFLINE")
     if offline in (None, "1"):
         yield Finding("good", "no model hub is asked: workers run with HF_HUB_OFFLINE=1")
@@ -25,23 +34,34 @@ def check_services(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("note", f"HF_HUB_OFFLINE={offline}: workers may ask the model hub", advice)
 
 
-def _prefect(asked: str | None) -> Finding:
+def _prefect(asked: str | None, own: Service | None) -> Finding:
     if asked:
         if healthy(asked, timeout=_TIMEOUT):
             return Finding("good", f"Prefect answers at PREFECT_API_URL={asked}")
         advice = "start that server, or unset PREFECT_API_URL to use a temporary one"
         return Finding("blocks", f"PREFECT_API_URL={asked} does not answer", advice)
+    if own is not None and own.alive:
+        if healthy(own.url, timeout=_TIMEOUT):
+            return Finding("good", f"Prefect of `earl up` answers at {own.url}; runs will use it")
+        return Finding("warning", f"Prefect of `earl up` at {own.url} does not answer", _AGAIN)
     if is_mine(DEFAULT_URL) and healthy(DEFAULT_URL):
         return Finding("good", f"Prefect answers at {DEFAULT_URL}; runs will use it")
     if _in_use(_PREFECT_PORT):
         text = f"port {_PREFECT_PORT} is taken by something that is not a Prefect server of yours"
-        advice = "runs use a temporary server; for the web pages: earl server --port 4201"
+        advice = "runs use a temporary server; for the web pages: earl up --port 4201"
         return Finding("note", text, advice)
-    return Finding("good", "no Prefect server runs; each command starts a temporary one")
+    text = "no Prefect server runs: commands start temporary ones, `earl up` one that stays"
+    return Finding("good", text)
 
 
-def _mlflow(uri: str | None) -> Iterator[Finding]:
-    if not uri:
+def _mlflow(uri: str | None, own: Service | None) -> Iterator[Finding]:
+    if not uri and own is not None and own.alive:
+        if _answers(own.url):
+            yield Finding("good", f"MLflow of `earl up` answers at {own.url}; runs will use it")
+        else:
+            yield Finding("warning", f"MLflow of `earl up` at {own.url} does not answer", _AGAIN)
+        uri = own.url
+    elif not uri:
         yield Finding("good", "MLflow tracks into a file beside the runs")
     elif not uri.startswith(("http://", "https://")):
         yield Finding("good", f"MLflow tracks into {uri}")
@@ -52,7 +72,7 @@ def _mlflow(uri: str | None) -> Iterator[Finding]:
         advice = "start that server, or unset MLFLOW_TRACKING_URI to track into a file"
         yield Finding("warning", text, advice)
     if _in_use(_MLFLOW_PORT) and not (uri and f":{_MLFLOW_PORT}" in uri):
-        advice = f"if not by MLflow, look at runs with: mlflow ui --port {_MLFLOW_PORT + 1} …"
+        advice = f"if not by MLflow, look at runs with: earl up --mlflow-port {_MLFLOW_PORT + 1}"
         yield Finding("note", f"port {_MLFLOW_PORT} is taken", advice)
 
 

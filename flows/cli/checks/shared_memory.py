@@ -12,16 +12,13 @@ from earl_core.config import RunConfig
 from earl_core.config.services import DispatchConfig
 from earl_core.run.stores import list_stores
 from earl_core.system.errors import NotOurs
-from earl_core.system.files import check_user_directory, existing
+from earl_core.system.files import check_user_directory
 from earl_core.system.finding import Finding, Level, judged, refused
+from earl_core.system.shared_memory import ENLARGE, SMALL_BYTES, room_in
 from flows.cli.shards import shards_command
 
-_MIB, _GIB = 2**20, 2**30
-_BLOCKING, _SMALL = 128 * _MIB, _GIB
-_ENLARGE = (
-    "enlarge it: `mount -o remount,size=8G /dev/shm`, or with Docker `--shm-size=8g`; or set "
-    "dispatch.directory to another tmpfs"
-)
+_MIB = 2**20
+_BLOCKING = 128 * _MIB
 _FOREIGN = ("psm_*", "sem.loky-*", "vllm_dist_*")
 
 
@@ -29,11 +26,9 @@ def check_shared_memory(config: RunConfig | None) -> Iterator[Finding]:
     """The file system of dispatch.directory and the folders in it."""
     dispatch = config.dispatch if config is not None else DispatchConfig()
     directory = Path(dispatch.directory).absolute()
-    place = existing(directory)
+    room = room_in(directory)
+    place = room.place
     sweep = shards_command("sweep", directory)
-    status = os.statvfs(place)
-    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    text = f"{free / _GIB:.1f} of {size / _GIB:.1f} GiB are free in {place}"
     try:
         check_user_directory(directory)
     except NotOurs as error:
@@ -43,8 +38,8 @@ def check_shared_memory(config: RunConfig | None) -> Iterator[Finding]:
         advice = "set dispatch.directory to a folder you can write, best on tmpfs"
         yield Finding("blocks", f"{place} is not writable", advice)
     else:
-        level: Level = "blocks" if free < _BLOCKING else "warning"
-        yield judged(free >= _SMALL, text, f"`{sweep}`, or {_ENLARGE}", level)
+        level: Level = "blocks" if room.free < _BLOCKING else "warning"
+        yield judged(room.free >= SMALL_BYTES, str(room), f"`{sweep}`, or {ENLARGE}", level)
     kind = _file_system(place)
     if kind not in ("tmpfs", "ramfs", ""):
         advice = "shards work on a disk but are slow; set dispatch.directory to a folder on tmpfs"

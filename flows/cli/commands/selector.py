@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Debug, Overrides, Plain, RunsDirectory
+from flows.cli.arguments import Debug, Json, Overrides, Plain, Recipe, RunsDirectory
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -14,7 +14,7 @@ app = typer.Typer()
 
 @app.command()
 def profile(
-    config: Annotated[str, typer.Argument(help="A recipe, such as tictactoe_tiny, or a run file.")],
+    config: Recipe,
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Time for all starts of this profile together.")
     ] = 20.0,
@@ -42,14 +42,23 @@ def plan(
         bool, typer.Option("--explain", help="Show every candidate and what speaks against it.")
     ] = False,
     model: Annotated[
-        str, typer.Option("--model", help="A well-known shape, or a directory with a config.json.")
-    ] = "qwen2.5-7b",
+        str | None,
+        typer.Option(
+            "--model",
+            help="A well-known model, such as qwen3-8b, or a directory with a config.json.  The "
+            "largest that fits.",
+        ),
+    ] = None,
     hardware: Annotated[
-        str, typer.Option("--hardware", help="here, h100-80gb, h200, or such as 16x8xh100-80gb.")
+        str, typer.Option("--hardware", help="here, h100 (8 of them), 4xh100, 16x8xh100, ...")
     ] = "here",
     context: Annotated[
-        str, typer.Option("--context", help="Tokens of an episode: 32K, or several as 1K,8K,128K.")
-    ] = "8K",
+        str | None,
+        typer.Option(
+            "--context",
+            help="Tokens of an episode: 32K, 1M, or several as 1K,8K,128K.  8K on GPUs, else 1K.",
+        ),
+    ] = None,
     responses: Annotated[
         int, typer.Option("--responses", min=1, help="Episodes of one iteration.")
     ] = 128,
@@ -66,18 +75,22 @@ def plan(
         bool, typer.Option("--memory", help="Print the memory formulas for well-known shapes.")
     ] = False,
     runs_directory: RunsDirectory = "runs",
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what a past choice took, or what would be taken, and why. Needs no GPU."""
+    """Say what a past choice took, or what would be taken, and why. Needs no GPU.
+
+    Without arguments: for this machine, and a well-known model that fits it.
+    """
     with reported(debug):
         from flows.cli import plan as planning
 
         if memory:
-            planning.explain_memory(hardware)
+            planning.explain_memory(hardware, as_json)
         elif run is not None:
-            planning.explain_run(run, runs_directory, explain)
+            planning.explain_run(run, runs_directory, explain, as_json)
         else:
             load = {"responses": responses, "running": running, "engine_share": engine_share}
             planning.explain_question(
-                model, hardware, context, explain, reference=reference, **load
+                model, hardware, context, explain, as_json, reference=reference, **load
             )

@@ -1,4 +1,4 @@
-"""Commands around runs: this machine, the servers, the begin of a project."""
+"""Commands around runs: this machine, the begin of a project."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Debug, RunsDirectory
+from flows.cli.arguments import Debug
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -68,16 +68,3 @@ def environment_check(
         from flows.cli.environments import check
 
         raise typer.Exit(check(target, options, python, episodes, turns))
-
-
-@app.command()
-def server(
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 4200,
-    runs_directory: RunsDirectory = "runs",
-    debug: Debug = False,
-) -> None:
-    """Serve Prefect's web pages and its API, with a password, until Ctrl-C."""
-    with reported(debug):
-        from flows.cli.serving import serve
-
-        serve(runs_directory, port)

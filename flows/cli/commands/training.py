@@ -1,12 +1,26 @@
-"""Commands on runs: train, resume, evaluate, play, serve."""
+"""Commands on runs: train, resume, evaluate, play, report, serve."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Checkpoint, Debug, Overrides, Plain, Run, RunsDirectory, Temperature
+from flows.cli.arguments import (
+    Checkpoint,
+    Debug,
+    JsonLines,
+    Overrides,
+    Plain,
+    Quiet,
+    Recipe,
+    Run,
+    RunsDirectory,
+    Temperature,
+    show,
+)
+from flows.cli.completion import complete_checkpoint, complete_run
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -14,11 +28,13 @@ app = typer.Typer()
 
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(help="A recipe, such as tictactoe_tiny, or a run file.")],
+    config: Recipe,
     name: Annotated[str | None, typer.Option(help="Name of the run; else the file's.")] = None,
     overrides: Overrides = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
     plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
     """Train a model. A run that exists already is continued."""
@@ -27,7 +43,7 @@ def train(
 
         given = [f"name={name}"] if name else []
         given += [f"iterations={iterations}"] if iterations else []
-        run_training(config, [*(overrides or []), *given], plain)
+        run_training(config, [*(overrides or []), *given], show(plain, quiet, as_json))
 
 
 @app.command()
@@ -35,6 +51,8 @@ def demo(
     overrides: Overrides = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
     plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
     """Train SmolLM2-135M at tic-tac-toe, in minutes on two CPU cores: the recipe `demo`."""
@@ -42,7 +60,7 @@ def demo(
         from flows.cli.training import demo as run_demo
 
         given = [f"iterations={iterations}"] if iterations else []
-        run_demo([*(overrides or []), *given], plain)
+        run_demo([*(overrides or []), *given], show(plain, quiet, as_json))
 
 
 @app.command()
@@ -55,10 +73,13 @@ def resume(
             "--from",
             metavar="N|initial",
             help="Go back to this iteration's checkpoint first; what came later is set aside.",
+            autocompletion=complete_checkpoint,
         ),
     ] = None,
     runs_directory: RunsDirectory = "runs",
     plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
     """Continue a run that was stopped or killed; nothing that is finished is repeated.
@@ -68,7 +89,7 @@ def resume(
     with reported(debug):
         from flows.cli.training import resume as run_resume
 
-        run_resume(run, overrides or [], runs_directory, plain, start)
+        run_resume(run, overrides or [], runs_directory, show(plain, quiet, as_json), start)
 
 
 @app.command()
@@ -80,6 +101,8 @@ def evaluate(
     overrides: Overrides = None,
     runs_directory: RunsDirectory = "runs",
     plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
     """Play held-out games with a checkpoint and count the outcomes. The run may be training."""
@@ -87,7 +110,8 @@ def evaluate(
         from flows.cli.evaluating import evaluate as run_evaluation
 
         path = (run, runs_directory)
-        run_evaluation(path, checkpoint, episodes, temperature, overrides or [], plain)
+        shown = show(plain, quiet, as_json)
+        run_evaluation(path, checkpoint, episodes, temperature, overrides or [], shown)
 
 
 @app.command()
@@ -116,9 +140,32 @@ def play(
 
 
 @app.command()
+def report(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="The page; else report.html in the run.")
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option(min=0, help="List this many at most, the first of each iteration.")
+    ] = 10_000,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Write a run as one HTML page that needs no network: curves, plans, failures, episodes."""
+    with reported(debug):
+        from flows.cli.report import report as write_report
+
+        write_report(run, runs_directory, output, episodes)
+
+
+@app.command()
 def serve(
     run: Annotated[
-        str, typer.Argument(help="Name of a run, or its directory; or a model directory.")
+        str,
+        typer.Argument(
+            help="Name of a run, or its directory; or a model directory.",
+            autocompletion=complete_run,
+        ),
     ],
     port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8001,
     checkpoint: Checkpoint = "last",
@@ -132,3 +179,54 @@ def serve(
         from flows.cli.policy_serve import serve as run_serve
 
         run_serve((run, runs_directory), checkpoint, overrides or [], port, temperature)
+
+
+@app.command()
+def export(
+    run: Run,
+    to: Annotated[str, typer.Option(metavar="hf", help="hf: a Hugging Face directory.")] = "hf",
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="N|last|best|initial",
+            help="The iteration whose checkpoint is exported; best: by the run's evaluations.",
+        ),
+    ] = "last",
+    output: Annotated[
+        Path | None, typer.Option(help="The directory to write; else export/ in the run's.")
+    ] = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint as a model directory of its own, with a model card."""
+    with reported(debug):
+        from flows.cli.exporting import export as run_export
+
+        run_export(run, runs_directory, to, checkpoint, output)
+
+
+@app.command(name="debug")
+def debug_run(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CONFIG", help="A run, a recipe or a run file.")
+    ],
+    stage: Annotated[
+        str | None,
+        typer.Option(help="Repeat this stage of a run from its sealed inputs; it is only read."),
+    ] = None,
+    iteration: Annotated[
+        int | None, typer.Option(min=0, help="Of the run; else the last one, or the next.")
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="How many, without --stage.")] = 1,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="In each iteration; 2 unless set, without --stage.")
+    ] = None,
+    overrides: Overrides = None,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Do an iteration in this one process, where breakpoint() works everywhere; nothing is kept."""
+    with reported(debug):
+        from flows.cli.debugging import debug as run_debug
+
+        run_debug(run, stage, iteration, iterations, prompts, overrides or [], runs_directory)

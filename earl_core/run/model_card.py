@@ -1,0 +1,158 @@
+"""The model card of an exported checkpoint: what trained it, on what, and how well it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from earl_core import __version__
+from earl_core.config import RunConfig
+from earl_core.secrets import redact
+
+Line = Mapping[str, Any]
+
+_KNOWN_BASES = {
+    "earl_core.models.smollm2:build": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+}
+"""Of the models that builders of ours make: name and license."""
+
+_MADE_ANEW = "earl_core.models.tiny:build"
+"""Makes a model that was trained from no other one."""
+
+_CURVE_ROWS = 12
+
+
+def model_card(
+    config: RunConfig, version: int, label: str, iterations: Sequence[Line], evaluations: list[Line]
+) -> str:
+    """Markdown with the front matter of the model hub.
+
+    version, label: of the policy. iterations, evaluations: all of the run, ascending; those after
+    the policy's version are left out.
+    """
+    trained = [line for line in iterations if line["iteration"] < version]
+    sections = [
+        _front(config),
+        f"# {config.name}\n\n{_summary(config, version, label)}",
+        _curve(trained),
+        _evaluations([line for line in evaluations if line["iteration"] <= version]),
+        _reproduce(config),
+        _license(config),
+    ]
+    return redact("\n\n".join(section for section in sections if section) + "\n")
+
+
+def _base(config: RunConfig) -> tuple[str, str]:
+    """Name and license of the model that training began with; empty where they are not known."""
+    if config.model.from_hub:
+        return config.model.path, _license_in(Path(config.model.path))
+    known = _KNOWN_BASES.get(config.model.builder or "")
+    return known or ("", _license_in(Path(config.model.path)))
+
+
+def _license_in(model: Path) -> str:
+    """What the model's own card says."""
+    try:
+        text = (model / "README.md").read_text(encoding="utf-8")
+        front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
+    except (OSError, ValueError, IndexError, yaml.YAMLError):
+        return ""
+    return str(front.get("license", "")) if isinstance(front, dict) else ""
+
+
+def _front(config: RunConfig) -> str:
+    name, _ = _base(config)
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if name:
+        front["base_model"] = name
+    front["tags"] = ["reinforcement-learning", "earl"]
+    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---"
+
+
+def _summary(config: RunConfig, version: int, label: str) -> str:
+    name, _ = _base(config)
+    made = f"made by `{config.model.builder}`" if config.model.builder else "as it was given"
+    base = f"`{name or config.model.path}`" + ("" if name else f" ({made})")
+    played = sorted({each.played for each in config.played.values()})
+    games = ", ".join(f"`{each}`" for each in played)
+    episodes = version * config.rollout.prompts_per_iteration * config.rollout.group_size
+    how = (
+        f"by {version} iteration{'' if version == 1 else 's'} of {config.iterations}, of "
+        f"{config.rollout.prompts_per_iteration} prompts and {config.rollout.group_size} episodes "
+        f"a prompt ({episodes:,} episodes)"
+        if version
+        else "not at all: this is the model before training"
+    )
+    return (
+        f"Trained from {base} by reinforcement learning in {games} with EARL {__version__}, {how}. "
+        f"This is {label}.\n\n"
+        f"Advantage `{config.algorithm.advantage['name']}`, policy loss "
+        f"`{config.algorithm.policy_loss['name']}`, learning rate {config.update.learning_rate:g}, "
+        f"rollout temperature {config.rollout.temperature:g}, seed {config.seed}."
+    )
+
+
+def _curve(trained: Sequence[Line]) -> str:
+    if not trained:
+        return ""
+    step = max(1, -(-len(trained) // _CURVE_ROWS))
+    shown = [*trained[:-1:step], trained[-1]]
+    rows = [
+        f"| {line['iteration']} | {_number(line, 'reward/mean')} "
+        f"| {_number(line, 'rollout/context/mean', '.0f')} |"
+        for line in shown
+    ]
+    head = "| iteration | mean return | mean tokens an episode |\n|--:|--:|--:|"
+    return "\n".join(["## Training", "", head, *rows])
+
+
+def _evaluations(evaluations: Sequence[Line]) -> str:
+    if not evaluations:
+        return ""
+    last = evaluations[-1]
+    names = [
+        name.removeprefix("outcome/").removesuffix("/count")
+        for name in last
+        if name.startswith("outcome/") and name.endswith("/count")
+    ]
+    rows = [
+        f"| {name} | {last[f'outcome/{name}/count']:.0f} | {last[f'outcome/{name}/share']:.1%} "
+        f"| {last[f'outcome/{name}/low']:.1%} to {last[f'outcome/{name}/high']:.1%} |"
+        for name in names
+    ]
+    count, first = sum(last[f"outcome/{name}/count"] for name in names), evaluations[0]
+    text = (
+        f"{count:.0f} held-out episodes of policy version {last['iteration']}: mean return "
+        f"{_number(last, 'return/mean')}; of version {first['iteration']} "
+        f"{_number(first, 'return/mean')}."
+    )
+    head = "| outcome | episodes | share | 95 % Wilson interval |\n|:--|--:|--:|--:|"
+    return "\n".join(["## Evaluation", "", text, "", head, *rows])
+
+
+def _number(line: Line, name: str, form: str = "+.3f") -> str:
+    return format(line[name], form) if name in line else ""
+
+
+def _reproduce(config: RunConfig) -> str:
+    settings = config.model_dump(mode="json", exclude_defaults=True, exclude={"runs_directory"})
+    text = yaml.safe_dump(settings, sort_keys=False).rstrip()
+    return (
+        "## Reproduce\n\nWith EARL "
+        f"{__version__}, save this as `{config.name}.yaml` and run "
+        f"`earl train {config.name}.yaml`:\n\n```yaml\n{text}\n```"
+    )
+
+
+def _license(config: RunConfig) -> str:
+    name, known = _base(config)
+    if known:
+        base = f"That of the base model {f'`{name}` ' if name else ''}is `{known}`."
+    elif config.model.builder == _MADE_ANEW:
+        base = "The model was trained from no other one."
+    else:
+        base = "That of the base model is not known here: look it up first."
+    return "## License\n\nNot chosen yet: add `license:` to the front matter of this file. " + base

@@ -1,0 +1,108 @@
+"""A run directory in which an iteration of another run is done again; that run is only read.
+
+It is a run of its own with a uid of its own. It gets the checkpoint that the iteration starts from,
+its sealed stages, and copies of those shards that are still there, in shared memory or in the
+spill.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from earl_core.config import ConfigError, RunConfig
+from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
+from earl_core.dispatch.segments.pool_directory import new_uid
+from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
+from earl_core.dispatch.spill.storage import Spill, SpillError
+from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
+from earl_core.run.record import read_uid, write_record
+from earl_core.run.stores import run_store
+from earl_core.system.files import make_directory, write_atomic
+
+_STAGES = ("select", "rollout", "reward", "reference", "advantage")
+
+
+def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted: RunConfig) -> None:
+    """Make the run directory `target`, which iteration `iteration` of `run` can be done in.
+
+    config: of the run. wanted: of the rehearsal. A stage whose shards are gone has no seal there.
+    Raises `ConfigError` when the weights that the iteration starts from are gone.
+    """
+    make_directory(target, mode=0o700)
+    _copy_checkpoint(run, iteration, target)
+    uid = new_uid()
+    write_record(target, {"uid": uid, "attempts": 0})
+    store = run_store(target, wanted)
+    with suppress(ManifestError):
+        # Where the environments of a mixture stood.
+        before = _manifest(run, iteration - 1, "rollout").model_copy(update={"shards": ()})
+        _seal(target, before, uid)
+    for stage in _STAGES:
+        with suppress(ManifestError, SpillError):
+            manifest = _manifest(run, iteration, stage)
+            _copy_shards(run, config, manifest, store)
+            _seal(target, manifest, uid)
+
+
+def _manifest(run: Path, iteration: int, stage: str) -> Manifest:
+    if iteration < 0:
+        raise ManifestError("there is nothing before the first iteration")
+    return read_manifest(sealed_path(run, iteration, stage))
+
+
+def _seal(target: Path, manifest: Manifest, uid: str) -> None:
+    path = sealed_path(target, manifest.iteration, manifest.stage)
+    make_directory(path.parent)
+    write_manifest(path, manifest.model_copy(update={"run": uid, "digest": ""}))
+
+
+def _copy_checkpoint(run: Path, iteration: int, target: Path) -> None:
+    if iteration == 0:
+        return
+    name = f"{iteration - 1:06d}"
+    source = run / "checkpoints" / name
+    stable = stable_checkpoints(run)
+    if iteration - 1 not in stable:
+        there = ", ".join(str(number + 1) for number in stable)
+        raise ConfigError(
+            f"iteration {iteration} of {run} starts from weights that are gone: give an iteration "
+            f"whose checkpoint before it was kept: 0{', ' if there else ''}{there}; "
+            "checkpoint.keep_last keeps more"
+        )
+    with holding_checkpoint(source / MARKER):
+        shutil.copytree(source, target / "checkpoints" / name, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Checkpoints are large and never written again."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _copy_shards(run: Path, config: RunConfig, manifest: Manifest, store: ShardStore) -> None:
+    """Raises `ManifestError` or `SpillError` when one of them is gone."""
+    if not manifest.shards:
+        return
+    source = run_store(run, config)
+    store.prepare()
+    for entry in manifest.shards:
+        store.reserve(entry.bytes)
+        try:
+            _copy(source, entry, store)
+        except ManifestError:
+            if config.dispatch.spill_url is None:
+                raise
+            Spill(config.dispatch.spill_url, read_uid(run)).restore(entry, store.path(entry))
+
+
+def _copy(source: ShardStore, entry: ShardEntry, store: ShardStore) -> None:
+    mapped = source.open(entry, verify=True)
+    try:
+        write_atomic(store.path(entry), bytes(mapped.memory))
+    finally:
+        mapped.close()

@@ -1,0 +1,54 @@
+"""Commands on the services of a runs directory: up, down, status."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flows.cli.arguments import Debug, RunsDirectory
+from flows.cli.errors import reported
+
+app = typer.Typer()
+
+
+@app.command()
+def up(
+    runs_directory: RunsDirectory = "runs",
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Prefect's. 4200, or the one it had."),
+    ] = None,
+    mlflow_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="MLflow's. 5000, or the one it had."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Start Prefect, MLflow and a worker, with everything deployed; what runs already stays."""
+    with reported(debug):
+        from flows.cli.services import up as start
+
+        start(runs_directory, port, mlflow_port)
+
+
+@app.command()
+def down(runs_directory: RunsDirectory = "runs", debug: Debug = False) -> None:
+    """End what `earl up` started. Flow runs are cancelled, and can be resumed."""
+    with reported(debug):
+        from flows.cli.services import down as end
+
+        end(runs_directory)
+
+
+@app.command()
+def status(
+    runs_directory: RunsDirectory = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show servers, worker, runs with iteration and stage, and shared memory."""
+    with reported(debug):
+        from flows.cli.status import show_status
+
+        show_status(runs_directory, as_json)

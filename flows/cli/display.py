@@ -1,0 +1,299 @@
+"""What is shown of a flow while it runs.
+
+On a terminal the display of a run in progress is live; elsewhere it is one plain line per event, or
+a line of JSON for each iteration, or nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.control import Control
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from earl_core.system.plural import plural
+from flows.cli.arguments import Show
+from flows.cli.fitting import BarLine
+from flows.cli.tables import duration, evaluation_table, iteration_table, json_line
+from tasks.reports.lines import Line, evaluation_text, iteration_text, signed
+
+Event = Mapping[str, Any]
+
+_PREPARATIONS = {
+    "starting": "starting the {} worker",
+    "resharding": "resharding the {}",
+    "downloading": "downloading the model {} from the model hub",
+    "building": "building the model {}",
+}
+
+
+def preparation(event: Event) -> str:
+    """What an event says about workers or a model that a stage waits for; empty: nothing."""
+    return next((form.format(event[k]) for k, form in _PREPARATIONS.items() if k in event), "")
+
+
+def switch_line(iteration: int, event: Event) -> str:
+    """A line about a stage that takes another stage deployment, or is repeated; empty: the event
+    says nothing of the kind."""
+    told = event.get("switched") or event.get("repeated")
+    return f"iteration {iteration}: {told}" if told else ""
+
+
+def counted(event: Event) -> tuple[float, float, str]:
+    """How many are done of how many, and of what: `episodes` or `samples`; (0, 0, "") where an
+    event does not count."""
+    for unit in ("episodes", "samples"):
+        if f"{unit}_done" in event:
+            return event[f"{unit}_done"], event.get(unit, 0.0), unit
+    return 0.0, 0.0, ""
+
+
+def numbers_text(event: Event) -> str:
+    """The numbers of an event, such as `12/64 episodes, 840 tokens/s, return +0.30`."""
+    done, total, unit = counted(event)
+    parts = [f"{done:.0f}/{total:.0f} {unit}"] if total else []
+    if event.get("tokens_per_second"):
+        parts.append(f"{event['tokens_per_second']:,.0f} tokens/s")
+    if "return" in event:
+        parts.append(f"return {signed(event['return'], 2)}")
+    return ", ".join(parts)
+
+
+_PER_SECOND = 4.0
+_ITERATIONS_SHOWN = 8
+_EVALUATIONS_SHOWN = 4
+_OWN_LOGGERS = ("earl", "earl_core", "flows", "tasks")
+
+
+class Display(logging.Handler):
+    """Shows a run between `with` and its end, with our own warnings; the flow's libraries keep
+    theirs to themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._propagated: dict[str, bool] = {}
+
+    def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
+        """Show one event of the flow, as `earl_core.control.worker_groups.Progress`; called from
+        any thread."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Show what is going on outside the stages."""
+        raise NotImplementedError
+
+    def warn(self, text: str) -> None:
+        """Show a line that stays."""
+        raise NotImplementedError
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a warning of ours."""
+        self.warn(f"{record.levelname.lower()}: {record.getMessage()}")
+
+    def __enter__(self) -> Display:
+        for name in _OWN_LOGGERS:
+            logger = logging.getLogger(name)
+            self._propagated[name], logger.propagate = logger.propagate, False
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, propagated in self._propagated.items():
+            logger = logging.getLogger(name)
+            logger.propagate = propagated
+            logger.removeHandler(self)
+
+
+def make_display(
+    console: Console,
+    show: Show,
+    iterations: int = 1,
+    done: Sequence[Line] = (),
+    evaluations: Sequence[Line] = (),
+) -> Display:
+    """The display that is wanted; a live one on a terminal only, elsewhere plain lines.
+
+    iterations: of the run, in all. done, evaluations: what earlier attempts of it have done.
+    """
+    if show == "json":
+        return JsonDisplay()
+    if show == "quiet":
+        return QuietDisplay()
+    if show == "plain" or not console.is_terminal or console.is_dumb_terminal:
+        return PlainDisplay()
+    return LiveDisplay(console, iterations, done, evaluations)
+
+
+class LiveDisplay(Display):
+    """A screen that is redrawn a few times a second."""
+
+    def __init__(
+        self,
+        console: Console,
+        iterations: int,
+        done: Sequence[Line] = (),
+        evaluations: Sequence[Line] = (),
+    ) -> None:
+        super().__init__()
+        self._console = console
+        self._changing = threading.Lock()
+        self._began = time.monotonic()
+        self._ends: deque[float] = deque(maxlen=_ITERATIONS_SHOWN)
+        self._iterations = iterations
+        self._rows = list(done[-_ITERATIONS_SHOWN:])
+        self._evaluations = list(evaluations)
+        self._stage, self._preparing = "starting", ""
+        self._numbers: Event = {}
+        self._spinner = Spinner("dots")
+        self._size = console.size
+        self._live = Live(
+            console=console, refresh_per_second=_PER_SECOND, get_renderable=self.screen
+        )
+
+    def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
+        if told := switch_line(iteration, event):
+            self._console.print(Text(told, style="cyan"))
+            return
+        with self._changing:
+            if "finished" in event:
+                self._add(stage, {"iteration": iteration, **event["metrics"]})
+            elif "downloading" in event or "building" in event:
+                self._show(preparation(event))
+            elif preparing := preparation(event):
+                self._preparing = preparing
+            elif "stage_started" in event:
+                self._show(stage)
+            elif "say" in event:
+                self._show(event["say"])
+            elif "metrics" not in event:
+                self._show(stage, event)
+
+    def _add(self, stage: str, line: Line) -> None:
+        if stage == "evaluation":
+            self._evaluations.append(line)
+        else:
+            self._ends.append(time.monotonic())
+            # One that is repeated takes the place of its earlier attempt.
+            before = [row for row in self._rows if row["iteration"] < line["iteration"]]
+            self._rows = [*before, line][-_ITERATIONS_SHOWN:]
+
+    def _show(self, stage: str, numbers: Event | None = None) -> None:
+        self._stage, self._preparing, self._numbers = stage, "", numbers or {}
+
+    def say(self, text: str) -> None:
+        with self._changing:
+            self._show(text)
+
+    def warn(self, text: str) -> None:
+        self._console.print(Text(text, style="yellow"))
+
+    def screen(self) -> RenderableType:
+        """All that is shown now."""
+        self._redraw_if_resized()
+        with self._changing:
+            parts: list[RenderableType] = [self._head(), self._activity()]
+            if self._rows:
+                parts.append(iteration_table(self._rows))
+            if self._evaluations:
+                parts.append(evaluation_table(self._evaluations[-_EVALUATIONS_SHOWN:]))
+            return Group(*parts)
+
+    def _redraw_if_resized(self) -> None:
+        """Terminals break the lines of a narrower window anew, each in its own way, so that nobody
+        knows where they stand: the screen is begun anew."""
+        before, self._size = self._size, self._console.size
+        if self._console.is_terminal and before != self._size:
+            self._console.control(Control.clear(), Control.home())
+
+    def _head(self) -> BarLine:
+        finished = self._rows[-1]["iteration"] + 1 if self._rows else 0
+        times = f"{duration(time.monotonic() - self._began)} so far"
+        left = self._iterations - finished
+        if left > 0 and len(self._ends) > 1:
+            pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            times += f", about {duration(left * pace)} left"
+        text = f"{finished} of {plural(self._iterations, 'iteration')}"
+        done, total = finished, self._iterations
+        return BarLine(Text(text, style="bold"), Text(times, style="dim"), total, done)
+
+    def _activity(self) -> BarLine:
+        text = ": ".join(part for part in (self._stage, self._preparing) if part)
+        done, total, _ = counted(self._numbers)
+        numbers = Text(numbers_text(self._numbers), style="dim")
+        return BarLine(Text(text, style="bold cyan"), numbers, total, done, self._spinner)
+
+    def __enter__(self) -> Display:
+        super().__enter__()
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+        super().__exit__(*error)
+
+
+class PlainDisplay(Display):
+    """One line per event, for logs and pipes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: set[tuple[str, int]] = set()
+
+    def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
+        if line := self._line(stage, iteration, event):
+            self.warn(line)
+
+    def say(self, text: str) -> None:
+        self.warn(text)
+
+    def warn(self, text: str) -> None:
+        # In one piece: several threads write.
+        print(f"{text}\n", end="", flush=True)
+
+    def _line(self, stage: str, iteration: int, event: Event) -> str:
+        if "finished" in event:
+            line = {"iteration": iteration, **event["metrics"]}
+            if stage == "evaluation":
+                return evaluation_text(line)
+            return f"iteration {iteration}: {iteration_text(line)}"
+        if told := event.get("say") or switch_line(iteration, event) or preparation(event):
+            return str(told)
+        if "stage_started" in event:
+            return f"iteration {iteration}: {stage} started"
+        # Progress comes several times a second; half of the way is enough of it.
+        done, total, _ = counted(event)
+        if total and 2 * done >= total and (stage, iteration) not in self._told:
+            self._told.add((stage, iteration))
+            return f"iteration {iteration}: {stage} {numbers_text(event)}"
+        return ""
+
+
+class QuietDisplay(Display):
+    """Warnings on stderr."""
+
+    def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
+        """Say nothing."""
+
+    def say(self, text: str) -> None:
+        """Say nothing."""
+
+    def warn(self, text: str) -> None:
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)
+
+
+class JsonDisplay(QuietDisplay):
+    """Besides, a line of JSON on stdout for each iteration and each evaluation that is finished."""
+
+    def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
+        if "finished" in event:
+            told = json_line({"iteration": iteration, **event["metrics"]}, stage)
+            print(f"{told}\n", end="", flush=True)

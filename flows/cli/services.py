@@ -1,0 +1,48 @@
+"""`earl up` and `earl down`: services of a runs directory, and how to log in to them."""
+
+from __future__ import annotations
+
+import shlex
+
+from flows.services.process import TITLES
+from flows.services.standing import Standing
+
+
+def up(runs_directory: str, port: int | None, mlflow_port: int | None) -> None:
+    """Start what is missing, wait until it answers, say where it is."""
+    standing = Standing(runs_directory)
+    outside = standing.up({"prefect": port, "mlflow": mlflow_port}, _say)
+    services = standing.services
+    for name, title in TITLES.items():
+        if name in standing.started:
+            continue
+        if name in services and services[name].alive:
+            print(f"{title} runs already.")
+    elsewhere = "another server, which your settings name"
+    if outside.prefect is None:
+        print(f"\nPrefect  {services['prefect'].url.removesuffix('/api')}")
+    else:
+        print(f"\nPrefect  {outside.prefect.url.removesuffix('/api')}  ({elsewhere})")
+    if outside.mlflow is None:
+        print(f"MLflow   {services['mlflow'].url}")
+    else:
+        print(f"MLflow   {outside.mlflow}  ({elsewhere})")
+    if None in outside:
+        print(f"\nTo log in, take the passwords from {standing.login}: Prefect asks for the whole")
+        print("PREFECT_API_AUTH_STRING, MLflow for the user earl and MLFLOW_TRACKING_PASSWORD.")
+        print(f"`earl` finds them itself; for other programs: source {standing.login}")
+    option = "" if runs_directory == "runs" else f" --runs-directory {shlex.quote(runs_directory)}"
+    print(f"\nearl status{option}  shows what runs; earl down{option}  ends it.", flush=True)
+
+
+def down(runs_directory: str) -> None:
+    """End what `up` started, and say what that was."""
+    ended = Standing(runs_directory).down(_say)
+    for name in ended:
+        print(f"{TITLES[name]} has ended.")
+    if not ended:
+        print("Nothing that `earl up` started runs.")
+
+
+def _say(text: str) -> None:
+    print(f"{text} …", flush=True)

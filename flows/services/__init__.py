@@ -1,0 +1,1 @@
+"""What `earl up` starts and `earl down` ends: a Prefect server, an MLflow server, a worker."""

@@ -1,0 +1,253 @@
+"""All services of a runs directory together: what is missing is started, what was started ended.
+
+Only one command at a time does either. What another server was named for (PREFECT_API_URL, a
+profile of the Prefect home, MLFLOW_TRACKING_URI) is used, and neither started nor ended.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from earl_core.secrets import learn
+from earl_core.system.errors import ConfigError
+from earl_core.system.files import FileLock, make_directory, refuse_network, write_atomic
+from earl_core.system.processes import child_path
+from earl_core.system.service import (
+    Service,
+    read_services,
+    services_directory,
+    write_services,
+)
+from flows.deployments import deploy, import_flows
+from flows.server import (
+    ServerUnavailable,
+    access_of,
+    configure,
+    listening,
+    running_server,
+    server_environment,
+)
+from flows.server_access import START_SECONDS, Access, healthy, named_by_profile
+from flows.services.process import end, spawn, until
+from flows.services.worker import reports, start_worker, stop_flow_runs
+from tasks.tracking.mlflow_client import default_database
+from tasks.tracking.mlflow_process import environment as mlflow_environment
+
+LOGIN = "login.env"
+"""The file with addresses and passwords for shells and people."""
+
+USER = "earl"
+_PORTS = {"prefect": 4200, "mlflow": 5000}
+_OPTIONS = {"prefect": "--port", "mlflow": "--mlflow-port"}
+_PATHS = {"prefect": "/api", "mlflow": ""}
+_WAIT_SECONDS = 2 * START_SECONDS
+
+Say = Callable[[str], None]
+
+
+class Outside(NamedTuple):
+    """Servers that somebody else runs, where they were named."""
+
+    prefect: Access | None
+    mlflow: str | None
+
+
+class Standing:
+    """The services of a runs directory. Made for one command; `up` or `down` do it all."""
+
+    def __init__(self, runs_directory: str) -> None:
+        self.runs_directory = runs_directory
+        self.home = Path()
+        """Prefect's, once it is needed."""
+        self.services: dict[str, Service] = {}
+        self.started: list[str] = []
+        """The services that `up` has started, by name."""
+
+    @property
+    def login(self) -> Path:
+        """The file with addresses and passwords."""
+        return services_directory(self.runs_directory) / LOGIN
+
+    def up(self, ports: dict[str, int | None], say: Say) -> Outside:
+        """Start what is missing and wait until it answers.
+
+        ports: of the servers, by name; None for the one it had. say: hears what is going on. If
+        anything fails, what was started here is ended. Raises `ConfigError` for a port in use and
+        `ServiceFailed`.
+        """
+        self.home = configure(self.runs_directory)
+        with self._alone():
+            self.services = read_services(self.runs_directory)
+            outside = self._outside()
+            database = default_database(self.runs_directory)
+            if outside.mlflow is None:
+                refuse_network(database, "choose another --runs-directory")
+            try:
+                self._start(outside, ports, say)
+            except BaseException:
+                for name in reversed(self.started):
+                    self._end(name)
+                raise
+        return outside
+
+    def _start(self, outside: Outside, ports: dict[str, int | None], say: Say) -> None:
+        wanted = [name for name, other in zip(_PORTS, outside, strict=True) if other is None]
+        missing = [name for name in wanted if not self._alive(name)]
+        listeners = {name: self._listen(name, ports[name]) for name in missing}
+        for name, listener in listeners.items():
+            with listener:
+                self._start_server(name, listener)
+        if missing:
+            say("starting the servers; Prefect needs 10 to 20 s")
+            import_flows()
+        access = outside.prefect or access_of(self.services["prefect"])
+        if outside.prefect is None:
+            self._wait("prefect", lambda: healthy(access.url))
+        say("deploying train, iteration, evaluate, profile")
+        if self._alive("worker") and self.services["worker"].url != access.url:
+            say("ending the worker, which asks another server")
+            self._end("worker")
+        # Flow runs of a worker that goes on work where it was started.
+        deploy(access, self.runs_directory, None if self._alive("worker") else Path.cwd())
+        if not self._alive("worker"):
+            mark = self.services.get("worker", Service("worker")).mark
+            self._note(start_worker(self.runs_directory, self.home, access, mark))
+        if outside.mlflow is None:
+            self._wait("mlflow", lambda: _mlflow_answers(self.services["mlflow"].url))
+        self._wait("worker", lambda: reports(access, self.services["worker"]))
+        self._write_login(outside)
+
+    def down(self, say: Say) -> list[str]:
+        """End what `up` started; the names of the services that were ended."""
+        if not services_directory(self.runs_directory).is_dir():
+            return []
+        self.home = configure(self.runs_directory)
+        with self._alone():
+            self.services = read_services(self.runs_directory)
+            order = ("worker", "mlflow", "prefect")
+            there = [name for name in order if self._is_there(name)]
+            worker = self.services.get("worker")
+            if worker is not None and "worker" in there:
+                with suppress(ServerUnavailable):
+                    access = running_server(self.home, self.runs_directory)
+                    if access is not None and access.url == worker.url:
+                        stop_flow_runs(access, worker, say)
+            for name in order:
+                self._end(name)
+            self.login.unlink(missing_ok=True)
+            return there
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        state = services_directory(self.runs_directory)
+        make_directory(state, 0o700)
+        try:
+            lock = FileLock(state / "lock", _WAIT_SECONDS)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `earl up` or `earl down` works on {state}: wait until it is done"
+            ) from None
+        with lock:
+            yield
+
+    def _outside(self) -> Outside:
+        own = {name: service.url for name, service in self.services.items()}
+        prefect = mlflow = None
+        asked = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+        if asked and asked != own.get("prefect"):
+            prefect = running_server(self.home, self.runs_directory)
+        elif not asked and (profile := named_by_profile(self.home)) and healthy(profile.url):
+            prefect = profile
+        asked = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
+        if asked and asked != own.get("mlflow"):
+            mlflow = asked
+        return Outside(prefect, mlflow)
+
+    def _alive(self, name: str) -> bool:
+        return name in self.services and self.services[name].alive
+
+    def _is_there(self, name: str) -> bool:
+        return name in self.services and bool(self.services[name].processes())
+
+    def _listen(self, name: str, port: int | None) -> socket.socket:
+        known = self.services.get(name)
+        if known is not None:
+            end(known)  # what a server left that was killed
+        port = port or (known and urlsplit(known.url).port) or _PORTS[name]
+        try:
+            return listening(port)
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} cannot be listened on ({error.strerror}): choose another with "
+                f"{_OPTIONS[name]}"
+            ) from None
+
+    def _start_server(self, name: str, listener: socket.socket) -> None:
+        known = self.services.get(name) or Service(name)
+        site = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        service = replace(
+            known,
+            url=site + _PATHS[name],
+            user=USER,
+            password=known.password or secrets.token_urlsafe(24),
+        )
+        learn(service.password)
+        if name == "prefect":
+            command = ["-m", "flows.server_process", str(Path(self.runs_directory).resolve())]
+            environment = server_environment(self.home, access_of(service), pages=True)
+        else:
+            command = ["-m", "tasks.tracking.mlflow_process"]
+            environment = {**os.environ, "PYTHONPATH": child_path(os.environ)}
+            environment |= mlflow_environment(
+                services_directory(self.runs_directory),
+                default_database(self.runs_directory),
+                listener.getsockname()[1],
+                USER,
+                service.password,
+            )
+        self._note(spawn(self.runs_directory, service, command, environment, listener))
+
+    def _wait(self, name: str, answers: Callable[[], bool]) -> None:
+        until(answers, self.services[name], self.runs_directory, START_SECONDS)
+
+    def _note(self, service: Service) -> None:
+        """Remember a service that was started, before anything else can fail."""
+        self.started.append(service.name)
+        self.services[service.name] = service
+        write_services(self.runs_directory, self.services.values())
+
+    def _end(self, name: str) -> None:
+        if name in self.services:
+            end(self.services[name])
+            self.services[name] = self.services[name].ended()
+            write_services(self.runs_directory, self.services.values())
+
+    def _write_login(self, outside: Outside) -> None:
+        lines = []
+        if outside.prefect is None:
+            access = access_of(self.services["prefect"])
+            lines += [f"PREFECT_API_URL={access.url}", f"PREFECT_API_AUTH_STRING={access.auth}"]
+        if outside.mlflow is None:
+            mlflow = self.services["mlflow"]
+            lines += [f"MLFLOW_TRACKING_URI={mlflow.url}"]
+            lines += [f"MLFLOW_TRACKING_USERNAME={mlflow.user}"]
+            lines += [f"MLFLOW_TRACKING_PASSWORD={mlflow.password}"]
+        write_atomic(self.login, "".join(f"export {line}\n" for line in lines).encode())
+
+
+def _mlflow_answers(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

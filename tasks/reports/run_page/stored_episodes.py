@@ -1,0 +1,287 @@
+"""A run's kept episodes, packed for its page: an index of all, and parts that are opened on demand.
+
+A part is a pair of compressed JSON texts. The first has what was said: `texts` (of each episode:
+observation, answer, ..., and what the environment said at the end), `rewards` of its turns, and
+`scores` of reward functions. The second has `vocabulary`, pairs of a token's number and text, and
+of each episode its samples: `i` indices into the vocabulary, `o` pairs of a place and the text
+there where a character has several tokens, `s` starts of turns, `m` runs of the loss mask as pairs
+of start and length, `l` log-probs of the tokens in these runs, in hundredths of a nat; null for an
+episode whose tokens hold a secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from earl_core.run.episodes import EpisodesDamaged, read_samples
+from earl_core.secrets import redact
+from earl_core.secrets.redactor import HIDDEN
+from tasks.reports.run_page.token_texts import UNFINISHED, TokenTexts
+
+logger = logging.getLogger(__name__)
+
+_SCALARS = [
+    "episode_id", "prompt_id", "group_id", "environment", "finish_reason", "outcome", "reward",
+    "turns", "scores",
+]  # fmt: skip
+_NAMED = ("environment", "finish_reason", "outcome")
+_LISTS = ["texts", "turn_rewards", "tokens", "loss_mask", "rollout_logprobs", "turn_starts"]
+_PER_PART = 256
+_FOR_TEXTS = 0.6
+"""Of a part's bytes; what they leave is for tokens."""
+
+
+@dataclass(frozen=True)
+class PackedEpisodes:
+    """index: columns of equal length, one entry an episode. parts: the two texts of each. damaged:
+    what is wrong with files that could not be read."""
+
+    index: dict[str, list[Any]] = field(default_factory=dict)
+    parts: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+
+def encoded(value: Any) -> str:
+    """Plain data as compressed JSON in base64."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def pack_episodes(
+    files: Sequence[tuple[int, Path]], tokens: TokenTexts | None, most: int, most_bytes: int
+) -> PackedEpisodes:
+    """The first episodes of each iteration, as many as make `most` together.
+
+    files: with their iterations. most_bytes: of all parts; every part has its share, and what does
+    not fit is in the index alone: of the texts first come the first episodes, then their tokens.
+    """
+    packed, encoders = PackedEpisodes(), (_Encoder(), _Encoder())
+    left = float(most_bytes)
+    quotas = _quotas(most, len(files))
+    for number, ((iteration, file), quota) in enumerate(zip(files, quotas, strict=True)):
+        try:
+            table = read_samples(file, quota, [*_SCALARS, *_LISTS])
+        except FileNotFoundError:
+            continue  # A live run removes its oldest.
+        except EpisodesDamaged as error:
+            packed.damaged.append(str(error))
+            continue
+        episodes = _Episodes(table, iteration)
+        pieces = [
+            range(start, min(start + _PER_PART, len(episodes)))
+            for start in range(0, len(episodes), _PER_PART)
+        ]
+        share = left / (len(files) - number)
+        for place, piece in enumerate(pieces):
+            room = share / (len(pieces) - place)
+            used = _add_part(packed, episodes, piece, tokens, encoders, room)
+            share, left = share - used, left - used
+    return packed
+
+
+def _quotas(most: int, files: int) -> list[int]:
+    whole, rest = divmod(most, max(files, 1))
+    return [whole + (number < rest) for number in range(files)]
+
+
+class _Encoder:
+    """Encodes as many episodes as fit. rate: bytes that a token or character took last."""
+
+    def __init__(self) -> None:
+        # No JSON here shrinks to less.
+        self.rate = 1 / 6
+
+    def fitting(
+        self, piece: range, sizes: np.ndarray, most_bytes: float, make: Callable[[range], Any]
+    ) -> tuple[str, int]:
+        """The first episodes that fit into these bytes, encoded, and how many they are."""
+        ends = np.cumsum(sizes[piece.start : piece.stop])
+        count = int(np.searchsorted(ends, most_bytes / self.rate, side="right"))
+        while count > 0:
+            text = encoded(make(piece[:count]))
+            self.rate = max(len(text), 1) / max(int(ends[count - 1]), 1)
+            if len(text) <= most_bytes:
+                return text, count
+            fits = np.searchsorted(ends, 0.97 * most_bytes / self.rate, side="right")
+            count = min(count - 1, int(fits))
+        return "", 0
+
+
+def _add_part(
+    packed: PackedEpisodes,
+    episodes: _Episodes,
+    piece: range,
+    tokens: TokenTexts | None,
+    encoders: tuple[_Encoder, _Encoder],
+    most_bytes: float,
+) -> float:
+    """Add a piece of an iteration's episodes; the bytes that it takes."""
+    said, sampled = encoders
+    texts, with_text = said.fitting(
+        piece, episodes.characters, _FOR_TEXTS * most_bytes, lambda some: _said(episodes, some)
+    )
+    ids, with_tokens = "", 0
+    if tokens is not None:
+        ids, with_tokens = sampled.fitting(
+            piece[:with_text],
+            episodes.tokens,
+            most_bytes - len(texts),
+            lambda some: _sampled(episodes, some, tokens),
+        )
+    for place, number in enumerate(piece):
+        row = episodes.summary(number)
+        shown = (place < with_text) + (place < with_tokens)
+        row |= {"part": len(packed.parts), "place": place, "shown": shown}
+        for name, value in row.items():
+            packed.index.setdefault(name, []).append(value)
+    packed.parts.append((texts, ids))
+    return len(texts) + len(ids)
+
+
+class _Episodes:
+    """A table of samples, episode by episode."""
+
+    def __init__(self, table: pa.Table, iteration: int) -> None:
+        self.iteration = iteration
+        ids = table["episode_id"].to_numpy()
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
+        ends = [*starts[1:], len(ids)] if len(ids) else []
+        self.rows = list(zip(starts, ends, strict=True))
+        self.scalars = {name: table[name].to_pylist() for name in _SCALARS}
+        for name in _NAMED:
+            shown = {text: redact(text) for text in set(self.scalars[name])}
+            self.scalars[name] = [shown[text] for text in self.scalars[name]]
+        self.lists = {name: _column(table, name) for name in _LISTS}
+        lengths = np.diff(self.lists["tokens"][1])
+        self.tokens = np.array([lengths[one:end].sum() for one, end in self.rows])
+        self.longest = [int(lengths[one:end].max()) for one, end in self.rows]
+        self.texts = [self._texts(one, end) for one, end in self.rows]
+        self.characters = np.array([sum(map(len, texts)) for texts in self.texts])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def values(self, name: str, row: int) -> np.ndarray:
+        """A list of a sample."""
+        values, offsets = self.lists[name]
+        return values[offsets[row] : offsets[row + 1]]
+
+    def _texts(self, one: int, end: int) -> list[str]:
+        return [text for row in range(one, end) for text in self.values("texts", row)]
+
+    def rewards(self, number: int) -> list[float]:
+        """Of the turns of an episode."""
+        one, end = self.rows[number]
+        return [_short(r) for row in range(one, end) for r in self.values("turn_rewards", row)]
+
+    def summary(self, number: int) -> dict[str, Any]:
+        """What the list of episodes shows and filters by."""
+        one, end = self.rows[number]
+        first = {name: column[one] for name, column in self.scalars.items()}
+        return {
+            "iteration": self.iteration,
+            "episode": first["episode_id"],
+            "prompt": first["prompt_id"],
+            "group": first["group_id"],
+            **{name.partition("_")[0]: first[name] for name in _NAMED},
+            "reward": None if first["reward"] is None else _short(first["reward"]),
+            "turns": sum(self.scalars["turns"][one:end]),
+            "tokens": self.longest[number],
+            "samples": int(end - one),
+        }
+
+
+def _column(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The values of all lists, one after the other, and where each begins and ends."""
+    column = table[name].combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks or [pa.array([], column.type)])
+    return column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+
+
+def _said(episodes: _Episodes, piece: range) -> dict[str, Any]:
+    texts = [episodes.texts[number] for number in piece]
+    scores = [episodes.scalars["scores"][episodes.rows[number][0]] or "" for number in piece]
+    if _holds_secret("\n".join(text for each in (*texts, scores) for text in each)):
+        # Learnt since the run kept them.
+        texts = [[redact(text) for text in each] for each in texts]
+        scores = [redact(text) for text in scores]
+    rewards = [episodes.rewards(number) for number in piece]
+    return {"texts": texts, "rewards": rewards, "scores": scores}
+
+
+def _sampled(episodes: _Episodes, piece: range, tokens: TokenTexts) -> dict[str, Any]:
+    rows = range(episodes.rows[piece.start][0], episodes.rows[piece.stop - 1][1])
+    ids = [episodes.values("tokens", row) for row in rows]
+    vocabulary, places = np.unique(np.concatenate(ids), return_inverse=True)
+    texts = tokens.pieces(vocabulary.tolist())
+    unfinished = np.array([UNFINISHED in text for text in texts])[places]
+    samples: list[Any] = []
+    whole, at = [], 0
+    for number in piece:
+        own, said = [], []
+        for row in range(*episodes.rows[number]):
+            part = slice(at, at + len(ids[row - rows.start]))
+            partial = np.flatnonzero(unfinished[part]).tolist()
+            other = tokens.joined(ids[row - rows.start], partial) if partial else {}
+            own.append(_sample(episodes, row, places[part].tolist(), other))
+            pieces = [texts[place] for place in own[-1]["i"]]
+            for place, text in other.items():
+                pieces[place] = text
+            said += pieces
+            at = part.stop
+        samples.append(own)
+        whole.append("".join(said))
+    hidden = [_was_redacted(episodes.texts[number]) for number in piece]
+    if _holds_secret("\n".join(whole)):
+        hidden = [bad or _holds_secret(text) for bad, text in zip(hidden, whole, strict=True)]
+    if any(hidden):
+        samples = [None if bad else each for bad, each in zip(hidden, samples, strict=True)]
+        texts = _without_hidden(texts, samples)
+    return {"vocabulary": list(zip(vocabulary.tolist(), texts, strict=True)), "samples": samples}
+
+
+def _without_hidden(texts: list[str], samples: Sequence[Any]) -> list[str]:
+    """The vocabulary without tokens that hidden episodes alone have."""
+    kept = (sample for each in samples if each is not None for sample in each)
+    used = {place for sample in kept for place in sample["i"]}
+    return [text if place in used else "" for place, text in enumerate(texts)]
+
+
+def _sample(
+    episodes: _Episodes, row: int, places: list[int], other: dict[int, str]
+) -> dict[str, Any]:
+    mask = episodes.values("loss_mask", row)
+    logprobs = episodes.values("rollout_logprobs", row)[mask == 1]
+    edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).tolist()
+    return {
+        "i": places,
+        "o": list(other.items()),
+        "s": episodes.values("turn_starts", row).tolist(),
+        "m": [[one, end - one] for one, end in zip(edges[::2], edges[1::2], strict=True)],
+        "l": np.rint(100 * logprobs.astype(float)).astype(int).tolist(),
+    }
+
+
+def _holds_secret(text: str) -> bool:
+    return redact(text) != text
+
+
+def _was_redacted(texts: Sequence[str]) -> bool:
+    """Whether the run hid something in these texts, perhaps a secret that nobody here knows: no
+    redactor has seen the tokens."""
+    return any(HIDDEN in text for text in texts)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
