@@ -268,7 +268,6 @@ def server_environment(home: Path, access: Access, pages: bool) -> dict[str, str
         **os.environ,
         **({"PREFECT_UI_ENABLED": "1"} if pages else kind),
         "PYTHONPATH": child_path(os.environ),
-        "PREFECT_HOME": str(home),
         "PREFECT__SERVER_FINAL": "1",
         "PREFECT_SERVER_API_AUTH_STRING": access.auth or "",
         "PREFECT_API_AUTH_STRING": access.auth or "",
