@@ -263,10 +263,14 @@ class Run:
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:
-    """As `load_config` takes them: JSON is YAML; a name is a text as it is."""
+    """As `load_config` takes them: JSON is YAML, unless it escapes characters; a name is a text as
+    it is."""
+
+    def text(value: Any) -> str:
+        return json.dumps(value, default=str, ensure_ascii=False)
+
     return [
-        f"{name}={value if name == 'name' else json.dumps(value, default=str)}"
-        for name, value in settings.items()
+        f"{name}={value if name == 'name' else text(value)}" for name, value in settings.items()
     ]
 
 

@@ -24,7 +24,10 @@ from earl_core.system.frames import FrameBuffer
 
 
 class _DebuggerLeft(BaseException):
-    """Somebody left the debugger by `q`: no failure of the environment."""
+    """Somebody left the debugger by `q`, or pressed Ctrl-C: no failure of the environment."""
+
+
+_LEAVING = (BdbQuit, KeyboardInterrupt)
 
 
 class _CallsHere(Calls):
@@ -39,13 +42,16 @@ class _CallsHere(Calls):
         try:
             result = method(*arguments)
             return await result if inspect.isawaitable(result) else result
-        except BdbQuit as left:
+        except _LEAVING as left:
             raise _DebuggerLeft from left
 
     async def _in_thread(self, call: Call, function: Callable[..., Any], *arguments: Any) -> Any:
         if self.in_threads:
             return await super()._in_thread(call, function, *arguments)
-        return function(*arguments)
+        try:
+            return function(*arguments)
+        except _LEAVING as left:
+            raise _DebuggerLeft from left
 
 
 class KeeperHere:
@@ -105,7 +111,8 @@ class KeeperHere:
             self._threads.shutdown(wait=False)
 
     async def call(self, episode_id: int, kind: str, arguments: list[Any]) -> dict[str, Any]:
-        """See `HostKeeper`. Raises `KeyboardInterrupt` when the debugger is left by `q`."""
+        """See `HostKeeper`. Raises `KeyboardInterrupt` for Ctrl-C, and when the debugger is left by
+        `q`."""
         if kind == "reset":
             self._open[episode_id] = False
         elif self._open.get(episode_id, True):

@@ -15,19 +15,45 @@ from pathlib import Path
 
 from earl_core.config import ConfigError
 from earl_core.run.checkpoints import file_checksum, holding_checkpoint
-from earl_core.system.files import is_regular, remove, sync, write_atomic
+from earl_core.system.files import read_file, remove, sync, write_atomic
 
 MARK = "earl-export.json"
+_CARD = "README.md"
 _GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_target(target: Path) -> None:
-    """Raise `ConfigError` where something lies at `target` that no export has left."""
-    if os.path.lexists(target) and not is_regular(target / MARK):
+    """Raise `ConfigError` where something lies at `target` that no export has left, and where
+    somebody put files into one or edited its model card."""
+    if not os.path.lexists(target):
+        return
+    sums = _sums(target)
+    if sums is None:
         raise ConfigError(
             f"{target} is no export of ours, and is not replaced: choose another --output"
         )
+    found = {
+        path.relative_to(target).as_posix()
+        for path in target.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+    others = sorted(found - sums.keys() - {MARK})
+    if _CARD in found & sums.keys() and file_checksum(target / _CARD) != sums[_CARD]:
+        others.insert(0, _CARD)
+    if others:
+        raise ConfigError(
+            f"{target} is not replaced, because it holds what no export wrote ({others[0]}"
+            f"{' and more' if others[1:] else ''}): move that away, or choose another --output"
+        )
+
+
+def _sums(target: Path) -> dict[str, str] | None:
+    """The checksums of an export's files by their paths; None where no export lies."""
+    try:
+        return dict(json.loads(read_file(target / MARK))["xxh3"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def export_policy(policy: Path, marker: Path | None, target: Path, card: str) -> list[str]:
@@ -46,7 +72,7 @@ def export_policy(policy: Path, marker: Path | None, target: Path, card: str) ->
             shutil.copytree(policy, building, dirs_exist_ok=True)
         if not (building / _GENERATION).exists():
             write_atomic(building / _GENERATION, _generation(building), 0o644)
-        write_atomic(building / "README.md", card.encode(), 0o644)
+        write_atomic(building / _CARD, card.encode(), 0o644)
         found = [path for path in building.rglob("*") if path.is_file()]
         files = sorted(path.relative_to(building).as_posix() for path in found)
         sums = {name: file_checksum(building / name) for name in files}

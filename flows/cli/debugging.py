@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.config.load import recipe_names
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import CheckpointConfig, ClusterConfig, ExperienceConfig
 from earl_core.config.stages import StagesConfig
@@ -22,6 +23,8 @@ from earl_core.dispatch.shards.manifest import sealed_path
 from earl_core.run.checkpoints import stable_checkpoints
 from earl_core.run.record import stored_config
 from earl_core.run.rehearsal import rehearse
+from earl_core.run.stores import run_store
+from earl_core.system.errors import EarlError
 from flows import server
 from flows.cli.serving import find_run
 from flows.cli.tables import make_console, rows_table
@@ -73,10 +76,8 @@ def debug(
 
 def _find(name: str, runs_directory: str, run_only: bool) -> Path | None:
     """The run of this name; None where a configuration is meant."""
-    if not run_only:
-        with suppress(ConfigError):
-            load_config(name)
-            return None
+    if not run_only and (name in recipe_names() or Path(name).is_file()):
+        return None
     try:
         return find_run(name, runs_directory)
     except ConfigError as error:
@@ -148,6 +149,9 @@ def _temporary_run(config: RunConfig) -> Iterator[RunConfig]:
     try:
         yield config.model_copy(update=place)
     finally:
+        # Nobody has finished a run that was not opened, and its copies would stay in shared memory.
+        with suppress(OSError, EarlError):
+            run_store(directory / "runs" / config.name, config).remove()
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -22,6 +22,8 @@ _WIDTH, _HEIGHT = 760, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 40, 40
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Told apart by the colour-blind, too."""
+_LEGEND_WIDTH = 130
+_MOST_OUTCOMES = (_WIDTH - _LEFT - _RIGHT) // _LEGEND_WIDTH
 
 Points = Sequence[tuple[float, float]]
 
@@ -42,7 +44,7 @@ def curve_page(name: str, lines: Sequence[Line], evaluations: Sequence[Line]) ->
         Curve("return, held-out", _points(evaluations, 0, mean_return), dotted=True),
     ]
     charts = [chart("Mean return of an episode", "return", returns)]
-    names = outcome_names(lines)[: len(_COLORS)]
+    names = outcome_names(lines)[:_MOST_OUTCOMES]
     if names:
         shares = [Curve(each, _shares(lines, each)) for each in names]
         charts.append(chart("Outcomes of the training's episodes", "share, %", shares))
@@ -109,7 +111,7 @@ def chart(title: str, unit: str, curves: Sequence[Curve]) -> str:
     for number, curve in enumerate(curves):
         places = [at(*point) for point in curve.points]
         parts += _drawn(places, _COLORS[number % len(_COLORS)], curve.dotted)
-        left = _WIDTH - _RIGHT - 130 * (len(curves) - number)
+        left = _WIDTH - _RIGHT - _LEGEND_WIDTH * (len(curves) - number)
         parts.append(
             f'<rect x="{left}" y="24" width="10" height="10" '
             f'fill="{_COLORS[number % len(_COLORS)]}"/>'

@@ -64,10 +64,19 @@ def test_export(earl: Earl, finished_run: subprocess.CompletedProcess[str]) -> N
     trained = load_config(earl.directory / "runs" / "done" / "config.yaml")
     assert load_config(again).model_dump(exclude=kept) == trained.model_dump(exclude=kept)
 
-    (target / "README.md").write_text("changed")
-    done = earl.run("export", "done", "--checkpoint", "best", "--output", str(target))
+    again_at = ("export", "done", "--checkpoint", "best", "--output", str(target))
+    # A license that was put in, and what else belongs to somebody, stays.
+    for name in ("README.md", "notes/mine.txt"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text("mine")
+        done = earl.run(*again_at)
+        assert done.returncode == 2, done.stdout
+        assert f"holds what no export wrote ({name})" in done.stderr
+        assert (target / name).read_text() == "mine"
+        (target / name).write_text(card) if name == "README.md" else (target / name).unlink()
+    done = earl.run(*again_at)
     assert done.returncode == 0, done.stderr
-    assert "changed" not in (target / "README.md").read_text()
+    assert not (target / "notes").exists()
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 

@@ -258,7 +258,8 @@ def test_a_run_without_an_iteration_says_so(browser: Browser, tmp_path: Path) ->
     report("run", str(tmp_path / "runs"), None, 100)
     reader = Reader(browser, run.path / "report.html")
     assert reader.text("#standing") == (
-        "The run has failed: 0 of 3 iterations are finished. It continues with `earl resume run`. "
+        "The run has failed: 0 of 3 iterations are finished. It continues with `earl resume "
+        f"{run.path}`. "
         "There are no curves yet: they begin with the first finished one."
     )
     assert "The run has kept no episodes" in reader.text("#notes")

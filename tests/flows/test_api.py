@@ -15,6 +15,7 @@ import pytest
 from nbclient import NotebookClient
 
 from earl_core.run.lock import is_locked
+from flows.api import Run
 from tests.flows.runs import REPOSITORY, Runs
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,14 @@ try:
 except ConfigError as error:
     print(error)
 """
+
+
+def test_settings_arrive_as_they_were_given() -> None:
+    given = {"rollout.answer_prefix": "\N{GRINNING FACE} a: 'b'", "update.learning_rate": 1e-6}
+    config = Run.from_recipe("tictactoe_tiny", given, name="7").config
+    assert config.rollout.answer_prefix == given["rollout.answer_prefix"]
+    assert config.update.learning_rate == 1e-6
+    assert config.name == "7"
 
 
 def test_runs_in_a_script(runs: Runs) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from earl_core.config import ConfigError
 from earl_core.dispatch import read_manifest
+from flows.cli.debugging import debug
 from tests.flows.runs import REPOSITORY, Runs
 
 _GAME = """
@@ -97,6 +99,9 @@ def test_a_stage_repeated_gives_what_was_sealed_and_leaves_the_run_alone(runs: R
     for iteration in (0, 1):
         arguments = f"'update', {iteration}, 1, None, [], 'runs'"
         script += f"debug({str(runs.run())!r}, {arguments})\nprint('----')\n"
+    # What cannot be repeated leaves no copies of shards either.
+    script += f"try:\n    debug({str(runs.run())!r}, 'publish', 1, 1, None, [], 'runs')\n"
+    script += "except Exception as error:\n    print(error)\n"
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=runs.directory,
@@ -113,5 +118,13 @@ def test_a_stage_repeated_gives_what_was_sealed_and_leaves_the_run_alone(runs: R
         for name in ("loss", "grad_norm"):
             (row,) = re.findall(rf"^{name} +(\S+) +(\S+) *(\S*) *$", text, re.MULTILINE)
             assert row == (f"{sealed.metrics[name]:.8g}", f"{sealed.metrics[name]:.8g}", ""), text
+    assert "--stage takes one of rollout, reward" in done.stdout
     assert _digests(runs.run()) == before
     assert _digests(runs.directory / "shm") == memory
+
+
+def test_a_mistake_in_a_run_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\niterationz: 2\n")
+    with pytest.raises(ConfigError, match="iterationz: unknown key"):
+        debug(str(file), None, None, 1, None, [], str(tmp_path))

@@ -85,6 +85,12 @@ def test_the_curve_is_a_small_drawing() -> None:
         assert any(part.tag.endswith("polyline") for part in root)
     assert len(page) < 60_000
     assert "| 2999 | +1.000 |" in page
+    # However many outcomes there are, the legend stays inside.
+    many = {f"rollout/outcome/{number}": 0.1 for number in range(9)}
+    page = curve_page("run", [{"iteration": number, **many} for number in range(2)], [])
+    for drawing in re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", page):
+        root = ElementTree.fromstring(base64.b64decode(drawing))
+        assert min(float(part.get("x", "0")) for part in root) >= 0
     # Without a number there is nothing to draw, and no error.
     assert "polyline" not in curve_page("run", [{"iteration": 0}], [])
 

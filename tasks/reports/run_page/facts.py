@@ -35,8 +35,9 @@ def standing(records: RunRecords) -> str:
     else:
         events = [line["event"] for line in records.ledger if line.get("stage") == "run"]
         ending = {"failed": "has failed", "interrupted": "was interrupted"}
+        run = shlex.quote(str(records.path))
         how = ending.get(events[-1] if events else "", "has stopped")
-        text = f"The run {how}: {count}. It continues with `earl resume {records.path.name}`."
+        text = f"The run {how}: {count}. It continues with `earl resume {run}`."
     nothing = "" if done else " There are no curves yet: they begin with the first finished one."
     return text + nothing
 
