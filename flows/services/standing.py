@@ -188,7 +188,13 @@ class Standing:
             yield
 
     def _outside(self) -> Outside:
-        own = {name: service.url for name, service in self.services.items()}
+        answers = {"prefect": healthy, "mlflow": _mlflow_answers}
+        # Where ours has ended, somebody else's may answer by now.
+        own = {
+            name: service.url
+            for name, service in self.services.items()
+            if name in answers and (service.alive or not answers[name](service.url))
+        }
         prefect = mlflow = None
         asked = os.environ.get("PREFECT_API_URL", "").rstrip("/")
         if asked and asked != own.get("prefect"):
