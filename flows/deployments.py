@@ -52,7 +52,10 @@ class Deployment(NamedTuple):
 
 
 def deployments(runs_directory: str = "runs") -> Iterator[Deployment]:
-    """All of them, for runs in this directory."""
+    """All of them, for runs in this directory, which is told by its whole path unless it is the one
+    of runs by default."""
+    if runs_directory != "runs":
+        runs_directory = str(Path(runs_directory).resolve())
     elsewhere = [] if runs_directory == "runs" else [f"runs_directory={runs_directory}"]
     overrides = {"overrides": elsewhere} if elsewhere else {}
     run = {"run": f"{runs_directory}/{_RECIPE}"}

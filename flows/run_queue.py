@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 from prefect.client.schemas.objects import StateDetails, StateType
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
@@ -55,12 +57,14 @@ async def _show(name: str, message: str | None) -> None:
     assert context is not None
     assert context.flow_run is not None
     client, identity = context.client, context.flow_run.id
-    known = (await client.read_flow_run(identity)).state
-    if known is None or known.type is not StateType.RUNNING:
-        return
-    # The lease holds the deployment's slot; the server looks for it in the last state.
-    lease = known.state_details.deployment_concurrency_lease_id
-    details = StateDetails(deployment_concurrency_lease_id=lease)
-    await client.set_flow_run_state(
-        identity, Running(name=name, message=message, state_details=details)
-    )
+    # A server that does not answer now shows another name for a while; the flow goes on.
+    with suppress(httpx.HTTPError):
+        known = (await client.read_flow_run(identity)).state
+        if known is None or known.type is not StateType.RUNNING:
+            return
+        # The lease holds the deployment's slot; the server looks for it in the last state.
+        lease = known.state_details.deployment_concurrency_lease_id
+        details = StateDetails(deployment_concurrency_lease_id=lease)
+        await client.set_flow_run_state(
+            identity, Running(name=name, message=message, state_details=details)
+        )

@@ -138,6 +138,7 @@ async def recorded(
     run, iteration: what it works on, for whoever finds it killed. label: the run that people look
     for, if it is not `run`.
     """
+    log_sentences()
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return await work
@@ -239,7 +240,6 @@ def hosts_changed(controller: RunController, error: BaseException) -> HostsChang
 async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     """Open the run of a configuration; close it however the flow ends."""
     guard_logging()
-    log_sentences()
     check_tracker(config)
     controller = await _open(config)
     await asyncio.to_thread(_offer, config.runs_directory)

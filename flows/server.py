@@ -39,6 +39,7 @@ from flows.server_access import (
     ServerWatch,
     healthy,
     is_mine,
+    is_open,
     named_by_profile,
     read_access,
     write_access,
@@ -106,27 +107,29 @@ def running_server(
     """A server to use, None when there is none that is trusted.
 
     What PREFECT_API_URL names, then what the active profile of the Prefect home names, then the
-    server of `earl up` for this runs directory, then one of this user at the default port.
+    server of `earl up` for this runs directory, then one of this user at the default port, if its
+    password is known. The password of the server of `earl up` is, however it was named.
     patience: seconds to wait for one that was asked for by name.
     Raises `ServerUnavailable` when a server was asked for by name and does not answer.
     """
     asked = os.environ.get("PREFECT_API_URL")
-    profile = named_by_profile(home)
+    profile, standing = named_by_profile(home), living_service(runs_directory, "prefect")
+    own = access_of(standing) if standing is not None and is_mine(standing.url) else None
     if asked:
         if not healthy(asked, timeout=patience):
             raise ServerUnavailable(
-                f"the Prefect server at PREFECT_API_URL={asked} does not answer: start it (`earl "
-                "up`, if it is ours), or unset PREFECT_API_URL to use a temporary server"
+                f"the Prefect server at PREFECT_API_URL={asked} does not answer: start it, or "
+                "unset PREFECT_API_URL: `earl up` starts one, other commands a temporary one"
             )
-        return Access(asked, os.environ.get("PREFECT_API_AUTH_STRING") or _same(profile, asked))
+        given = os.environ.get("PREFECT_API_AUTH_STRING")
+        return Access(asked, given or _password(asked, profile, own))
     if profile is not None and healthy(profile.url):
-        return profile
-    standing = living_service(runs_directory, "prefect")
-    if standing is not None and is_mine(standing.url) and healthy(standing.url):
-        return access_of(standing)
-    if is_mine(DEFAULT_URL) and healthy(DEFAULT_URL):
-        return Access(DEFAULT_URL, os.environ.get("PREFECT_API_AUTH_STRING"))
-    return None
+        return profile._replace(auth=_password(profile.url, profile, own))
+    # Its process lives, so that it deserves patience: a busy one answers late.
+    if own is not None and healthy(own.url, timeout=patience):
+        return own
+    default = Access(DEFAULT_URL, os.environ.get("PREFECT_API_AUTH_STRING"))
+    return default if is_open(default) else None
 
 
 def access_of(service: Service) -> Access:
@@ -134,8 +137,10 @@ def access_of(service: Service) -> Access:
     return Access(service.url, f"{service.user}:{service.password}")
 
 
-def _same(profile: Access | None, url: str) -> str | None:
-    return profile.auth if profile is not None and profile.url == url else None
+def _password(url: str, *known: Access | None) -> str | None:
+    """Of the first of these that has one for this address."""
+    same = (each for each in known if each and each.url.rstrip("/") == url.rstrip("/"))
+    return next((each.auth for each in same if each.auth), None)
 
 
 class Server:
@@ -263,6 +268,8 @@ def listening(port: int = 0) -> socket.socket:
 def server_environment(home: Path, access: Access, pages: bool) -> dict[str, str]:
     """Of the process of a server. pages: with the web interface and the services that deployments
     need."""
+    site = access.url.removesuffix("/api")
+    sites = site, site.replace("127.0.0.1", "localhost")
     kind = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
     return {
         **os.environ,
@@ -277,7 +284,8 @@ def server_environment(home: Path, access: Access, pages: bool) -> dict[str, str
         "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         "PREFECT_UI_STATIC_DIRECTORY": str(home / "pages"),
         # By default any web page in this user's browser may read runs and set states.
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": access.url.removesuffix("/api"),
+        # Its own may: under both names, for a browser behind a tunnel is at localhost.
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(sites),
     }
 
 

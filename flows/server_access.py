@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import ipaddress
 import json
 import os
@@ -58,9 +59,19 @@ class Access(NamedTuple):
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/{path}", data, headers, method=method
         )
-        with _opener().open(request, timeout=timeout) as answer:
-            text = answer.read()
+        try:
+            with _opener().open(request, timeout=timeout) as answer:
+                text = answer.read()
+        except http.client.HTTPException as error:  # another protocol, or half an answer
+            raise ConnectionError(f"{self.url} does not answer as a server does") from error
         return json.loads(text) if text else None
+
+    def lets_in(self, timeout: float = PROBE_SECONDS) -> bool:
+        """Whether the server answers who has this password, or has none."""
+        with suppress(OSError, ValueError):
+            self.ask("admin/version", timeout=timeout)
+            return True
+        return False
 
 
 def _opener() -> urllib.request.OpenerDirector:
@@ -76,7 +87,7 @@ def healthy(api_url: str, timeout: float = PROBE_SECONDS) -> bool:
             return response.status == 200 and json.loads(response.read(64)) is True
     except urllib.error.HTTPError as error:
         return error.code in (401, 403)  # a server with a password is a server
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False
 
 
@@ -95,6 +106,12 @@ def is_mine(api_url: str) -> bool:
         return False
     owners = _owners(port)
     return bool(owners) and owners == {os.geteuid()}
+
+
+def is_open(access: Access) -> bool:
+    """Whether a Prefect server of this user answers there and lets this process in: that of another
+    project has another password."""
+    return is_mine(access.url) and healthy(access.url) and access.lets_in()
 
 
 def _owners(port: int) -> set[int]:
@@ -176,8 +193,8 @@ class ServerWatch:
         if ended or silent > SILENT_SECONDS:
             how = "has ended" if ended else f"has not answered for {silent:.0f} s"
             raise ServerLost(
-                f"the Prefect server at {self._url} {how}: start one with `prefect server "
-                "start`, or let the command start its own. Nothing that is finished is lost"
+                f"the Prefect server at {self._url} {how}: start one with `earl up`, or let the "
+                "command start its own. Nothing that is finished is lost"
             )
 
     def _ask(self) -> None:

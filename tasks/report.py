@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,9 +102,23 @@ async def publish_artifacts(
     """The plan and what it was chosen among, the curve, two episodes and the way to MLflow, in
     Prefect's UI.
 
-    manifests: up to the update's. What the stages took is observed first.
+    manifests: up to the update's. What the stages took is observed first. Pages that cannot be made
+    or stored stop no training.
     """
     await asyncio.to_thread(observe, controller, manifests)
+    try:
+        await _publish(controller, iteration, manifests)
+    except Exception as error:
+        logger.warning(
+            "the run goes on, without pages of iteration %d in Prefect: %s",
+            iteration,
+            redact(str(error)),
+        )
+
+
+async def _publish(
+    controller: RunController, iteration: int, manifests: dict[str, Manifest]
+) -> None:
     name = artifact_name(controller.config.name)
     pages = await asyncio.to_thread(_pages, controller, iteration, manifests)
     made = [
@@ -117,7 +132,7 @@ async def publish_artifacts(
 
 def artifact_name(run: str) -> str:
     """A run's name as the beginning of the keys of its artifacts."""
-    return run.lower().replace("_", "-").replace(".", "-")
+    return re.sub("[^a-z0-9]", "-", run.lower())
 
 
 def _pages(

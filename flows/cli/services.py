@@ -6,6 +6,7 @@ import shlex
 
 from flows.services.process import TITLES
 from flows.services.standing import Standing
+from tasks.tracking.mlflow_client import without_login
 
 
 def up(runs_directory: str, port: int | None, mlflow_port: int | None) -> None:
@@ -26,7 +27,7 @@ def up(runs_directory: str, port: int | None, mlflow_port: int | None) -> None:
     if outside.mlflow is None:
         print(f"MLflow   {services['mlflow'].url}")
     else:
-        print(f"MLflow   {outside.mlflow}  ({elsewhere})")
+        print(f"MLflow   {without_login(outside.mlflow)}  ({elsewhere})")
     if None in outside:
         print(f"\nTo log in, take the passwords from {standing.login}: Prefect asks for the whole")
         print("PREFECT_API_AUTH_STRING, MLflow for the user earl and MLFLOW_TRACKING_PASSWORD.")

@@ -13,16 +13,17 @@ from rich.filesize import decimal
 
 from earl_core.config.run import STAGES
 from earl_core.config.services import DispatchConfig
-from earl_core.run.lock import is_locked
-from earl_core.run.record import config_of_run, is_finished
+from earl_core.run.record import config_of_run
 from earl_core.run.stores import list_stores
 from earl_core.system.errors import EarlError
 from earl_core.system.processes import start_time
 from earl_core.system.service import read_services
+from flows.cli.runs import state_of
 from flows.cli.serving import iterations_of
 from flows.cli.tables import duration, make_console, rows_table
 from flows.server import ServerUnavailable, running_server
 from flows.server_access import healthy
+from tasks.tracking.mlflow_client import without_login
 
 _SERVICES = ("prefect", "mlflow", "worker")
 _PATIENCE = 2.0
@@ -79,7 +80,8 @@ def services(runs: Path) -> list[dict[str, Any]]:
 
 def _other(name: str, runs: Path) -> str | None:
     if name == "mlflow":
-        return os.environ.get("MLFLOW_TRACKING_URI")
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        return without_login(uri) if uri else None
     if name == "prefect":
         home = Path(os.environ.get("PREFECT_HOME") or runs / "prefect")
         with suppress(ServerUnavailable):
@@ -91,7 +93,7 @@ def _other(name: str, runs: Path) -> str | None:
 def run_states(runs: Path) -> list[dict[str, Any]]:
     """Every run of the directory: iterations done and in all, the stage it is at, who works on it.
 
-    state: running, finished, stopped, or unreadable.
+    state: as of `earl runs`, or unreadable.
     """
     rows = []
     for path in sorted(config.parent for config in runs.glob("*/config.yaml")):
@@ -106,17 +108,17 @@ def _run_state(path: Path) -> dict[str, Any]:
     config = config_of_run(path)
     lines = iterations_of(path)
     done = lines[-1]["iteration"] + 1 if lines else 0
-    working, finished = is_locked(path), is_finished(path)
+    state = state_of(path)
     stages = [name for name in STAGES if name != "reference" or config.needs_reference]
     folder = path / "iterations" / f"{done:06d}"
     ahead = [name for name in stages if not (folder / f"{name}.json").is_file()]
     return {
-        "state": "running" if working else "finished" if finished else "stopped",
+        "state": state,
         "iterations": done,
         "of": config.iterations,
         # Sealed stages are done; the first that is not is worked on, or resumed with.
-        "stage": None if finished and not working else (ahead[0] if ahead else stages[-1]),
-        "process": _owner(path) if working else None,
+        "stage": None if state == "finished" else (ahead[0] if ahead else stages[-1]),
+        "process": _owner(path) if state == "training" else None,
         "seconds_since": round(time.time() - lines[-1]["time"], 1) if lines else None,
     }
 

@@ -6,9 +6,11 @@ profile of the Prefect home, MLFLOW_TRACKING_URI) is used, and neither started n
 
 from __future__ import annotations
 
+import http.client
 import os
 import secrets
 import socket
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,7 +38,7 @@ from flows.server import (
     running_server,
     server_environment,
 )
-from flows.server_access import START_SECONDS, Access, healthy, named_by_profile
+from flows.server_access import PROBE_SECONDS, START_SECONDS, Access, healthy, named_by_profile
 from flows.services.process import end, spawn, until
 from flows.services.worker import reports, start_worker, stop_flow_runs
 from tasks.tracking.mlflow_client import default_database
@@ -117,7 +119,7 @@ class Standing:
             say("ending the worker, which asks another server")
             self._end("worker")
         # Flow runs of a worker that goes on work where it was started.
-        deploy(access, self.runs_directory, None if self._alive("worker") else Path.cwd())
+        self._deploy(access, None if self._alive("worker") else Path.cwd())
         if not self._alive("worker"):
             mark = self.services.get("worker", Service("worker")).mark
             self._note(start_worker(self.runs_directory, self.home, access, mark))
@@ -125,6 +127,20 @@ class Standing:
             self._wait("mlflow", lambda: _mlflow_answers(self.services["mlflow"].url))
         self._wait("worker", lambda: reports(access, self.services["worker"]))
         self._write_login(outside)
+
+    def _deploy(self, access: Access, directory: Path | None) -> None:
+        try:
+            deploy(access, self.runs_directory, directory)
+        except (OSError, ValueError) as error:
+            refused = isinstance(error, urllib.error.HTTPError) and error.code in (401, 403)
+            remedy = (
+                "set PREFECT_API_AUTH_STRING to its password"
+                if refused
+                else "look at its log, and run `earl up` again"
+            )
+            raise ServerUnavailable(
+                f"the Prefect server at {access.url} takes no deployments ({error}): {remedy}"
+            ) from error
 
     def down(self, say: Say) -> list[str]:
         """End what `up` started; the names of the services that were ended."""
@@ -137,14 +153,26 @@ class Standing:
             there = [name for name in order if self._is_there(name)]
             worker = self.services.get("worker")
             if worker is not None and "worker" in there:
-                with suppress(ServerUnavailable):
-                    access = running_server(self.home, self.runs_directory)
-                    if access is not None and access.url == worker.url:
-                        stop_flow_runs(access, worker, say)
+                access = self._server_of(worker)
+                if access is not None:
+                    stop_flow_runs(access, worker, say)
             for name in order:
                 self._end(name)
             self.login.unlink(missing_ok=True)
             return there
+
+    def _server_of(self, worker: Service) -> Access | None:
+        """The server that the worker asks, whatever this shell's settings name; None without an
+        answer."""
+        own = self.services.get("prefect")
+        if own is not None and own.url == worker.url:
+            patience = 5 * PROBE_SECONDS
+            return access_of(own) if own.alive and healthy(own.url, patience) else None
+        with suppress(ServerUnavailable):
+            access = running_server(self.home, self.runs_directory)
+            if access is not None and access.url == worker.url:
+                return access
+        return None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -160,13 +188,21 @@ class Standing:
             yield
 
     def _outside(self) -> Outside:
-        own = {name: service.url for name, service in self.services.items()}
+        answers = {"prefect": healthy, "mlflow": _mlflow_answers}
+        # Where ours has ended, somebody else's may answer by now.
+        own = {
+            name: service.url
+            for name, service in self.services.items()
+            if name in answers and (service.alive or not answers[name](service.url))
+        }
         prefect = mlflow = None
         asked = os.environ.get("PREFECT_API_URL", "").rstrip("/")
         if asked and asked != own.get("prefect"):
             prefect = running_server(self.home, self.runs_directory)
-        elif not asked and (profile := named_by_profile(self.home)) and healthy(profile.url):
-            prefect = profile
+        elif not asked:
+            profile = named_by_profile(self.home)
+            other = profile is not None and profile.url.rstrip("/") != own.get("prefect")
+            prefect = profile if profile is not None and other and healthy(profile.url) else None
         asked = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
         if asked and asked != own.get("mlflow"):
             mlflow = asked
@@ -249,5 +285,5 @@ def _mlflow_answers(url: str) -> bool:
     try:
         with opener.open(f"{url}/health", timeout=1.0) as answer:
             return bool(answer.status == 200)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False

@@ -39,6 +39,8 @@ def start_worker(runs_directory: str, home: Path, access: Access, mark: str) -> 
         "PREFECT_WORKER_QUERY_SECONDS": str(_QUERY_SECONDS),
         "PREFECT_WORKER_CANCELLATION_POLL_SECONDS": str(_CANCEL_SECONDS),
         "PREFECT_RUNNER_POLL_FREQUENCY": str(_CANCEL_SECONDS),
+        # Where a command is silent, the worker's log is what people are told to look at.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
     }
     if access.auth:
         environment["PREFECT_API_AUTH_STRING"] = access.auth

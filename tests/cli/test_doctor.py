@@ -13,6 +13,7 @@ from flows.cli.checks import packages
 from flows.cli.checks.configuration import check_configuration
 from flows.cli.checks.services import check_services
 from flows.cli.checks.shared_memory import check_shared_memory
+from flows.cli.status import services
 from tests.cli.conftest import CONFIG, Earl
 
 
@@ -108,3 +109,15 @@ def test_a_layout_that_this_machine_does_not_allow_blocks(override: str, words: 
     blocking = [f.text for f in check_configuration(config) if f.level == "blocks"]
     assert len(blocking) == 1
     assert words in blocking[0]
+
+
+def test_a_password_in_the_address_of_a_tracker_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = "http://me:word@127.0.0.1:9"
+    found = [finding.text for finding in check_services({"MLFLOW_TRACKING_URI": uri}, tmp_path)]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    shown = [row["address"] for row in services(tmp_path) if row["service"] == "mlflow"]
+    assert shown == ["http://127.0.0.1:9"]
+    assert any("http://127.0.0.1:9" in text for text in found)
+    assert not any("word" in text for text in found)

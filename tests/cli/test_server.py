@@ -187,6 +187,63 @@ def test_the_server_of_earl_up_is_found_with_its_password(
     assert server.running_server(tmp_path, tmp_path) is None
 
 
+def test_the_server_of_earl_up_has_its_password_however_it_was_named(
+    tmp_path: Path, answering: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = answering
+    own = str(ProcessId.current())
+    write_services(tmp_path, [Service("prefect", url, "earl", "word", own)])
+    profile = f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n'
+    (tmp_path / "profiles.toml").write_text(profile)
+    assert server.running_server(tmp_path, tmp_path) == (url, "earl:word")
+    monkeypatch.setenv("PREFECT_API_URL", f"{url}/")
+    assert server.running_server(tmp_path, tmp_path) == (f"{url}/", "earl:word")
+
+
+def test_a_server_of_another_project_at_the_default_port_wants_a_password_that_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = f"Basic {base64.b64encode(b'earl:word').decode()}"
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            opened = self.path == "/api/health" or self.headers["Authorization"] == known
+            self.send_response(200 if opened else 401)
+            self.end_headers()
+            self.wfile.write(b"true")
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{httpd.server_port}/api"
+        monkeypatch.setattr(server, "DEFAULT_URL", url)
+        assert server.running_server(tmp_path, tmp_path) is None
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", "earl:word")
+        assert server.running_server(tmp_path, tmp_path) == (url, "earl:word")
+        httpd.shutdown()
+
+
+def test_a_program_that_speaks_another_protocol_is_no_server() -> None:
+    with server.listening() as listener:
+
+        def answer() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        assert not server_access.healthy(url, timeout=10)
+        with pytest.raises(ConnectionError, match="does not answer as a server does"):
+            server_access.Access(url).ask("flows/")
+        thread.join(10)
+
+
 def test_the_prefect_home_is_closed_to_others(tmp_path: Path) -> None:
     home = tmp_path / "runs" / "prefect"
     home.mkdir(parents=True, mode=0o755)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -9,8 +10,9 @@ from pathlib import Path
 
 from earl_core.system.finding import Finding
 from earl_core.system.service import Service, read_services
-from flows.server_access import DEFAULT_URL, healthy, is_mine
+from flows.server_access import DEFAULT_URL, Access, healthy, is_open
 from flows.services.process import TITLES
+from tasks.tracking.mlflow_client import without_login
 
 _PREFECT_PORT, _MLFLOW_PORT = 4200, 5000
 _TIMEOUT = 2.0
@@ -20,8 +22,10 @@ _AGAIN = "start it again with: earl down, then earl up"
 def check_services(environment: Mapping[str, str], runs: Path) -> Iterator[Finding]:
     """Servers that runs would use, their ports, the services of `earl up`, offline settings."""
     known = {name: service for name, service in read_services(runs).items() if service.process}
-    yield _prefect(environment.get("PREFECT_API_URL"), known.get("prefect"))
-    yield from _mlflow(environment.get("MLFLOW_TRACKING_URI"), known.get("mlflow"))
+    default = Access(DEFAULT_URL, environment.get("PREFECT_API_AUTH_STRING"))
+    yield _prefect(environment.get("PREFECT_API_URL"), known.get("prefect"), default)
+    uri = environment.get("MLFLOW_TRACKING_URI")
+    yield from _mlflow(without_login(uri) if uri else None, known.get("mlflow"))
     for service in known.values():
         if not service.alive:
             text = f"{TITLES[service.name]} of `earl up` has ended without `earl down`"
@@ -34,7 +38,7 @@ def check_services(environment: Mapping[str, str], runs: Path) -> Iterator[Findi
         yield Finding("note", f"HF_HUB_OFFLINE={offline}: workers may ask the model hub", advice)
 
 
-def _prefect(asked: str | None, own: Service | None) -> Finding:
+def _prefect(asked: str | None, own: Service | None, default: Access) -> Finding:
     if asked:
         if healthy(asked, timeout=_TIMEOUT):
             return Finding("good", f"Prefect answers at PREFECT_API_URL={asked}")
@@ -44,10 +48,10 @@ def _prefect(asked: str | None, own: Service | None) -> Finding:
         if healthy(own.url, timeout=_TIMEOUT):
             return Finding("good", f"Prefect of `earl up` answers at {own.url}; runs will use it")
         return Finding("warning", f"Prefect of `earl up` at {own.url} does not answer", _AGAIN)
-    if is_mine(DEFAULT_URL) and healthy(DEFAULT_URL):
-        return Finding("good", f"Prefect answers at {DEFAULT_URL}; runs will use it")
+    if is_open(default):
+        return Finding("good", f"Prefect answers at {default.url}; runs will use it")
     if _in_use(_PREFECT_PORT):
-        text = f"port {_PREFECT_PORT} is taken by something that is not a Prefect server of yours"
+        text = f"port {_PREFECT_PORT} is taken, not by a Prefect server that lets you in"
         advice = "runs use a temporary server; for the web pages: earl up --port 4201"
         return Finding("note", text, advice)
     text = "no Prefect server runs: commands start temporary ones, `earl up` one that stays"
@@ -80,7 +84,7 @@ def _answers(uri: str) -> bool:
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_TIMEOUT) as response:
             return bool(response.status == 200)
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False
 
 

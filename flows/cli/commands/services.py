@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Debug, RunsDirectory
+from flows.cli.arguments import Debug, Json, RunsDirectory
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -44,7 +44,7 @@ def down(runs_directory: RunsDirectory = "runs", debug: Debug = False) -> None:
 @app.command()
 def status(
     runs_directory: RunsDirectory = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show servers, worker, runs with iteration and stage, and shared memory."""
