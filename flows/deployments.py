@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.flow_notes import TAG
-from flows.forms import renew_runs
+from flows.forms import FIRST_RUN, renew_runs
 from flows.server_access import Access
 
 POOL = "earl"
 """The process work pool that the worker serves."""
 
-_RECIPE = "tictactoe_tiny"
 _QUEUE = {"limit": 1, "collision_strategy": "ENQUEUE"}
 
 
@@ -58,11 +57,11 @@ def deployments(runs_directory: str = "runs") -> Iterator[Deployment]:
         runs_directory = str(Path(runs_directory).resolve())
     elsewhere = [] if runs_directory == "runs" else [f"runs_directory={runs_directory}"]
     overrides = {"overrides": elsewhere} if elsewhere else {}
-    run = {"run": f"{runs_directory}/{_RECIPE}"}
+    run = {"run": f"{runs_directory}/{FIRST_RUN}"}
     yield Deployment(
         "train",
         "Train until all iterations are done; a run that exists is continued.",
-        {"config": _RECIPE, **overrides},
+        {"config": FIRST_RUN, **overrides},
         # Runs share this host's cores, memory and shared memory.
         alone=True,
     )
@@ -78,7 +77,7 @@ def deployments(runs_directory: str = "runs") -> Iterator[Deployment]:
     yield Deployment(
         "profile",
         "Measure what the selector chooses by; a profile that was stopped goes on.",
-        {"config": _RECIPE, "minutes": 20, **overrides},
+        {"config": FIRST_RUN, "minutes": 20, **overrides},
         # Beside a training its measurements would be of a busy machine.
         alone=True,
     )

@@ -43,6 +43,9 @@ Checkpoint = Annotated[
     titled("Checkpoint"),
 ]
 
+FIRST_RUN = "tictactoe_tiny"
+"""The run's name in forms that nobody has changed: that of the recipe that `train` begins with."""
+
 _WITH_RUN = ["iteration", "evaluate"]
 """Flows, and their deployments, with a parameter `run`."""
 
@@ -63,8 +66,10 @@ def existing_runs(runs_directory: str | Path) -> list[Path]:
 def renew_runs(access: Access, runs_directory: str | Path, timeout: float = 10.0) -> None:
     """Offer the runs that exist in the forms of our deployments; asks once where none has changed.
 
-    Runs of other runs directories stay in a form as long as they exist. A default that names no run
-    becomes the newest one. Raises `OSError` or `ValueError` when the server cannot be asked.
+    Runs of other runs directories stay in a form as long as they exist. The default that a
+    deployment began with becomes the newest run where it names none; what somebody has set stays,
+    because a schedule must not go on with another run. Raises `OSError` or `ValueError` when the
+    server cannot be asked.
     """
     chosen = {
         "flows": {"name": {"any_": _WITH_RUN}},
@@ -81,8 +86,10 @@ def renew_runs(access: Access, runs_directory: str | Path, timeout: float = 10.0
         runs = (here + elsewhere)[:_MOST_RUNS]
         parameters = dict(deployment["parameters"] or {})
         given = str(parameters.get("run", ""))
-        if runs:
-            parameters["run"] = str(Path(given).resolve()) if _is_run(given) else runs[0]
+        if _is_run(given):
+            parameters["run"] = str(Path(given).resolve())
+        elif runs and Path(given).name == FIRST_RUN:
+            parameters["run"] = runs[0]
         renewed = {**schema, "properties": {**schema["properties"], "run": _run_form(form, runs)}}
         if (renewed, parameters) == (schema, deployment["parameters"]):
             continue
