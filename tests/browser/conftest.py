@@ -101,7 +101,9 @@ class Site:
     def artifact(self, kind: str) -> Locator:
         """Open an artifact of the flow run at hand; the page's main part."""
         self.tab("Artifacts")
-        card = self.page.locator("a[href*='/artifacts/artifact/']", has_text=f"{self.run.name}-{kind}")
+        card = self.page.locator(
+            "a[href*='/artifacts/artifact/']", has_text=f"{self.run.name}-{kind}"
+        )
         card.first.click()
         self.page.get_by_text("Show raw data").wait_for()
         return self.page.locator(".app-router-view, body").first

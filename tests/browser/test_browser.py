@@ -68,6 +68,8 @@ def test_a_killed_iteration_says_how_it_goes_on_and_is_retried(site: Site) -> No
     until(lambda: sentence in site.told(), 20, site.told)
     assert "was killed by signal 9" in site.told()
     assert "Traceback" not in site.told()
+    # The runner and the worker report the process's end; a retry before that would be crashed.
+    until(lambda: site.told().count("unhandled exception or assertion error") > 1, 60, site.told)
     site.confirm("Retry", "Retry")
     until(lambda: site.state() not in ("Failed", ""), 20, site.told)
     site.wait_for("Completed")
@@ -132,8 +134,23 @@ def test_mlflow_shows_charts_and_a_trace(
     context = browser.new_context(http_credentials=login, viewport={"width": 1400, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(30_000)
+    # Helpers of MLflow's that lie over the page, each of which a person closes once.
+    for name in ("Got it", "Close"):
+        button = page.get_by_role("button", name=name, exact=True)
+        page.add_locator_handler(button.first, lambda found: found.click(), times=4)
     page.goto(f"{server.url}/#/experiments")
-    page.get_by_role("link", name="earl").first.click()
+    page.get_by_role("link", name="earl", exact=True).first.click()
+    page.get_by_text("Model training").first.click()
+    page.get_by_role("link", name=site.run.name, exact=True).first.click()
+    page.get_by_role("tab", name="Model metrics").click()
+    for chart in ("return", "win_rate", "tokens_per_episode", "tokens_per_second"):
+        page.get_by_role("heading", name=chart, exact=True).wait_for()
+    page.locator(".main-svg").first.wait_for()
+    page.get_by_role("tab", name="Traces").click()
+    page.get_by_role("cell", name="tr-").first.click()
+    page.get_by_text("turn 1").first.wait_for()
+    page.get_by_text("generation").first.wait_for()
+    context.close()
 
 
 def test_the_report_opens_from_disk(browser: Browser, here: Earl, site: Site) -> None:
