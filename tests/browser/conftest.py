@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from earl_core.system.service import Service, read_services
 from flows.server import Access, access_of
-from tests.cli.conftest import CONFIG, Earl, shared_memory  # noqa: F401
+from tests.cli.conftest import CONFIG, Earl
 from tests.flows.conftest import free_port
 
 CHROMIUM = "/usr/bin/chromium"
@@ -110,9 +112,11 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory, shared_memory: Path) -> Earl:
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Earl]:
     """`earl` in a directory of its own, without a server."""
-    return Earl(tmp_path_factory.mktemp("browser"), shared_memory)
+    shared_memory = Path(f"/dev/shm/earl-browser-tests-{os.getpid()}")
+    yield Earl(tmp_path_factory.mktemp("browser"), shared_memory)
+    shutil.rmtree(shared_memory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
