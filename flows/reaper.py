@@ -72,7 +72,7 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
             dead = note.here and not note.alive
         # One that began meanwhile has a note by now.
         if dead and flow_notes.read(runs_directory, identity) is None:
-            _set(access, identity, "CRASHED", timeout)
+            _set(access, identity, _killed(str(found["state_type"])), timeout)
             corrected.append(identity)
     return corrected
 
@@ -93,7 +93,7 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
         return False
     if flow_notes.read(runs_directory, note.flow_run) != note:
         return False  # it has just ended
-    wanted = note.outcome or ("RUNNING" if note.alive else _verdict(note))
+    wanted = note.outcome or ("RUNNING" if note.alive else _verdict(note, state))
     if wanted == "RUNNING" or note.outcome is None:
         wrong = (state in _FINAL) == (wanted == "RUNNING")
     else:
@@ -105,10 +105,15 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
     return wrong
 
 
-def _verdict(note: Note) -> str:
+def _killed(state: str) -> str:
+    """How a flow in this state ended whose process was killed; its worker kills, too."""
+    return "CANCELLED" if state in ("CANCELLING", "CANCELLED") else "CRASHED"
+
+
+def _verdict(note: Note, state: str) -> str:
     """How a flow ended whose process was killed: its run directory may say that it was done."""
     if not note.run:
-        return "CRASHED"
+        return _killed(state)
     # Every command imports this module, and this takes longer than the rest together.
     from earl_core.run.checkpoints import stable_checkpoints
     from earl_core.run.record import is_finished
@@ -117,7 +122,7 @@ def _verdict(note: Note) -> str:
         done = is_finished(Path(note.run))
     else:
         done = note.iteration <= max(stable_checkpoints(Path(note.run)), default=-1)
-    return "COMPLETED" if done else "CRASHED"
+    return "COMPLETED" if done else _killed(state)
 
 
 def _age(flow_run: dict[str, Any]) -> float:

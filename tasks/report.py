@@ -126,7 +126,9 @@ async def _publish(
         for key, (page, description) in pages.items()
     ]
     if (link := mlflow_page(controller.run.record)) is not None:
-        made.append(acreate_link_artifact(link, "The run in MLflow", key=f"{name}-mlflow"))
+        described = "Its metrics, evaluations, checkpoints and traces"
+        text, key = "The run in MLflow", f"{name}-mlflow"
+        made.append(acreate_link_artifact(link, text, key=key, description=described))
     await asyncio.gather(*made)
 
 

@@ -1,0 +1,165 @@
+"""`earl up` with a worker whose faults are known, one run, one browser: for all tests here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+from earl_core.system.service import Service, read_services
+from flows.server import Access, access_of
+from tests.cli.conftest import CONFIG, Earl
+from tests.flows.conftest import free_port
+
+CHROMIUM = "/usr/bin/chromium"
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+FAULTS = "update.step0@2=kill;update.step0@3=hang"
+"""Iteration 2 loses its update, iteration 3 never ends; each of them once."""
+
+RUN_SECONDS = 150.0
+_FLOW_RUN_LINK = "a[href*='/runs/flow-run/']"
+_ENDS = {"Completed", "Failed", "Crashed", "Cancelled"}
+
+
+def until(true: Callable[[], Any], seconds: float, told: Callable[[], object]) -> Any:
+    """What the question answers, once that is something; fails after these seconds."""
+    deadline = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.2)
+    return found
+
+
+class Site:
+    """Prefect's pages, as a person uses them."""
+
+    def __init__(self, page: Page, access: Access, run: Path, faults: Path) -> None:
+        self.page, self.access, self.run, self.faults = page, access, run, faults
+        self.url = access.url.removesuffix("/api")
+
+    def log_in(self) -> None:
+        self.page.goto(self.url)
+        self.page.locator("input").first.fill(self.access.auth or "")
+        self.page.keyboard.press("Enter")
+        self.page.get_by_text("Active Work Pools").wait_for()
+
+    def open_deployment(self, name: str) -> None:
+        self.page.goto(f"{self.url}/deployments")
+        self.page.get_by_role("link", name=name, exact=True).first.click()
+        self.page.get_by_role("button", name="Run", exact=True).wait_for()
+
+    def open_form(self, deployment: str) -> None:
+        self.open_deployment(deployment)
+        self.page.get_by_role("button", name="Run", exact=True).click()
+        self.page.get_by_text("Custom run").click()
+        self.page.get_by_text("The directory of a run").wait_for()
+
+    def submit(self) -> None:
+        """Submit the form, and open the page of its flow run."""
+        name = self.page.get_by_role("textbox").first.input_value()
+        self.page.get_by_role("button", name="Submit").click()
+        self.page.locator(_FLOW_RUN_LINK, has_text=name).first.click()
+        self.page.get_by_text("Job Variables").wait_for()
+
+    def open_flow_run(self, identity: str) -> None:
+        self.page.goto(f"{self.url}/runs/flow-run/{identity}")
+        self.page.get_by_text("Job Variables").wait_for()
+
+    @property
+    def flow_run(self) -> str:
+        """The id of the flow run whose page is open."""
+        return self.page.url.partition("/flow-run/")[2].partition("?")[0]
+
+    def state(self) -> str:
+        """As the page of a flow run says."""
+        return (self.page.locator(".state-badge").first.text_content() or "").strip()
+
+    def wait_for(self, state: str, seconds: float = RUN_SECONDS) -> None:
+        """Until the page of a flow run says so; it renews itself."""
+        until(lambda: self.state() in {state, *_ENDS} and self.state(), seconds, self.told)
+        assert self.state() == state, self.told()
+
+    def told(self) -> str:
+        return self.page.locator("body").inner_text()
+
+    def tab(self, name: str) -> None:
+        self.page.locator(".p-tab", has_text=re.compile(f"^{name}$")).click()
+
+    def confirm(self, button: str, word: str) -> None:
+        """Press a button of the flow run's page, and the one in the dialogue that asks again."""
+        self.page.get_by_role("button", name=button, exact=True).click()
+        dialogue = self.page.locator(".p-modal")
+        dialogue.get_by_role("button", name=word, exact=True).click()
+        dialogue.wait_for(state="detached")
+
+    def artifact(self, kind: str) -> Locator:
+        """Open an artifact of the flow run at hand; the page's main part."""
+        self.tab("Artifacts")
+        card = self.page.locator(
+            "a[href*='/artifacts/artifact/']", has_text=f"{self.run.name}-{kind}"
+        )
+        card.first.click()
+        self.page.get_by_text("Show raw data").wait_for()
+        return self.page.locator(".app-router-view, body").first
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Earl]:
+    """`earl` in a directory of its own, without a server."""
+    shared_memory = Path(f"/dev/shm/earl-browser-tests-{os.getpid()}")
+    yield Earl(tmp_path_factory.mktemp("browser"), shared_memory)
+    shutil.rmtree(shared_memory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def services(here: Earl) -> Iterator[dict[str, Service]]:
+    """What `earl up` started, with faults in what its worker runs."""
+    faulty = Earl(here.directory, here.shared_memory)
+    (here.directory / "faults").mkdir()
+    faulty.environment["EARL_FAULT"] = FAULTS
+    faulty.environment["EARL_FAULT_ONCE"] = str(here.directory / "faults")
+    ports = ["--port", str(free_port()), "--mlflow-port", str(free_port())]
+    done = faulty.run("up", *ports)
+    try:
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield read_services(here.directory / "runs")
+    finally:
+        here.run("down")
+
+
+@pytest.fixture(scope="module")
+def run(here: Earl, services: dict[str, Service]) -> Path:
+    """A run with one iteration done by the command line, of four by its configuration."""
+    settings = here.settings(iterations="1", evaluation__every="0", deadlines__repeats="0")
+    done = here.run("train", str(CONFIG), "--name", "seen", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = here.directory / "runs" / "seen"
+    config = path / "config.yaml"
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "iterations": 4}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def site(browser: Browser, services: dict[str, Service], here: Earl, run: Path) -> Site:
+    """Prefect's pages, logged in."""
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    page.set_default_timeout(30_000)
+    site = Site(page, access_of(services["prefect"]), run, here.directory / "faults")
+    site.log_in()
+    return site

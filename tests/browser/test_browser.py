@@ -1,0 +1,167 @@
+"""What people do in Prefect, MLflow and the report, done in a real browser, in this order."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from playwright.sync_api import Browser
+
+from earl_core.system.service import Service
+from tests.browser.conftest import CHROMIUM, RUN_SECONDS, Site, until
+from tests.cli.conftest import Earl
+
+CANCEL_SECONDS = 15.0
+"""Within which a cancelled flow run's workers are gone."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="Debian's Chromium reads the pages"),
+]
+
+
+def test_the_deployments_are_listed_and_a_schedule_is_added(site: Site) -> None:
+    site.page.get_by_text("Deployments", exact=True).click()
+    for name in ("train", "iteration", "evaluate", "profile"):
+        site.page.get_by_role("link", name=name, exact=True).first.wait_for()
+    # It is due while the next tests run.
+    site.open_deployment("evaluate")
+    site.page.get_by_role("button", name="Schedule", exact=True).click()
+    dialogue = site.page.locator(".p-modal")
+    dialogue.get_by_role("button", name="Cron").click()
+    dialogue.get_by_text("Every minute").wait_for()
+    dialogue.get_by_role("button", name="Save").click()
+    site.page.get_by_text("Every minute").wait_for()
+
+
+def test_an_iteration_is_submitted_by_its_form_and_its_artifacts_are_read(site: Site) -> None:
+    site.open_form("iteration")
+    chosen = site.page.get_by_role("button", name=str(site.run), exact=True)
+    chosen.focus()
+    site.page.keyboard.press("ArrowDown")
+    site.page.locator(".p-select-option", has_text=str(site.run)).first.click()
+    site.submit()
+    site.wait_for("Completed")
+    flow_run = site.flow_run
+    plan = site.artifact("plan")
+    assert "Plan of iteration 1" in plan.inner_text()
+    site.open_flow_run(flow_run)
+    page = site.artifact("curve")
+    widths = page.locator("img").evaluate_all("images => images.map(each => each.naturalWidth)")
+    assert len(widths) == 2
+    assert min(widths) > 0
+    site.open_flow_run(flow_run)
+    assert "A good episode" in site.artifact("episodes").inner_text()
+    site.open_flow_run(flow_run)
+    link = site.artifact("mlflow").get_by_role("link", name="The run in MLflow")
+    assert "/#/experiments/" in (link.get_attribute("href") or "")
+
+
+def test_a_killed_iteration_says_how_it_goes_on_and_is_retried(site: Site) -> None:
+    site.open_form("iteration")
+    site.submit()
+    site.wait_for("Failed")
+    site.tab("Logs")
+    sentence = f'Continue with: earl resume {site.run}")'
+    until(lambda: sentence in site.told(), 20, site.told)
+    assert "was killed by signal 9" in site.told()
+    assert "Traceback" not in site.told()
+    # The runner and the worker report the process's end; a retry before that would be crashed.
+    until(lambda: site.told().count("unhandled exception or assertion error") > 1, 60, site.told)
+    site.confirm("Retry", "Retry")
+    until(lambda: site.state() not in ("Failed", ""), 20, site.told)
+    site.wait_for("Completed")
+    site.tab("Task Runs")
+    until(lambda: site.told().count("Cached") == 4, 20, site.told)
+    assert f"{site.run.name} 2" in site.told()
+
+
+def test_the_schedule_has_fired(site: Site) -> None:
+    chosen = {"flows": {"name": {"any_": ["evaluate"]}}, "sort": "EXPECTED_START_TIME_ASC"}
+    states = {"flow_runs": {"state": {"name": {"any_": ["Completed"]}}}}
+    found = until(
+        lambda: site.access.ask("flow_runs/filter", {**chosen, **states}),
+        RUN_SECONDS,
+        lambda: site.access.ask("flow_runs/filter", chosen),
+    )
+    # It would go on beside the tests that follow.
+    deployment = site.access.ask("deployments/name/evaluate/evaluate")
+    (schedule,) = deployment["schedules"]
+    assert schedule["schedule"]["cron"] == "* * * * *"
+    schedules = f"deployments/{deployment['id']}/schedules/{schedule['id']}"
+    site.access.ask(schedules, method="DELETE")
+    site.open_flow_run(found[0]["id"])
+    site.wait_for("Completed")
+    assert "auto-scheduled" in found[0]["tags"]
+    site.artifact("evaluation")
+
+
+def _workers(run: Path) -> list[psutil.Process]:
+    """Live worker processes of the run's training."""
+    logs = str(run / "logs")
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "earl_core.cluster" in " ".join(process.info["cmdline"] or ()):
+            try:
+                found += [process] if any(logs in f.path for f in process.open_files()) else []
+            except psutil.Error:
+                continue
+    return found
+
+
+def test_a_cancelled_iteration_ends_and_resume_completes_the_run(site: Site, here: Earl) -> None:
+    site.open_form("iteration")
+    site.submit()
+    until((site.faults / "update.step0@3").exists, RUN_SECONDS, site.told)
+    assert _workers(site.run)
+    site.page.reload()
+    site.wait_for("Running")
+    site.confirm("Cancel", "Confirm")
+    until(lambda: not _workers(site.run), CANCEL_SECONDS, lambda: _workers(site.run))
+    site.wait_for("Cancelled", seconds=45)
+    done = here.run("resume", site.run.name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (site.run / "checkpoints" / "000003" / "STABLE").exists()
+
+
+def test_mlflow_shows_charts_and_a_trace(
+    browser: Browser, services: dict[str, Service], site: Site
+) -> None:
+    server = services["mlflow"]
+    login = {"username": server.user, "password": server.password}
+    context = browser.new_context(http_credentials=login, viewport={"width": 1400, "height": 1000})
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    # Helpers of MLflow's that lie over the page, each of which a person closes once.
+    for name in ("Got it", "Close"):
+        button = page.get_by_role("button", name=name, exact=True)
+        page.add_locator_handler(button.first, lambda found: found.click(), times=4)
+    page.goto(f"{server.url}/#/experiments")
+    page.get_by_role("link", name="earl", exact=True).first.click()
+    page.get_by_text("Model training").first.click()
+    page.get_by_role("link", name=site.run.name, exact=True).first.click()
+    page.get_by_role("tab", name="Model metrics").click()
+    for chart in ("return", "win_rate", "tokens_per_episode", "tokens_per_second"):
+        page.get_by_role("heading", name=chart, exact=True).wait_for()
+    page.locator(".main-svg").first.wait_for()
+    page.get_by_role("tab", name="Traces").click()
+    page.get_by_role("cell", name="tr-").first.click()
+    page.get_by_text("turn 1").first.wait_for()
+    page.get_by_text("generation").first.wait_for()
+    context.close()
+
+
+def test_the_report_opens_from_disk(browser: Browser, here: Earl, site: Site) -> None:
+    made = here.run("report", site.run.name)
+    assert made.returncode == 0, made.stderr
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    started = time.monotonic()
+    page.goto((site.run / "report.html").as_uri())
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=20_000)
+    assert time.monotonic() - started < 20
+    assert "4 of 4 iterations are finished" in page.locator("#standing").inner_text()
+    assert page.locator("#rows tbody tr").count() > 0
+    context.close()
