@@ -25,7 +25,6 @@ FAULTS = "update.step0@2=kill;update.step0@3=hang"
 """Iteration 2 loses its update, iteration 3 never ends; each of them once."""
 
 RUN_SECONDS = 150.0
-_FLOW_RUN_LINK = "a[href*='/runs/flow-run/']"
 _ENDS = {"Completed", "Failed", "Crashed", "Cancelled"}
 
 
@@ -64,10 +63,15 @@ class Site:
 
     def submit(self) -> None:
         """Submit the form, and open the page of its flow run."""
-        name = self.page.get_by_role("textbox").first.input_value()
+        known = self._submitted()
         self.page.get_by_role("button", name="Submit").click()
-        self.page.locator(_FLOW_RUN_LINK, has_text=name).first.click()
-        self.page.get_by_text("Job Variables").wait_for()
+        (identity,) = until(lambda: self._submitted() - known, 30, self.told)
+        self.open_flow_run(identity)
+
+    def _submitted(self) -> set[str]:
+        """The ids of all flow runs of the deployment `iteration`; each is renamed as it begins."""
+        chosen = {"deployments": {"name": {"any_": ["iteration"]}}}
+        return {each["id"] for each in self.access.ask("flow_runs/filter", chosen)}
 
     def open_flow_run(self, identity: str) -> None:
         self.page.goto(f"{self.url}/runs/flow-run/{identity}")

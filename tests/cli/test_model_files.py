@@ -78,8 +78,11 @@ def test_what_is_there_is_enough(tmp_path: Path, files: tuple[str, ...], engine:
         "evaluation.suites=[{label: held, name: 'nowhere.at:All'}]",
     ],
 )
-def test_code_of_the_users_is_left_to_the_workers(tmp_path: Path, override: str) -> None:
+def test_code_that_is_nowhere_is_refused_before_anything_starts(
+    tmp_path: Path, override: str
+) -> None:
     files = ("model.safetensors", "tokenizer.json")
     model = configured(tmp_path / "model", files, "torch").model.path
     overrides = [f"model.path={model}", f"runs_directory={tmp_path}", override]
-    preflight(load_config(CONFIG, overrides), tmp_path / "run")
+    with pytest.raises(ConfigError, match="nowhere"):
+        preflight(load_config(CONFIG, overrides), tmp_path / "run")

@@ -61,7 +61,7 @@ def test_show_a_shard_of_a_run_and_by_path(fresh_earl: Earl, stopped_run: Path) 
     by_run = fresh_earl.run("shards", "show", "stopped@3/rollout")
     by_path = fresh_earl.run("shards", "show", str(stopped_run))
     assert by_run.returncode == by_path.returncode == 0, by_run.stderr
-    assert "1 shards, 1 rows" in by_run.stdout
+    assert "1 shard, 1 row" in by_run.stdout
     for shown in (by_run.stdout, by_path.stdout):
         assert re.search(r"tokens +large_list<item: int32 not null> +4", shown)
         assert "earl.stage: rollout" in shown
@@ -98,7 +98,7 @@ def test_what_cannot_be_shown(fresh_earl: Earl, stopped_run: Path, shard: str, w
 
 
 def test_a_row_that_is_not_there(fresh_earl: Earl, stopped_run: Path) -> None:
-    assert_refused(fresh_earl.run("shards", "show", str(stopped_run), "--row", "1"), "1 rows")
+    assert_refused(fresh_earl.run("shards", "show", str(stopped_run), "--row", "1"), "1 row")
 
 
 def test_a_damaged_shard_and_manifest(fresh_earl: Earl, stopped_run: Path) -> None:

@@ -40,7 +40,9 @@ def story(module_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = runs.run() / "iterations" / "000001"
     sealed = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     mine = str(runs.config)
-    left = [run for run in flow_runs(runs, any_=["RUNNING"]) if mine in run["name"]]
+    left = [
+        run for run in flow_runs(runs, any_=["RUNNING"]) if mine == run["parameters"].get("config")
+    ]
     redone = redo(runs, sealed, tmp_path_factory.mktemp("logs"))
     lost = sealed["reward"]["shards"][0]["file"]
     (shard,) = (path for path in runs.shared_memory() if path.name == lost)
@@ -113,7 +115,7 @@ def test_prefect_frees_the_killed_run_and_shows_finished_stages_as_cached(story:
     (iteration,) = (
         run
         for run in flow_runs(runs, any_=["COMPLETED"])
-        if run["name"] == f"{runs.run()} iteration 1"
+        if (run["name"], run["parameters"]["run"]) == (f"{runs.run().name} 1", str(runs.run()))
     )
     tasks = ask(runs, "task_runs/filter", {"flow_runs": {"id": {"any_": [iteration["id"]]}}})
     states = {task["name"]: task["state_name"] for task in tasks}
