@@ -31,7 +31,7 @@ def test_train_shows_plan_progress_curve_and_what_next(earl: Earl, finished_run:
         "iteration 1: return ",
         "evaluation after 2 iterations: return ",
         "Learning curve of done",
-        "mlflow ui --backend-store-uri sqlite:///",
+        "metrics, plans, episodes in MLflow   earl up",
         "earl play done",
         "earl resume done --set iterations=4",
     ):

@@ -52,10 +52,12 @@ def test_all_that_was_played_is_kept(run: RunDirectory) -> None:
     found = read_episodes(path, 2)
     assert [episode["episode_id"] for episode in found] == [0, 1]
     for episode in found:
-        assert episode["turns"] == [
-            {"observation": "board 1", "answer": "[5]", "reward": 0.0, "tokens": 3},
-            {"observation": "board 2", "answer": "[9]", "reward": 1.0, "tokens": 4},
+        told = ("observation", "answer", "reward", "tokens")
+        assert [tuple(turn[name] for name in told) for turn in episode["turns"]] == [
+            ("board 1", "[5]", 0.0, 3),
+            ("board 2", "[9]", 1.0, 4),
         ]
+        assert all(turn["logprob"] < 0 < turn["context"] for turn in episode["turns"])
         assert episode["closing"] == "you won"
     assert read_episodes(run.episodes_path(4), 2) == []
     with pytest.raises(ManifestError, match="gone"):

@@ -64,7 +64,8 @@ def test_the_papers_batches_follow_from_the_standard_formula_for_the_8b_shape_on
     assert standard_activation_bytes(LLAMA, 4096) / GIB == pytest.approx(97.0, abs=0.01)
     assert standard_activation_bytes(LLAMA, 8192) / GIB == pytest.approx(354.0, abs=0.01)
     for name, shape in MODELS.items():
-        if name != "llama-3.1-8b":
+        # Mistral 7B has the same width and depth.
+        if name != "llama-3.1-8b" and (shape.hidden_size, shape.layers) != (4096, 32):
             assert abs(standard_activation_bytes(shape, 4096) / GIB - 97.0) > 1
 
 
