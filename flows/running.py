@@ -246,6 +246,9 @@ async def opened(config: RunConfig) -> AsyncIterator[RunController]:
     try:
         yield controller
     except BaseException as error:
+        if not isinstance(error, Exception):
+            # Told to end by Prefect: the run closes when its workers have ended.
+            interrupt_all()
         changed = await asyncio.to_thread(hosts_changed, controller, error)
         await asyncio.to_thread(close_controller, controller, changed or error)
         # Prefect stores the message with the flow run's state.
