@@ -47,7 +47,9 @@ def curve_page(name: str, lines: Sequence[Line], evaluations: Sequence[Line]) ->
     names = outcome_names(lines)[:_MOST_OUTCOMES]
     if names:
         shares = [Curve(each, _shares(lines, each)) for each in names]
-        charts.append(chart("Outcomes of the training's episodes", "share, %", shares))
+        charts.append(
+            chart("Outcomes of the training's episodes", "share, %", shares, within=(0, 100))
+        )
     parts = [f"## Learning curve of {name}", *map(_image, charts)]
     rows = [_row(line, names) for line in reversed(lines[-_ROWS_SHOWN:])]
     return "\n\n".join([*parts, markdown_table(rows)])
@@ -78,11 +80,12 @@ def _image(svg: str) -> str:
     return f"![learning curve](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
 
 
-def chart(title: str, unit: str, curves: Sequence[Curve]) -> str:
-    """An SVG drawing of curves over the number of iterations done."""
+def chart(title: str, unit: str, curves: Sequence[Curve], within: Sequence[float] = ()) -> str:
+    """An SVG drawing of curves over the number of iterations done. within: values that the upright
+    axis spans in any case."""
     curves = [curve._replace(points=_thinned(curve.points)) for curve in curves if curve.points]
     ticks_x = _ticks([x for curve in curves for x, _ in curve.points] or [0.0], whole=True)
-    ticks_y = _ticks([y for curve in curves for _, y in curve.points] or [0.0])
+    ticks_y = _ticks([y for curve in curves for _, y in curve.points] + [*within] or [0.0])
 
     def at(x: float, y: float) -> tuple[float, float]:
         across = (x - ticks_x[0]) / (ticks_x[-1] - ticks_x[0])
