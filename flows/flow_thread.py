@@ -33,7 +33,7 @@ def _flows_beside_server(runs_directory: str) -> tuple[ModuleType, ServerWatch]:
     Raises `ServerUnavailable`, and `ConfigError` where prefect knows another server already.
     """
     with _lock:
-        started = server.start(server.configure(runs_directory))
+        started = server.start(server.configure(runs_directory), runs_directory)
         running = import_module("flows.running")
         started.ready()
         settings = import_module("prefect.settings")
