@@ -24,6 +24,7 @@ DEFAULT_URL = "http://127.0.0.1:4200/api"
 """Where `prefect server start` and `earl up` listen unless told otherwise."""
 
 PROBE_SECONDS = 1.0
+_BUSY_SECONDS = 0.3
 START_SECONDS = 120.0
 """A server that does not answer for so long after its start is given up."""
 
@@ -48,6 +49,7 @@ class Access(NamedTuple):
     ) -> Any:
         """POST to the API (GET without a body; or `method`); the decoded JSON.
 
+        timeout: seconds, also for asking again while the server says that its database is busy.
         Raises `OSError` (an `HTTPError` for an answer such as 404) or `ValueError`.
         """
         headers = {"Content-Type": "application/json"}
@@ -59,12 +61,18 @@ class Access(NamedTuple):
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/{path}", data, headers, method=method
         )
-        try:
-            with _opener().open(request, timeout=timeout) as answer:
-                text = answer.read()
-        except http.client.HTTPException as error:  # another protocol, or half an answer
-            raise ConnectionError(f"{self.url} does not answer as a server does") from error
-        return json.loads(text) if text else None
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                with _opener().open(request, timeout=timeout) as answer:
+                    text = answer.read()
+                return json.loads(text) if text else None
+            except http.client.HTTPException as error:  # another protocol, or half an answer
+                raise ConnectionError(f"{self.url} does not answer as a server does") from error
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > deadline:
+                    raise
+            time.sleep(_BUSY_SECONDS)
 
     def lets_in(self, timeout: float = PROBE_SECONDS) -> bool:
         """Whether the server answers who has this password, or has none."""
