@@ -92,7 +92,6 @@ def episode_trace(
     """
     episode, turns = kept["episode_id"], kept["turns"]
     end_ns = int(end_seconds * _SECOND)
-    start_ns = end_ns - _TOKEN_NS * sum(turn["tokens"] for turn in turns)
     summary = {
         "outcome": kept["outcome"],
         "return": kept["reward"],
@@ -100,7 +99,7 @@ def episode_trace(
         **({"mismatch_of_iteration": dict(mismatch)} if mismatch else {}),
     }
     answered = sum(turn["tokens"] for turn in turns)
-    tokens = _usage(sum(turn["context"] for turn in turns), answered)
+    start_ns = end_ns - _TOKEN_NS * answered
     request = _text(turns[0]["observation"]) if turns else ""
     trace = EpisodeTrace(
         key=f"{run_uid}/{iteration}/{episode}",
@@ -109,7 +108,7 @@ def episode_trace(
         end_ns=end_ns,
         request=request,
         response=json.dumps(summary),
-        tokens=tokens,
+        tokens=_usage(sum(turn["context"] for turn in turns), answered),
         tags={
             "earl.iteration": str(iteration),
             "earl.episode": str(episode),
