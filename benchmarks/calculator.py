@@ -13,8 +13,9 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -104,6 +105,7 @@ def main() -> None:
     made = parser("SmolLM2-135M learns to call a calculator.")
     made.add_argument("--iterations", type=int, default=6)
     made.add_argument("--directory", type=Path, help="kept, and gone on with")
+    made.add_argument("--png", type=Path, help="the curve as a picture")
     options = made.parse_args()
     if options.quick:
         options.iterations = 1
@@ -139,7 +141,31 @@ def main() -> None:
         "64 episodes an iteration, 16 after each number of examples; minutes are those of the "
         "stages so far."
     )
+    if options.png:
+        draw(report.rows, options.png)
     publish(report, options)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
+    """Well-formed calls, right answers and the reward over the minutes of the run's stages."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (calls, reward) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    minutes = [row["minutes"] for row in rows]
+    for count in (1, 2, 4):
+        shown = "1 example" if count == 1 else f"{count} examples"
+        calls.plot(minutes, [row[f"called after {count}, %"] for row in rows], "o-", label=shown)
+    calls.set(title="Answers with a well-formed call", ylabel="% of episodes", ylim=(-4, 104))
+    calls.legend(title="prompt with", frameon=False)
+    reward.plot(minutes, [row["reward"] for row in rows], "o-", color="black")
+    reward.set(title="Mean reward", ylabel="reward", ylim=(-0.04, 1.04))
+    for axes in (calls, reward):
+        axes.set(xlabel="minutes of stages, from the start of the run", xlim=(0, None))
+        axes.grid(alpha=0.3)
+    figure.savefig(target, dpi=130)
 
 
 if __name__ == "__main__":
