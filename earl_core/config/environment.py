@@ -205,6 +205,11 @@ class SuiteConfig(EnvironmentConfig):
         default=None, ge=0, description="None: as in the rollout; 0: greedy."
     )
     every: int = Field(default=1, ge=1, description="Played in every so many evaluations.")
+    scored_by: tuple[str, ...] = Field(
+        default=(),
+        description="Labels of the reward.functions that score it, with their weights and "
+        "reward.environment_weight; none: its own reward is all.",
+    )
 
     @model_validator(mode="after")
     def _draws(self) -> SuiteConfig:

@@ -96,6 +96,17 @@ class RewardConfig(Settings):
         weights = {each.title: each.weight for each in self.functions}
         return sum(weights[label] * score for label, score in scores.items())
 
+    def check_suite(self, suite: str, titles: Iterable[str]) -> None:
+        """Raise `ValueError` where one of the functions that score a suite is missing."""
+        known = [each.title for each in self.functions]
+        for title in titles:
+            if title not in known:
+                listed = ", ".join(known) or "no functions"
+                raise ValueError(
+                    f"evaluation.suites: {suite!r} is scored_by {title!r}, but reward.functions "
+                    f"has {listed}: correct it, or add the function"
+                )
+
     def check_environments(self, labels: Iterable[str]) -> None:
         """Raise `ValueError` for functions of environments that a run has not, and where nothing
         would be rewarded. labels: those of the run, "" for the only one."""

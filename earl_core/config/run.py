@@ -169,6 +169,8 @@ class RunConfig(Settings):
             if twice:
                 raise ValueError(f"{what} have the label {twice[0]!r} twice: give each its own")
         self.reward.check_environments(self.played)
+        for suite in self.evaluation.suites:
+            self.reward.check_suite(suite.label, suite.scored_by)
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch
 from earl_core.dispatch import Manifest
+from earl_core.experience.group_returns import GroupReturns
 from earl_core.rollout import rollout_stats
 from earl_core.rollout.mixture import Cursor, Place, draw, learn
 from earl_core.rollout.pass_rates import suite_results
@@ -96,10 +97,9 @@ def play_rollout(
     tally = merged(done)
     rollout_stats.check_failures(tally, config.rollout.max_failed_share)
     shards = [entry for played in done for entry in played.result["shards"]]
-    learnt = learn(cursor, tally.parts, config.curriculum)
     return {
         "shards": shards,
-        "cursor": {label: place.model_dump() for label, place in learnt.items()},
+        "cursor": {label: place.model_dump() for label, place in cursor.items()},
         "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics()},
         "statistics": rollout_stats.selector_statistics(tally),
         "failures": tally.failures,
@@ -144,7 +144,12 @@ def _cursor(run: RunDirectory, iteration: int) -> Cursor:
     if iteration == 0 or not run.config.environments:
         return {}
     outputs = run.manifest(iteration - 1, "rollout").outputs
-    return {label: Place.model_validate(place) for label, place in outputs["cursor"].items()}
+    cursor = {label: Place.model_validate(place) for label, place in outputs["cursor"].items()}
+    if run.config.curriculum is None:
+        return cursor
+    returns = run.manifest(iteration - 1, "reward").outputs.get("returns", {})
+    rewarded = {label: GroupReturns.model_validate(each) for label, each in returns.items()}
+    return learn(cursor, rewarded, run.config.curriculum)
 
 
 def suite_is_due(config: RunConfig, suite: SuiteConfig, version: int) -> bool:

@@ -20,6 +20,7 @@ from earl_core.dispatch.reads.batch import join, sample_ids
 from earl_core.dispatch.reads.plan import Layout, make_plan
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
+from earl_core.experience.group_returns import group_returns
 from earl_core.experience.reward import ScoreTally, reward_rows
 from earl_core.experience.scoring import Scorer, scored_episodes
 from earl_core.run.worker import RunWorker
@@ -39,7 +40,8 @@ class ExperienceWorker(RunWorker):
         )
 
     async def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`.
+        """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
+        for a curriculum `returns`, a dumped `GroupReturns` of each environment.
 
         Raises as `Scorer.score` does.
         """
@@ -55,9 +57,11 @@ class ExperienceWorker(RunWorker):
                 scores = await self._unless_cancelled(scoring)
                 given, tally = scores.given, scores.tally()
             rows, metrics, episodes = reward_rows(batch, settings, given)
+            learnt = group_returns(batch, rows) if self._config.curriculum else {}
         entries = [self._publish("reward", REWARD_SCHEMA, rows)] if episodes else []
         result = self._result(entries, metrics, episodes, started)
-        return {**result, "scores": tally.model_dump(mode="json")}
+        returns = {label: each.model_dump(mode="json") for label, each in learnt.items()}
+        return {**result, "scores": tally.model_dump(mode="json"), "returns": returns}
 
     async def close(self) -> None:
         """End the processes of the reward functions."""
@@ -98,15 +102,16 @@ class ExperienceWorker(RunWorker):
     def _open(self, manifests: list[dict[str, Any]]) -> Batch:
         """The rank's own rows; `manifests` begin with the rollout's.
 
-        An episode is whole on one rank, and so is a group where an estimator compares its episodes,
-        because then its moments need not leave the rank. The rollout alone decides, so that an
-        advantage is computed where its reward was. No rows where there are fewer units than ranks.
+        An episode is whole on one rank, and so is a group where an estimator or the curriculum
+        compares its episodes, because then its moments need not leave the rank. The rollout alone
+        decides, so that an advantage is computed where its reward was. No rows where there are
+        fewer units than ranks.
         """
         parsed = self._manifests(manifests)
         rank, ranks = self._context.rank, self._context.world_size
         units = sample_ids(parsed[0]) >> SAMPLE_BITS
         estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
-        if ranks > 1 and estimator.needs_groups:
+        if ranks > 1 and (estimator.needs_groups or self._config.curriculum):
             everyone = Layout(ranks_per_replica=ranks, hosts=self._hosts, columns=("group_id",))
             with self._shards.open(make_plan(parsed[:1], everyone), rank) as batch:
                 units = batch.scalars("group_id")

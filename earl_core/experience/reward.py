@@ -19,6 +19,7 @@ from earl_core.cluster.rpc import Rule, merge_results
 from earl_core.config import RunConfig
 from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
+from earl_core.experience.group_returns import GroupReturns
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -129,6 +130,8 @@ def merge_rewards(results: Sequence[Mapping[str, Any]], config: RunConfig) -> di
     """What the ranks returned as one result. Raises `EarlError` when too many episodes have no
     reward."""
     merged = merge_results(results, REWARD_RULES)
+    if config.curriculum:
+        merged["outputs"] = {"returns": _merged_returns(results)}
     if not config.reward.functions:
         return merged
     whole = ScoreTally()
@@ -147,3 +150,12 @@ def merge_rewards(results: Sequence[Mapping[str, Any]], config: RunConfig) -> di
         moments = whole.moments[title]
         metrics |= {f"of/{title}/mean": moments.mean, f"of/{title}/std": moments.std()}
     return {**merged, "metrics": metrics}
+
+
+def _merged_returns(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    whole: dict[str, GroupReturns] = {}
+    for result in results:
+        for label, returns in result.get("returns", {}).items():
+            part = GroupReturns.model_validate(returns)
+            whole[label] = whole[label].merge(part) if label in whole else part
+    return {label: each.model_dump(mode="json") for label, each in whole.items()}

@@ -22,7 +22,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,10 +132,16 @@ class Scorer:
         self._pool: EnvironmentPool | None = None
         self._numbers = itertools.count()
 
-    async def score(self, episodes: Sequence[Mapping[str, Any]], of_episodes: int) -> Scores:
+    async def score(
+        self,
+        episodes: Sequence[Mapping[str, Any]],
+        of_episodes: int,
+        titles: Collection[str] = (),
+    ) -> Scores:
         """Ask every function for its scores of these episodes.
 
-        of_episodes: how many the iteration has, in all ranks. Raises `EarlError` as soon as more of
+        of_episodes: how many the iteration has, in all ranks. titles: the functions that are asked;
+        none: those of each episode's environment. Raises `EarlError` as soon as more of
         them have failed than may, `ConfigError` when the functions cannot be run.
         """
         if self._pool is None:
@@ -144,19 +150,26 @@ class Scorer:
         try:
             async with asyncio.TaskGroup() as group:
                 for episode in episodes:
-                    group.create_task(self._episode(episode, found, slots, of_episodes))
+                    asked = [
+                        place
+                        for place, each in enumerate(self._config.reward.functions)
+                        if (each.title in titles if titles else each.scores(episode["environment"]))
+                    ]
+                    group.create_task(self._episode(episode, asked, found, slots, of_episodes))
         except BaseExceptionGroup as errors:
             # The others were cancelled for it.
             raise errors.exceptions[0] from None
         return found
 
-    async def rate(self, episodes: Sequence[Episode], of_episodes: int) -> None:
+    async def rate(
+        self, episodes: Sequence[Episode], of_episodes: int, titles: Collection[str] = ()
+    ) -> None:
         """Have the rewards of these episodes' turns be what the reward stage would make of them.
 
-        An episode that cannot be scored has failed. Raises as `score` does.
+        An episode that cannot be scored has failed. titles: as of `score`, which raises.
         """
         played = [episode for episode in episodes if not episode.failed]
-        scores = await self.score(list(map(_as_scored, played)), of_episodes)
+        scores = await self.score(list(map(_as_scored, played)), of_episodes, titles)
         settings = self._config.reward
         for episode in played:
             if episode.episode_id in scores.failures:
@@ -187,14 +200,12 @@ class Scorer:
     async def _episode(
         self,
         episode: Mapping[str, Any],
+        asked: Sequence[int],
         found: Scores,
         slots: asyncio.Semaphore,
         of_episodes: int,
     ) -> None:
         functions, number = self._config.reward.functions, episode["episode_id"]
-        asked = [
-            place for place, each in enumerate(functions) if each.scores(episode["environment"])
-        ]
         text = json.dumps(episode)
         results = await asyncio.gather(*(self._one(place, text, slots) for place in asked))
         given: dict[str, float] = {}

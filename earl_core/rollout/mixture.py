@@ -2,8 +2,8 @@
 
 Every environment counts its own prompts, so that a data set is read row by row at whatever weight.
 The counts, and what the curriculum has learnt, are the cursor: the rollout's manifest holds that of
-the end of its iteration, from which the next one goes on. So a resumed run draws what an
-uninterrupted one would.
+its draws, from which the next one goes on with the rewards that came after. So a resumed run draws
+what an uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 
 from earl_core.config.environment import CurriculumConfig, MixedEnvironment
-from earl_core.rollout.rollout_stats import RolloutStats, Span
+from earl_core.experience.group_returns import GroupReturns, Span
 
 _DIGITS = 9
 
@@ -89,24 +89,22 @@ def shares(
 
 
 def learn(
-    cursor: Cursor, played: Mapping[str, RolloutStats], curriculum: CurriculumConfig | None
+    cursor: Cursor, rewarded: Mapping[str, GroupReturns], curriculum: CurriculumConfig
 ) -> Cursor:
-    """The cursor with what an iteration's episodes, by label, tell the curriculum."""
-    if curriculum is None:
-        return cursor
+    """The cursor with what an iteration's rewards, by label, tell the curriculum."""
     return {
-        label: _learnt(place, played[label], curriculum.memory) if label in played else place
+        label: _learnt(place, rewarded[label], curriculum.memory) if label in rewarded else place
         for label, place in cursor.items()
     }
 
 
-def _learnt(place: Place, tally: RolloutStats, memory: float) -> Place:
-    if tally.returns_span is None or not tally.group_spreads.count:
+def _learnt(place: Place, groups: GroupReturns, memory: float) -> Place:
+    if not groups.spreads.count:
         return place
-    returns = tally.returns_span.merge(place.returns)
+    returns = groups.span.merge(place.returns)
     width = returns.high - returns.low
-    spread = tally.group_spreads.mean / width if width > 0 else 0.0
-    # The last bits of the mean depend on which engine played what, and draws must not.
+    spread = groups.spreads.mean / width if width > 0 else 0.0
+    # The last bits of the mean depend on which rank rewarded what, and draws must not.
     spread = round(spread, _DIGITS)
     if place.spread is not None:
         spread = round(memory * place.spread + (1 - memory) * spread, _DIGITS)

@@ -29,27 +29,13 @@ _REASONS_KEPT = 16
 _REASON_CHARACTERS = 400
 
 
-class Span(BaseModel):
-    """The least and the greatest of some numbers."""
-
-    low: float
-    high: float
-
-    def merge(self, other: Span | None) -> Span:
-        """Of both sets together."""
-        if other is None:
-            return self
-        return Span(low=min(self.low, other.low), high=max(self.high, other.high))
-
-
 class RolloutStats(BaseModel):
     """Of unfailed episodes, except `failed` and `failures`, which maps why episodes failed to how
     often; a rank tells the most frequent only. Histograms map a value to how often it occurred.
 
     contexts and turns: of each episode. context_by_turn: the tokens that stand after each turn.
-    environment: the environment's own metrics. group_spreads: of each group with two episodes or
-    more, the standard deviation of its returns. passes: of a suite, see `pass_rates`. parts: of
-    each environment, by its label, where the run has several; without load.
+    environment: the environment's own metrics. passes: of a suite, see `pass_rates`. parts: of each
+    environment, by its label, where the run has several; without load.
     """
 
     episodes: int = 0
@@ -64,8 +50,6 @@ class RolloutStats(BaseModel):
     outcomes: dict[str, int] = Field(default_factory=dict)
     finishes: dict[str, int] = Field(default_factory=dict)
     environment: dict[str, Pair] = Field(default_factory=dict)
-    returns_span: Span | None = None
-    group_spreads: Moments = Moments()
     passes: dict[str, int] = Field(default_factory=dict)
     parts: dict[str, RolloutStats] = Field(default_factory=dict)
     load: RolloutLoad = Field(default_factory=RolloutLoad)
@@ -94,8 +78,6 @@ class RolloutStats(BaseModel):
             samples=len(samples),
             answered_tokens=sum(sample.trained_tokens for sample in samples),
             returns=Moments.from_values(returns),
-            returns_span=Span(low=min(returns), high=max(returns)) if returns else None,
-            group_spreads=_group_spreads(episodes, returns),
             contexts=Counter(episode.context_tokens for episode in episodes),
             turns=Counter(episode.turns for episode in episodes),
             context_by_turn=reduce(_added, map(_contexts_by_turn, episodes), []),
@@ -121,7 +103,7 @@ def _added(one: Any, other: Any) -> Any:
     """Two numbers or sets of numbers as one; of mappings, lists and tallies part by part."""
     if one is None or other is None:
         return other if one is None else one
-    if isinstance(one, Moments | Span):
+    if isinstance(one, Moments):
         return one.merge(other)
     if isinstance(one, RolloutLoad):
         return one.then(other)
@@ -132,15 +114,6 @@ def _added(one: Any, other: Any) -> Any:
     if isinstance(one, RolloutStats):
         return RolloutStats(**_added(dict(one), dict(other)))
     return one + other
-
-
-def _group_spreads(episodes: Sequence[Episode], returns: Sequence[float]) -> Moments:
-    groups: dict[int, list[float]] = {}
-    for episode, value in zip(episodes, returns, strict=True):
-        groups.setdefault(episode.group_id, []).append(value)
-    return Moments.from_values(
-        [Moments.from_values(group).std() for group in groups.values() if len(group) > 1]
-    )
 
 
 def _reason(episode: Episode) -> str:

@@ -213,11 +213,17 @@ class RolloutWorker(RunWorker):
     async def play_suite(
         self, label: str, prompts: int, *, first: int = 0, of_prompts: int | None = None
     ) -> dict[str, Any]:
-        """Play every attempt at a part of a suite's prompts; as `evaluate`, with `passes`."""
+        """Play every attempt at a part of a suite's prompts; as `evaluate`, with `passes`. The
+        functions that the suite names score them."""
         (suite,) = (each for each in self._config.evaluation.suites if each.label == label)
         specs = suite_specs(suite, self._config.seed, range(first, first + prompts))
-        settings = self._settings(suite.temperature, (of_prompts or prompts) * suite.attempts)
+        of_episodes = (of_prompts or prompts) * suite.attempts
+        settings = self._settings(suite.temperature, of_episodes)
         episodes, tally = await self._play(specs, settings, {label: suite})
+        if suite.scored_by:
+            scoring = self._scorer.rate(episodes, of_episodes, suite.scored_by)
+            await self._unless_cancelled(scoring)
+            tally = RolloutStats.of(episodes, tally.load)
         tally.passes = count_passes(episodes, suite.passing_return)
         return {"tally": tally.model_dump(mode="json")}
 

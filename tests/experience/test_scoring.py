@@ -21,6 +21,7 @@ from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.environments.check import check_environments
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.experience_worker import ExperienceWorker
+from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.reward import merge_rewards, reward_rows
 from earl_core.experience.scoring import Scorer, Scores, scored_episodes
 from earl_core.run import RunDirectory
@@ -225,6 +226,40 @@ def test_functions_of_one_environment_of_several(tmp_path: Path) -> None:
     raw["reward"]["functions"].pop()
     with pytest.raises(ValueError, match="no function has a weight in the environment 'a'"):
         RunConfig.model_validate(raw)
+
+
+def test_a_curriculum_learns_from_the_whole_reward(tmp_path: Path) -> None:
+    """Of what the environment gave, and of scores; a group that one rank alone rewards."""
+    raw = configuration(tmp_path, SEVERAL | {"retries": 0}).model_dump() | {"environment": None}
+    raw["environments"] = [{"name": "tic_tac_toe", "label": label} for label in ("a", "b")]
+    raw["curriculum"] = {}
+    raw["algorithm"]["advantage"] = "reinforce_plus_plus"
+    config = RunConfig.model_validate(raw)
+    episodes = [replace(each, environment="ab"[each.group_id == 2]) for each in EPISODES]
+    ranks = Ranks(tmp_path, config)
+    try:
+        rollout = written(ranks.store, "rollout", ROLLOUT_SCHEMA, [rollout_rows(episodes)])
+        results = ranks.call("reward", [rollout])
+        merged = merge_rewards(results, config)
+    finally:
+        ranks.close()
+    returns = {
+        label: GroupReturns.model_validate(each)
+        for label, each in merged["outputs"]["returns"].items()
+    }
+    assert sum(bool(result["returns"]) for result in results) > 1
+
+    def reward(number: int) -> float:
+        own = 1 + number % 3
+        return 0.5 * own - 0.5 * max(0.0, 1 - (3 + number) / 10) + 0.25
+
+    # Of the groups 0 (a) and 1 (a) one episode each could be scored, of 2 (b) two.
+    assert returns["a"].spreads.count == 0
+    assert [returns["a"].span.low, returns["a"].span.high] == pytest.approx(
+        sorted([reward(0), reward(7)])
+    )
+    assert returns["b"].spreads.count == 1
+    assert returns["b"].spreads.mean == pytest.approx(abs(reward(8) - reward(9)) / 2)
 
 
 async def test_scoring_ends_when_its_call_is_cancelled(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from earl_core.config.environment import CurriculumConfig, MixedEnvironment
+from earl_core.experience.group_returns import GroupReturns
 from earl_core.rollout.mixture import Cursor, Place, draw, learn, shares
 from earl_core.rollout.rollout_load import RolloutLoad
 from earl_core.rollout.rollout_stats import RolloutStats, merge, rollout_metrics
@@ -79,38 +81,43 @@ def played(returns: dict[str, list[list[float]]]) -> RolloutStats:
     return RolloutStats.of(episodes, RolloutLoad())
 
 
+def rewarded(rewards: dict[str, list[list[float]]]) -> dict[str, GroupReturns]:
+    """As a reward stage's manifest has them. rewards: of groups, by label."""
+    return {label: GroupReturns.of(groups) for label, groups in rewards.items()}
+
+
 def test_the_curriculum_goes_where_groups_differ() -> None:
     there = environments({"solved": 1.0, "hopeless": 1.0, "learning": 1.0, "new": 1.0})
     curriculum = CurriculumConfig(memory=0.5, least_share=0.2)
     _, cursor = draw(there, {}, curriculum, 8)
     # Before anything is known the weights alone decide.
     assert shares(there, {label: Place() for label in there}, curriculum)["new"] == 0.25
-    tally = played(
+    first = rewarded(
         {
             "solved": [[10.0, 10.0], [10.0, 10.0]],
             "hopeless": [[0.0, 0.0], [0.0, 0.0]],
             "learning": [[0.0, 100.0], [100.0, 100.0]],
         }
     )
-    cursor = stored(learn(cursor, tally.parts, curriculum))
+    cursor = stored(learn(cursor, first, curriculum))
     assert cursor["learning"].spread == 0.25
     assert cursor["solved"].spread == cursor["hopeless"].spread == 0.0
     parts = shares(there, cursor, curriculum)
     # What was not played may be as good as the best; the rest keep their least part.
     assert parts == pytest.approx({"solved": 0.05, "hopeless": 0.05, "learning": 0.45, "new": 0.45})
     # The scale of returns does not matter, and the mean moves.
-    small = played({"learning": [[0.0, 1.0], [0.0, 1.0]], "new": [[0.2, 0.4], [0.3, 0.3]]})
-    after = learn(cursor, small.parts, curriculum)
+    small = rewarded({"learning": [[0.0, 1.0], [0.0, 1.0]], "new": [[0.2, 0.4], [0.3, 0.3]]})
+    after = learn(cursor, small, curriculum)
     assert after["new"].spread == pytest.approx(0.25)
     assert after["learning"].spread == pytest.approx(0.5 * 0.25 + 0.5 * 0.5 / 100)
     assert after["solved"] == cursor["solved"]
 
 
-def test_the_curriculum_learns_the_same_whichever_engine_played() -> None:
-    calls = [played({"a": [[0.0, 0.1 * number], [0.3, 1 / number]]}) for number in range(1, 8)]
-    whole = [merge([order]).parts for order in (calls, calls[::-1])]
-    assert whole[0]["a"].group_spreads != whole[1]["a"].group_spreads
-    one, other = (learn({"a": Place()}, parts, CurriculumConfig()) for parts in whole)
+def test_the_curriculum_learns_the_same_whichever_rank_rewarded() -> None:
+    parts = [GroupReturns.of([[0.0, 0.1 * number], [0.3, 1 / number]]) for number in range(1, 8)]
+    whole = [reduce(GroupReturns.merge, order) for order in (parts, parts[::-1])]
+    assert whole[0].spreads != whole[1].spreads
+    one, other = (learn({"a": Place()}, {"a": each}, CurriculumConfig()) for each in whole)
     assert one == other
 
 
@@ -130,7 +137,5 @@ def test_parts_of_several_engines_add_up() -> None:
     other = played({"hard": [[2.0, 2.5]]})
     both: Any = merge([[one], [other]])
     assert both.parts["hard"].episodes == 4
-    assert both.parts["hard"].returns_span.low == 0.0
-    assert both.parts["hard"].returns_span.high == 2.5
-    assert both.parts["hard"].group_spreads.mean == 0.25
+    assert both.parts["hard"].returns.mean == 1.25
     assert both.parts["easy"] == one.parts["easy"]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
-from earl_core.config import ConfigError
+from earl_core.config import ConfigError, RunConfig
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.held_out import HELD_OUT_PROMPTS
 from earl_core.rollout.rollout_stats import (
@@ -216,6 +216,22 @@ def test_evaluation_is_held_out_and_repeatable(setting: Setting) -> None:
     alone = setting.run(lambda worker: worker.play_one(HELD_OUT_PROMPTS, seed))
     one = evaluation_results(tally_of(setting.run(lambda worker: worker.evaluate(1))))["metrics"]
     assert (one["return/mean"], one["turns/mean"]) == (alone["return"], len(alone["turns"]))
+
+
+def test_a_suite_is_scored_by_the_functions_that_it_names(setting: Setting) -> None:
+    function = {"function": "tests.experience.scoring_functions:by_number", "weight": 4.0}
+    suite = {**setting.config["environment"], "label": "held", "prompts": 3, "attempts": 2}
+    setting.config["reward"] = {"functions": [function], "environment_weight": 0.0}
+    setting.config["evaluation"] = {"suites": [suite]}
+    own = tally_of(setting.run(lambda worker: worker.play_suite("held", 3)))
+    suite["scored_by"] = ["by_number"]
+    scored = tally_of(setting.run(lambda worker: worker.play_suite("held", 3)))
+    assert (own.episodes, scored.episodes) == (6, 6)
+    assert own.passes != scored.passes == {"2/2": 3}
+    assert scored.returns.mean == 1.0
+    suite["scored_by"] = ["by_numbers"]
+    with pytest.raises(ValueError, match="scored_by 'by_numbers'"):
+        RunConfig.model_validate(setting.config)
 
 
 def test_an_answer_to_a_person(setting: Setting) -> None:
