@@ -260,7 +260,8 @@ class RolloutWorker(RunWorker):
     async def serve(self, port: int, key: str, temperature: float | None = None) -> dict[str, Any]:
         """Answer OpenAI's clients that know the key, until the call is cancelled.
 
-        Budgets are those of the requests and the model's context.
+        Budgets are those of the requests and the engine's context, beyond which a request is
+        refused: nobody is there to build a longer one.
         """
         from earl_core.rollout.gateway.gateway import Gateway
 
@@ -270,6 +271,7 @@ class RolloutWorker(RunWorker):
             max_turns=sys.maxsize,
             max_tokens_per_turn=None,
             max_tokens_per_episode=None,
+            positions=None,
         )
         async with Gateway(engine, chat, settings, LoadMeter(0), port) as gateway:
             await gateway.stand(key, self._context.cancelled.is_set)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +38,19 @@ def stable_checkpoints(run_directory: Path) -> list[int]:
         for path in found
         if re.fullmatch("[0-9]+", path.parent.name) and is_regular(path)
     )
+
+
+def best_evaluated(stable: Collection[int], returns: Mapping[int, float | None]) -> int | None:
+    """The checkpoint of highest return, the last of equals; None where none was evaluated.
+
+    stable: iterations. returns: of evaluations by policy version, which is the iteration after.
+    """
+    scored = [
+        (mean, version - 1)
+        for version, mean in returns.items()
+        if mean is not None and version - 1 in stable
+    ]
+    return max(scored)[1] if scored else None
 
 
 @contextmanager

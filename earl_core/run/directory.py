@@ -36,6 +36,7 @@ from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.checkpoints import (
     MARKER,
+    best_evaluated,
     remove_checkpoint,
     remove_leftovers,
     stable_checkpoints,
@@ -272,13 +273,8 @@ class RunDirectory:
 
     def best_stable(self) -> int | None:
         """The last iteration before the best evaluation of those whose checkpoint is there."""
-        stable = set(self.stable_iterations())
-        scored = [
-            (found.metrics.get("return/mean", float("-inf")), found.iteration - 1)
-            for found in self.evaluations()
-            if found.iteration - 1 in stable
-        ]
-        return max(scored)[1] if scored else None
+        returns = {each.iteration: each.metrics.get("return/mean") for each in self.evaluations()}
+        return best_evaluated(self.stable_iterations(), returns)
 
     def mark_stable(self, iteration: int) -> None:
         """Declare the checkpoint whole; drop older ones and the shards it covers."""

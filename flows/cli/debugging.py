@@ -26,7 +26,7 @@ from earl_core.run.rehearsal import rehearse
 from earl_core.run.stores import run_store
 from earl_core.system.errors import EarlError
 from flows import server
-from flows.cli.serving import find_run
+from flows.cli.found_runs import find_run
 from flows.cli.tables import make_console, rows_table
 
 _FEW_PROMPTS = 2

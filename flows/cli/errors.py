@@ -19,7 +19,7 @@ from earl_core.cluster.errors import WorkerCallFailed, WorkerError
 from earl_core.config import RunConfig
 from earl_core.system.errors import EarlError
 from flows.cli.curve import Series, draw
-from flows.cli.serving import evaluations_of, iterations_of, tracking_uri
+from flows.cli.found_runs import evaluations_of, iterations_of, tracking_uri
 from flows.cli.shards import shards_command
 from flows.cli.tables import evaluation_table, iteration_table
 from flows.server import Server

@@ -14,7 +14,7 @@ from earl_core.system.plural import plural
 from flows.cli.arguments import Show
 from flows.cli.display import make_display
 from flows.cli.flow_command import FlowCommand
-from flows.cli.serving import find_run
+from flows.cli.found_runs import find_run
 from flows.cli.tables import duration, make_console, rows_table
 from tasks.reports.lines import limit_shares
 

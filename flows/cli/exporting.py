@@ -6,11 +6,11 @@ from pathlib import Path
 
 from earl_core.config import ConfigError
 from earl_core.control.policy_player import find_checkpoint
-from earl_core.run.checkpoints import stable_checkpoints
+from earl_core.run.checkpoints import best_evaluated, stable_checkpoints
 from earl_core.run.export import check_target, export_policy
 from earl_core.run.model_card import model_card
 from earl_core.run.record import stored_config
-from flows.cli.serving import evaluations_of, find_run, iterations_of
+from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console
 
 
@@ -41,15 +41,11 @@ def best(path: Path) -> str:
 
     Raises `ConfigError` where none was evaluated.
     """
-    stable = stable_checkpoints(path)
-    scored = [
-        (line["return/mean"], line["iteration"] - 1)
-        for line in evaluations_of(path)
-        if line["iteration"] - 1 in stable and "return/mean" in line
-    ]
-    if not scored:
+    returns = {line["iteration"]: line.get("return/mean") for line in evaluations_of(path)}
+    found = best_evaluated(stable_checkpoints(path), returns)
+    if found is None:
         raise ConfigError(
             f"no checkpoint of {path} was evaluated: export the `last` one, or evaluate inside the "
             "training with evaluation.every"
         )
-    return str(max(scored)[1])
+    return str(found)

@@ -39,7 +39,7 @@ from earl_core.selector.model.catalogue import (
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
 from earl_core.system.plural import plural
-from flows.cli.serving import find_run
+from flows.cli.found_runs import find_run
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
 

@@ -14,8 +14,8 @@ from earl_core.control.policy_player import PlayedPolicy, PolicyPlayer, find_che
 from earl_core.run.record import stored_config
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import write_atomic
+from flows.cli.found_runs import find_run
 from flows.cli.interrupt import exit_on_sigterm
-from flows.cli.serving import find_run
 from flows.cli.tables import make_console
 
 KEY = "EARL_SERVE_KEY"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from earl_core.system.errors import ConfigError
-from flows.cli.serving import evaluations_of, find_run, iterations_of
+from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from tasks.reports.run_page import write_page
 
 

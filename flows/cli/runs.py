@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished, read_lines
 from earl_core.system.errors import ConfigError
-from flows.cli.serving import iterations_of
+from flows.cli.found_runs import iterations_of
 from flows.cli.tables import duration, make_console, rows_table
 from tasks.reports.lines import mean_return, signed
 

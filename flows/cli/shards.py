@@ -19,7 +19,7 @@ from earl_core.run.record import config_of_run
 from earl_core.run.stores import StoreState, list_stores, run_store, sweep
 from earl_core.system.errors import ConfigError
 from earl_core.system.plural import plural
-from flows.cli.serving import find_run
+from flows.cli.found_runs import find_run
 from flows.cli.tables import duration, make_console, rows_table
 
 _VALUES_SHOWN = 256

@@ -10,7 +10,7 @@ from earl_core.run.record import config_of_run
 from earl_core.run.stores import run_store
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import write_atomic
-from flows.cli.serving import find_run
+from flows.cli.found_runs import find_run
 from flows.cli.tables import make_console
 
 TOKEN = "EARL_SHARDS_TOKEN"

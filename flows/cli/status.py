@@ -18,8 +18,8 @@ from earl_core.run.stores import list_stores
 from earl_core.system.errors import EarlError
 from earl_core.system.processes import start_time
 from earl_core.system.service import read_services
+from flows.cli.found_runs import iterations_of
 from flows.cli.runs import state_of
-from flows.cli.serving import iterations_of
 from flows.cli.tables import duration, make_console, rows_table
 from flows.server import ServerUnavailable, running_server
 from flows.server_access import healthy

@@ -19,7 +19,7 @@ from flows.cli.checks import configuration
 from flows.cli.display import make_display
 from flows.cli.errors import exit_code, print_ending, shell_name
 from flows.cli.flow_command import FlowCommand
-from flows.cli.serving import evaluations_of, find_run, iterations_of
+from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, resolved_table
 
 

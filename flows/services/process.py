@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import secrets
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -95,3 +97,13 @@ def end(service: Service) -> None:
     if not end_processes(service.processes, END_SECONDS):
         pids = ", ".join(str(process.pid) for process in service.processes())
         raise ServiceFailed(f"{TITLES[service.name]} does not end: look at process {pids}")
+
+
+def mlflow_answers(url: str) -> bool:
+    """Whether an MLflow server of this host does, past any proxy."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False

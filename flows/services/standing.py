@@ -6,12 +6,10 @@ profile of the Prefect home, MLFLOW_TRACKING_URI) is used, and neither started n
 
 from __future__ import annotations
 
-import http.client
 import os
 import secrets
 import socket
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -39,7 +37,7 @@ from flows.server import (
     server_environment,
 )
 from flows.server_access import PROBE_SECONDS, START_SECONDS, Access, healthy, named_by_profile
-from flows.services.process import end, spawn, until
+from flows.services.process import end, mlflow_answers, spawn, until
 from flows.services.worker import reports, start_worker, stop_flow_runs
 from tasks.tracking.mlflow_client import default_database
 from tasks.tracking.mlflow_process import environment as mlflow_environment
@@ -124,7 +122,7 @@ class Standing:
             mark = self.services.get("worker", Service("worker")).mark
             self._note(start_worker(self.runs_directory, self.home, access, mark))
         if outside.mlflow is None:
-            self._wait("mlflow", lambda: _mlflow_answers(self.services["mlflow"].url))
+            self._wait("mlflow", lambda: mlflow_answers(self.services["mlflow"].url))
         self._wait("worker", lambda: reports(access, self.services["worker"]))
         self._write_login(outside)
 
@@ -188,7 +186,7 @@ class Standing:
             yield
 
     def _outside(self) -> Outside:
-        answers = {"prefect": healthy, "mlflow": _mlflow_answers}
+        answers = {"prefect": healthy, "mlflow": mlflow_answers}
         # Where ours has ended, somebody else's may answer by now.
         own = {
             name: service.url
@@ -278,12 +276,3 @@ class Standing:
             lines += [f"MLFLOW_TRACKING_USERNAME={mlflow.user}"]
             lines += [f"MLFLOW_TRACKING_PASSWORD={mlflow.password}"]
         write_atomic(self.login, "".join(f"export {line}\n" for line in lines).encode())
-
-
-def _mlflow_answers(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{url}/health", timeout=1.0) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False

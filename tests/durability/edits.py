@@ -34,7 +34,7 @@ from earl_core.run.stores import list_stores
 from earl_core.system.errors import EarlError
 from flows.cli.app import app
 from flows.cli.errors import describe
-from flows.cli.serving import evaluations_of, iterations_of, tracking_uri
+from flows.cli.found_runs import evaluations_of, iterations_of, tracking_uri
 from tests.durability.crash_sweep import SweepFailed, import_ahead, in_child
 from tests.durability.life import Life, life_config, open_run, weights_of
 

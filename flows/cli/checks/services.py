@@ -11,7 +11,7 @@ from pathlib import Path
 from earl_core.system.finding import Finding
 from earl_core.system.service import Service, read_services
 from flows.server_access import DEFAULT_URL, Access, healthy, is_open
-from flows.services.process import TITLES
+from flows.services.process import TITLES, mlflow_answers
 from tasks.tracking.mlflow_client import without_login
 
 _PREFECT_PORT, _MLFLOW_PORT = 4200, 5000
@@ -60,7 +60,7 @@ def _prefect(asked: str | None, own: Service | None, default: Access) -> Finding
 
 def _mlflow(uri: str | None, own: Service | None) -> Iterator[Finding]:
     if not uri and own is not None and own.alive:
-        if _answers(own.url):
+        if mlflow_answers(own.url):
             yield Finding("good", f"MLflow of `earl up` answers at {own.url}; runs will use it")
         else:
             yield Finding("warning", f"MLflow of `earl up` at {own.url} does not answer", _AGAIN)

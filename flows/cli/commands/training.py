@@ -131,8 +131,8 @@ def play(
     """Watch a checkpoint play game after game, or play against it."""
     with reported(debug):
         from earl_core.run.record import stored_config
+        from flows.cli.found_runs import find_run
         from flows.cli.playing import play as run_play
-        from flows.cli.serving import find_run
 
         path = find_run(run, runs_directory)
         config = stored_config(path, overrides or [])
