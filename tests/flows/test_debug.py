@@ -51,8 +51,10 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def _environment(runs: Runs) -> dict[str, str]:
-    """Without a Prefect server, of which nothing is asked."""
-    kept = {k: v for k, v in runs.environment.items() if not k.startswith("PREFECT_")}
+    """Without a Prefect server, of which nothing is asked, and without what Ray leaves behind in a
+    process that used it."""
+    left = ("PREFECT_", "PYTHONBREAKPOINT")
+    kept = {k: v for k, v in runs.environment.items() if not k.startswith(left)}
     paths = f"{REPOSITORY}:{runs.directory}"
     return {**kept, "PYTHONPATH": paths, "NO_COLOR": "1", "COLUMNS": "100"}
 
