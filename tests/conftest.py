@@ -1,4 +1,4 @@
-"""Settings of all property tests, and one environment variable that no module leaves to others."""
+"""Settings of all property tests, and environment variables that no module leaves to others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from hypothesis import settings
 # The first tensor operation of a process may take longer than Hypothesis's deadline of 200 ms.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those of `make test-gpu`, and from what they start: on a machine
+    that has some, the others test the same as anywhere."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(autouse=True, scope="module")

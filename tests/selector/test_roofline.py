@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.selector_paper import QUEUEING
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import DEVICES, cluster
 from earl_core.selector.model.roofline import Load, Roofline
 
 DEVICE, HARDWARE = DEVICES["h100-80gb"], cluster("h100-80gb", 16, 8)
