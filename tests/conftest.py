@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from hypothesis import settings
@@ -16,8 +19,13 @@ settings.load_profile("no_deadline")
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of `make test-gpu`, and from what they start: on a machine
     that has some, the others test the same as anywhere."""
-    if config.option.markexpr != "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.option.markexpr == "gpu":
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with suppress(PackageNotFoundError):
+        version("vllm")
+        # The build for GPUs starts no engine without one: as if it were not installed.
+        sys.modules["vllm"] = None  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True, scope="module")
