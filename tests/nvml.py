@@ -35,6 +35,7 @@ ERRORS = {
     "NVMLError_FunctionNotFound": _error("NVMLError_FunctionNotFound", "Function Not Found"),
     "NVMLError_InvalidArgument": _error("NVMLError_InvalidArgument", "Invalid Argument"),
     "NVMLError_NotFound": _error("NVMLError_NotFound", "Not Found"),
+    "NVMLError_NoPermission": _error("NVMLError_NoPermission", "Insufficient Permissions"),
     "NVMLError_LibraryNotFound": _error(
         "NVMLError_LibraryNotFound", "NVML Shared Library Not Found"
     ),
@@ -62,7 +63,8 @@ UNKNOWN = ERRORS["NVMLError_NotSupported"]
 class Board:
     """What the driver says of one GPU. memory: bytes, None for N/A. pcie: generation and lanes.
     links: where each active NVLink leads: a switch, or the GPU of that number. speed: MB/s of one.
-    near: numbers of cores. instances: MIG instances as (name, memory)."""
+    near: numbers of cores. ours: whether this process may use it. instances: MIG instances as
+    (name, memory)."""
 
     name: str
     memory: int | None
@@ -71,6 +73,7 @@ class Board:
     speed: int = 0
     near: tuple[int, ...] = ()
     c2c: bool = False
+    ours: bool = True
     load: int | None = 37
     power: int | None = 55_500
     instances: tuple[tuple[str, int], ...] | None = None
@@ -141,6 +144,8 @@ class Machine:
         return len(self.boards)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Board:  # noqa: N802
+        if not self.boards[index].ours:
+            raise ERRORS["NVMLError_NoPermission"]
         return self.boards[index]
 
     def nvmlDeviceGetName(self, board: Board) -> str:  # noqa: N802

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,7 +168,12 @@ def _told(nvml: Any, ask: Callable[..., Any], *given: Any, otherwise: Any = None
 
 
 def _handles(nvml: Any) -> list[Any]:
-    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    """Those that this process may use: NVML counts the others too, CUDA does not."""
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError_NoPermission):
+            found.append(nvml.nvmlDeviceGetHandleByIndex(index))
+    return found
 
 
 def _visible(nvml: Any, chosen: str | None) -> list[Any]:

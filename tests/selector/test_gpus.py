@@ -69,12 +69,14 @@ def test_what_the_driver_says_becomes_what_the_selector_plans_with(
 def test_earl_plan_plans_for_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     shown = {}
-    for name in ("8 x H100 SXM with NVSwitch", "4 x L40S without peers", "MIG 3g.40gb on H100"):
-        install(monkeypatch, MACHINES[name])
-        asked = ["plan", "--explain", "--model", "qwen3-1.7b", "--hardware", "here"]
-        result = CliRunner().invoke(app, asked)
+    for name, machine in MACHINES.items():
+        install(monkeypatch, machine)
+        asked = ["plan", "--explain", "--model", "smollm2-360m", "--hardware", "here"]
+        result = CliRunner().invoke(app, [*asked, "--context", "2K"])
         assert result.exit_code == 0, result.output
         shown[name] = " ".join(result.output.split())
+        assert f"on 1 x {len(machine.boards)} " in shown[name]
+        assert "(NVIDIA " in shown[name], "the source of the figures"
     assert "on 1 x 8 H100-80GB" in shown["8 x H100 SXM with NVSwitch"]
     assert "450 GB/s links of 8 GPUs, 64 GB/s to others" in shown["8 x H100 SXM with NVSwitch"]
     assert "on 1 x 4 L40S" in shown["4 x L40S without peers"]
@@ -125,6 +127,14 @@ def test_gpus_that_cuda_hides_do_not_count(
     assert found.gpu_name == (names[0] if names else "")
     sizes = {"A": 1000, "B": 2000 if chosen in (None, "GPU-bb1,GPU-bb2", "2,0") else 3000}
     assert found.gpu_memory_bytes == min((sizes[name] for name in names), default=0) * MIB
+
+
+def test_gpus_of_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's control group leaves it the second of two."""
+    machine = Machine([replace(H100, ours=False), L40S])
+    install(monkeypatch, machine, "0")
+    assert read_hardware().gpu_name == L40S.name
+    assert [load.memory for load in gpus.gpu_loads()] == [2.0**30]
 
 
 def test_the_order_of_gpus_that_differ_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
