@@ -15,7 +15,7 @@ export DO_NOT_TRACK ?= 1
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: install locks test test-slow campaign lint demo docs clean benchmarks
+.PHONY: install locks test test-slow test-gpu campaign lint demo docs clean benchmarks
 
 install: $(STAMP)
 
@@ -49,6 +49,10 @@ test: lint
 
 test-slow: $(TEST_STAMP)
 	$(PYTEST) -m "slow and not campaign"
+
+# On a machine with one NVIDIA GPU: VLLM=gpu make test-gpu.
+test-gpu: $(TEST_STAMP)
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 campaign: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m campaign

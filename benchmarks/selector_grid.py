@@ -10,7 +10,8 @@ from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput, Statistics
-from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import cluster
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)

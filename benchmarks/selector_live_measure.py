@@ -133,6 +133,7 @@ class Bench:
         arguments = {
             "target": TARGETS[role],
             "assignments": [{"cores": list(cores), "gpus": []}],
+            "gpus_of_host": 0,
             "arguments": {"config": self._config(engine), "run_directory": str(self.directory)},
         }
         group.start(deployment, arguments, 1)

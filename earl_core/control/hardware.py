@@ -22,6 +22,10 @@ def hardware_of(hosts: Sequence[Host], fewest: int | None = None) -> Hardware:
         gpus=gpus * len(hosts),
         gpu_memory_bytes=min(each.gpu_memory_bytes for each in resources) if gpus else 0,
         gpu_name=resources[0].gpu_name if gpus else "",
+        nvlink_gpus=min(each.nvlink_gpus for each in resources),
+        nvlink_bandwidth=min(each.nvlink_bandwidth for each in resources),
+        pcie_bandwidth=min(each.pcie_bandwidth for each in resources),
+        pcie_peers=all(each.pcie_peers for each in resources),
         hosts=len(hosts),
         fewest_hosts=fewest,
     )

@@ -21,6 +21,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.environment import SuiteConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
+from earl_core.control.device_figures import with_figures
 from earl_core.control.hardware import read_hardware
 from earl_core.control.run_controller import live
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
@@ -118,7 +119,8 @@ class PolicyPlayer:
             if checkpoint.marker is not None:
                 held.enter_context(holding_checkpoint(checkpoint.marker))
             self._shape = read_model_shape(checkpoint.policy)
-            hardware = read_hardware()
+            directory = config.selector.profile_directory
+            hardware = with_figures(read_hardware(), directory=directory)
             self._deployment = self._choose_deployment(hardware)
             self._held = held.pop_all()
         self._directory = Path(tempfile.mkdtemp(prefix="earl-policy-"))

@@ -21,6 +21,7 @@ from earl_core.cluster.group import Group
 from earl_core.cluster.host import Cluster, Host
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.device_figures import with_figures
 from earl_core.control.hardware import hardware_of, open_cluster, with_network
 from earl_core.control.host_agreement import check_agreement
 from earl_core.control.learnt_profile import LearntProfile
@@ -111,9 +112,9 @@ class RunController:
         self._held.callback(cluster.close)
         self._held.callback(run.close)
         peers = self._serve(hosts)
-        self.hardware = with_network(
-            hardware_of(hosts, run.config.cluster.fewest), self._fetch_bandwidth(peers)
-        )
+        hardware = hardware_of(hosts, run.config.cluster.fewest)
+        hardware = with_figures(hardware, hosts, run.config.selector.profile_directory)
+        self.hardware = with_network(hardware, self._fetch_bandwidth(peers))
         self.groups = WorkerGroups(
             run.config,
             run.path,

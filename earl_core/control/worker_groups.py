@@ -182,6 +182,7 @@ class WorkerGroups:
         arguments = {
             "target": TARGETS[role],
             "assignments": [asdict(assignment) for _, assignment in places],
+            "gpus_of_host": self.hardware.gpus // self.hardware.hosts,
             "arguments": {
                 "config": self._settings,
                 "run_directory": str(self._directory),

@@ -118,26 +118,48 @@ class ModelShape(Settings):
 
 
 class DeviceFigures(Settings):
-    """What a data sheet says of one device. Rates are peaks, per second, for dense bf16."""
+    """What a data sheet says of one device, or a measurement. Rates are peaks, per second, for
+    dense bf16."""
 
     name: str
     nccl: bool = Field(default=True, description="Collectives are NCCL's, with its latencies.")
     memory_bytes: int = Field(ge=1)
     flops: float = Field(gt=0, description="Floating-point operations a second, bf16, dense.")
     memory_bandwidth: float = Field(gt=0, description="bytes/s")
-    link_bandwidth: float = Field(gt=0, description="bytes/s to the host's other devices, one way")
+    link_bandwidth: float = Field(gt=0, description="bytes/s to the devices joined to it, one way")
     host_bandwidth: float = Field(gt=0, description="bytes/s to the host's memory, one way")
+    peer_bandwidth: float = Field(
+        default=0.0, ge=0, description="bytes/s to the host's other devices, one way; 0: none."
+    )
+    nvlink_gpus: int = Field(
+        default=0, ge=0, description="Neighbours that the link joins; 0: all of a host, 1: none."
+    )
+    layer_seconds: float = Field(
+        default=0.0, ge=0, description="Least seconds of any pass through one decoder layer."
+    )
     source: str = ""
 
 
 class Hardware(Settings):
-    """The devices that the stages may use. `gpus` counts those of all hosts together."""
+    """The devices that the stages may use. `gpus` counts those of all hosts together. For what the
+    driver did not say of them, 0, stands what the data sheet says."""
 
     cpu_cores: int = Field(ge=1, description="Of one host.")
     memory_bytes: int = Field(ge=1, description="Of one host.")
     gpus: int = Field(default=0, ge=0)
     gpu_memory_bytes: int = Field(default=0, ge=0)
     gpu_name: str = ""
+    nvlink_gpus: int = Field(
+        default=0, ge=0, description="Neighbours that NVLink joins; 1: none; 0: not read."
+    )
+    nvlink_bandwidth: float = Field(default=0.0, ge=0, description="bytes/s over NVLink, one way")
+    pcie_bandwidth: float = Field(default=0.0, ge=0, description="bytes/s over PCIe, one way")
+    pcie_peers: bool = Field(
+        default=True, description="GPUs reach each other over PCIe, past the host's memory."
+    )
+    figures: DeviceFigures | None = Field(
+        default=None, description="As measured of a GPU that no data sheet is known of."
+    )
     hosts: int = Field(default=1, ge=1)
     fewest_hosts: int | None = Field(
         default=None, ge=1, description="Hosts for which `stages` says the replicas; None: these."

@@ -1,21 +1,25 @@
-"""What this host has: cores, memory, NVIDIA GPUs if the driver's tool is there; without torch."""
+"""What this host has: cores, memory, and the NVIDIA GPUs that its driver knows; without torch."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+from earl_core.system.gpus import Gpu, visible_gpus
 from earl_core.system.memory import memory_limit
 
 
 @dataclass(frozen=True)
 class HostResources:
-    """A host's units, or what a run may use of them. cores: their numbers. gpus: how many; a rank
-    then has one of its own. first_gpu: the index of the first, for a part of a machine.
-    memory_bytes, gpu_memory_bytes (the least of all GPUs): 0 where nobody asked."""
+    """A host's units, or what a run may use of them.
+
+    cores: their numbers; those next to the first GPUs come first, so that equal parts of both lie
+    close together. gpus: how many; a rank then has one of its own. first_gpu: the index of the
+    first, for a part of a machine. memory_bytes, gpu_memory_bytes (the least of all GPUs),
+    nvlink_bandwidth and pcie_bandwidth (bytes/s, one way): 0 where nobody asked, or nobody told.
+    nvlink_gpus, pcie_peers: as in `Links`.
+    """
 
     cores: tuple[int, ...]
     gpus: int = 0
@@ -23,6 +27,10 @@ class HostResources:
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
     gpu_name: str = ""
+    nvlink_gpus: int = 0
+    nvlink_bandwidth: float = 0.0
+    pcie_bandwidth: float = 0.0
+    pcie_peers: bool = True
 
     def part(self, number: int, parts: int) -> HostResources:
         """One of equal parts."""
@@ -33,6 +41,7 @@ class HostResources:
             gpus=gpus,
             first_gpu=self.first_gpu + number * gpus,
             memory_bytes=self.memory_bytes // parts,
+            nvlink_gpus=min(self.nvlink_gpus, gpus),
         )
 
 
@@ -40,53 +49,24 @@ def read_resources() -> HostResources:
     """What this process may use.
 
     The memory is the least of the machine's and of the limits of all control groups around this
-    process. GPUs that CUDA_VISIBLE_DEVICES hides do not count.
+    process. GPUs that CUDA_VISIBLE_DEVICES hides do not count. Raises `ConfigError` where the
+    machine has GPUs and their driver cannot be asked.
     """
-    gpus = _visible(_read_gpus())
+    gpus, links = visible_gpus()
     return HostResources(
-        cores=tuple(sorted(os.sched_getaffinity(0))),
+        cores=_by_gpu(os.sched_getaffinity(0), gpus),
         gpus=len(gpus),
         memory_bytes=memory_limit(),
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
         gpu_name=gpus[0].name if gpus else "",
+        nvlink_gpus=links.nvlink_gpus,
+        nvlink_bandwidth=links.nvlink_bandwidth,
+        pcie_bandwidth=min((gpu.pcie_bandwidth for gpu in gpus), default=0.0),
+        pcie_peers=links.pcie_peers,
     )
 
 
-class _Gpu(NamedTuple):
-    uuid: str
-    name: str
-    memory_bytes: int
-
-
-def _read_gpus() -> list[_Gpu]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    gpus = []
-    for line in found.stdout.splitlines():
-        if line.count(",") >= 2:
-            uuid, _, rest = line.partition(",")
-            name, _, size = rest.rpartition(",")
-            gpus.append(_Gpu(uuid.strip(), name.strip(), int(size) * 2**20))
-    return gpus
-
-
-def _visible(gpus: list[_Gpu]) -> list[_Gpu]:
-    """Those that CUDA shows to this process: the first entry that names none ends the list."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return gpus
-    seen: list[_Gpu] = []
-    for entry in (part.strip() for part in chosen.split(",")):
-        if entry.isdigit():
-            named = gpus[int(entry) : int(entry) + 1]
-        else:
-            named = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
-        if len(named) != 1:
-            break
-        seen += named
-    return seen
+def _by_gpu(cores: Iterable[int], gpus: Sequence[Gpu]) -> tuple[int, ...]:
+    """The cores next to the first GPU, then those next to later ones, then the others."""
+    order = {core: number for number, gpu in reversed(list(enumerate(gpus))) for core in gpu.cores}
+    return tuple(sorted(cores, key=lambda core: (order.get(core, len(gpus)), core)))

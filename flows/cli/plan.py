@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from earl_core.deployment.plan import DeploymentPlan
-from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.dispatch import read_manifest
 from earl_core.run.record import read_lines
 from earl_core.selector.choice.changes import infeasible_text
@@ -28,14 +28,8 @@ from earl_core.selector.choice.explain import (
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import GENERATED_SHARE, NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.catalogue import (
-    DEVICES,
-    MODELS,
-    cluster,
-    device_of,
-    find_devices,
-    known_model,
-)
+from earl_core.selector.model.catalogue import MODELS, known_model
+from earl_core.selector.model.devices import DEVICES, cluster, device_of, find_devices
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
 from earl_core.system.plural import plural
@@ -301,10 +295,18 @@ def _print_figures(hardware: Hardware, console: Console) -> None:
     console.print(
         f"\nSeconds known from the roofline are guesses: right in their order more than in their "
         f"size. Figures: {device.flops / 1e12:,.1f} TFLOPS bf16, "
-        f"{device.memory_bandwidth / 1e12:.2f} TB/s memory, {device.link_bandwidth / 1e9:.0f} GB/s "
-        f"links, {hardware.network_bandwidth / 1e9:.0f} GB/s between hosts ({device.source}).",
+        f"{device.memory_bandwidth / 1e12:.2f} TB/s memory, {_links(device)}, "
+        f"{hardware.network_bandwidth / 1e9:.0f} GB/s between hosts ({device.source}).",
         style="dim",
     )
+
+
+def _links(device: DeviceFigures) -> str:
+    fast = f"{device.link_bandwidth / 1e9:.0f} GB/s"
+    if device.nvlink_gpus < 2:
+        return f"{fast} links"
+    others = f"{device.peer_bandwidth / 1e9:.0f} GB/s"
+    return f"{fast} links of {device.nvlink_gpus} GPUs, {others} to others of the host"
 
 
 def find_model(name: str) -> ModelShape:
@@ -331,9 +333,10 @@ def find_hardware(name: str) -> Hardware:
     """`here`, a device of the catalogue (one host with 8), or that after counts: 4xh100 are the
     devices of one host, 2x8xh100 hosts and the devices of each."""
     if name == "here":
+        from earl_core.control.device_figures import with_figures
         from earl_core.control.hardware import read_hardware
 
-        return read_hardware()
+        return with_figures(read_hardware())
     found = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z].*)", name.strip().lower())
     devices = find_devices(found[3]) if found else []
     counts = [int(count) for count in found.groups()[:2] if count] if found else []

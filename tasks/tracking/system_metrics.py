@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -17,6 +15,8 @@ from pathlib import Path
 import psutil
 
 from earl_core.run.record import Journal, read_lines
+from earl_core.system.errors import ConfigError
+from earl_core.system.gpus import gpu_loads
 from earl_core.system.memory import memory_in_use, tree_private_bytes
 
 logger = logging.getLogger("earl.tracking")
@@ -24,13 +24,6 @@ logger = logging.getLogger("earl.tracking")
 _FIRST_SECONDS, _LATER_SECONDS = 10.0, 60.0
 _OFTEN_SECONDS = 3600.0
 """So long it samples often; a run of weeks must not fill its directory."""
-_GPU_SECONDS = 10.0
-_GPU_QUERY = (
-    "nvidia-smi",
-    "--query-gpu=index,utilization.gpu,memory.used,power.draw",
-    "--format=csv,noheader,nounits",
-)
-_GPU_PARTS = (("load", 1.0), ("memory", 2.0**20), ("power", 1.0))
 
 
 def system_samples(run_directory: Path) -> list[dict[str, float]]:
@@ -46,7 +39,7 @@ class SystemMonitor:
         self._directory = run_directory
         self._journal = Journal(run_directory / "system.jsonl")
         self._ended = threading.Event()
-        self._gpus = shutil.which(_GPU_QUERY[0]) is not None
+        self._gpus = True
         threading.Thread(target=self._work, name="earl-system", daemon=True).start()
 
     def close(self) -> None:
@@ -79,16 +72,14 @@ class SystemMonitor:
     def _gpu_sample(self) -> dict[str, float]:
         """Of all GPUs of this machine; a part that the driver does not know is left out."""
         try:
-            answer = subprocess.run(
-                _GPU_QUERY, capture_output=True, text=True, timeout=_GPU_SECONDS, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
+            loads = gpu_loads()
+        except ConfigError as error:
+            logger.info("the load of the GPUs is not recorded: %s", error)
             self._gpus = False
             return {}
-        found = {}
-        for line in answer.stdout.splitlines():
-            index, *parts = (part.strip() for part in line.split(","))
-            for (name, scale), text in zip(_GPU_PARTS, parts, strict=False):
-                if text.replace(".", "", 1).isdigit():
-                    found[f"system/gpu_{index}_{name}"] = float(text) * scale
-        return found
+        return {
+            f"system/gpu_{gpu.number}_{part}": value
+            for gpu in loads
+            for part in ("load", "memory", "power")
+            if (value := getattr(gpu, part)) is not None
+        }

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from earl_core.config import load_config
+from earl_core.control.hardware import read_hardware
 from earl_core.dispatch.segments.pool_directory import write_mark
-from flows.cli.checks import packages
+from flows.cli.checks import gpus, packages
 from flows.cli.checks.configuration import check_configuration
+from flows.cli.checks.machine import check_machine
 from flows.cli.checks.services import check_services
 from flows.cli.checks.shared_memory import check_shared_memory
 from flows.cli.status import services
 from tests.cli.conftest import CONFIG, Earl
+from tests.nvml import ERRORS, H100, Machine, install
 
 
 def test_a_machine_that_is_fine(fresh_earl: Earl) -> None:
@@ -121,3 +125,56 @@ def test_a_password_in_the_address_of_a_tracker_is_not_shown(
     assert shown == ["http://127.0.0.1:9"]
     assert any("http://127.0.0.1:9" in text for text in found)
     assert not any("word" in text for text in found)
+
+
+MUST_BE_NEWER = "install driver 580 or newer"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "knows", "advice"),
+    [
+        ("13.0", "580.65.06", 13000, ""),
+        ("13.0", "570.86.15", 12080, MUST_BE_NEWER),
+        # The driver of before with the library that makes up for it.
+        ("13.0", "570.86.15", 13000, ""),
+        ("12.8", "525.60.13", 12000, ""),
+        ("12.8", "515.43.04", 11070, "install driver 525 or newer"),
+        ("14.1", "580.65.06", 13000, "a driver that knows CUDA 14.1"),
+        (None, "580.65.06", 13000, "VLLM=gpu make install"),
+    ],
+)
+def test_the_driver_must_know_the_cuda_of_torch(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: str, knows: int, advice: str
+) -> None:
+    install(monkeypatch, Machine([H100] * 2, driver=driver, cuda=knows))
+    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: cuda)
+    found = list(gpus.check_gpus(read_hardware()))
+    assert found[0].text == "2 x NVIDIA H100 80GB HBM3, 80 GiB each, 2 joined by NVLink"
+    blocking = [finding for finding in found if finding.level == "blocks"]
+    assert len(blocking) == bool(advice)
+    assert not advice or advice in blocking[0].advice
+
+
+def test_torch_says_in_a_file_what_it_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    assert gpus.cuda_of_torch() == torch.version.cuda
+    for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8")):
+        (tmp_path / "torch").mkdir(exist_ok=True)
+        (tmp_path / "torch" / "__init__.py").touch()
+        (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\n")
+        spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
+        assert gpus.cuda_of_torch() == cuda
+
+
+def test_a_driver_that_does_not_answer_blocks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refused = ERRORS["NVMLError_LibRmVersionMismatch"]
+    install(monkeypatch, Machine([H100], refused=refused))
+    (blocking,) = [each for each in check_machine(tmp_path) if each.level == "blocks"]
+    assert "version mismatch" in blocking.text
+    assert "restart the machine" in blocking.advice

@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.stage_deployment import (
     PLACED,
     PLACEMENTS,
     Assignment,
     HostResources,
     StageDeployment,
+    build,
 )
 from earl_core.cluster.worker_group import WorkerGroup
+from earl_core.system.errors import ConfigError
 
 COLOCATED, SEPARATE = PLACEMENTS["colocated"], PLACEMENTS["separate"]
 EIGHT = HostResources(cores=tuple(range(8)), gpus=8)
@@ -100,6 +103,7 @@ def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expe
     arguments = {
         "target": "tests.cluster.test_placement:Where",
         "assignments": [{"cores": [core], "gpus": [2, 3]}],
+        "gpus_of_host": 4,
         "arguments": {"word": "here"},
     }
     try:
@@ -108,3 +112,39 @@ def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expe
     finally:
         group.stop()
     assert found == {"word": "here", "cores": [core], "gpus": expected}
+
+
+@pytest.mark.parametrize(
+    ("seen", "read", "assigned", "words"),
+    [
+        (True, 0, [], "planned for a CPU, because no NVIDIA driver"),
+        (False, 4, [1], "planned for 4 GPUs on this host, and torch"),
+        (True, 4, [1], None),
+        (False, 0, [], None),
+        # Roles without a device of their own may use none.
+        (False, 4, [], None),
+    ],
+)
+def test_a_plan_that_torch_contradicts_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, seen: bool, read: int, assigned: list[int], words: str | None
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    context = WorkerContext(0, 1, 0, "w", Path("log"))
+
+    def make() -> object:
+        return build(
+            context,
+            {},
+            target="tests.cluster.test_placement:Where",
+            assignments=[{"cores": [], "gpus": assigned}],
+            gpus_of_host=read,
+            arguments={"word": "here"},
+        )
+
+    if words is None:
+        assert isinstance(make(), Where)
+        return
+    with pytest.raises(ConfigError, match=words):
+        make()

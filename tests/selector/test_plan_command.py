@@ -18,7 +18,8 @@ from earl_core.run.record import Journal
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.catalogue import MODELS, find_devices
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import find_devices
 from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import ConfigError
 from flows.cli.app import app

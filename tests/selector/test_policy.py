@@ -20,7 +20,8 @@ from earl_core.selector.choice.policy import POLICIES, select
 from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.candidates import rollout_candidates, training_candidates
-from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import cluster
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 from tests.selector.examples import bare, given

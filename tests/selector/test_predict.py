@@ -18,7 +18,8 @@ from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import cluster
 from earl_core.selector.model.memory_model import Calibration, Peak, gib
 from earl_core.selector.model.sizes import (
     coarse,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.selector_paper import QUEUEING
 from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.selector.model.catalogue import DEVICES, MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import DEVICES, cluster
 from earl_core.selector.model.roofline import Load, Roofline
 
 DEVICE, HARDWARE = DEVICES["h100-80gb"], cluster("h100-80gb", 16, 8)
@@ -39,6 +40,20 @@ def test_a_small_step_reads_the_weights_once() -> None:
     # Enough sequences make it a matter of arithmetic.
     many = roofline(latency=False).decode_step(1, 1, 4096, 1)
     assert many == pytest.approx(4096 * 2 * QWEN.parameters / 989.4e12, rel=1e-3)
+
+
+def test_no_pass_is_faster_than_its_kernels_start() -> None:
+    """A model whose weights a B200 reads in 34 us: each of its 30 layers starts eleven kernels."""
+    tiny, device = MODELS["smollm2-135m"], DEVICES["b200"]
+    line = Roofline(tiny, device, cluster("b200", 1, 8))
+    starting = 30 * 11 * 3.4e-6
+    assert line.decode_step(1, 1, 1, 16) == pytest.approx(starting)
+    assert line.decode_step(1, 1, 1024, 2048) > starting
+    load = Load(episodes=8, context=16, longest=16, generated=8)
+    layout = StageDeployment("update", max_tokens_per_microbatch=64)
+    scoring = line.training_seconds(layout, load, 1, 1, forward_only=True)
+    assert scoring == pytest.approx(2 * starting)
+    assert line.training_seconds(layout, load, 1, 0) > 6 * starting
 
 
 def test_queueing_lies_between_a_full_stream_and_whole_waves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tasks.tracking.metric_catalogue import CATALOGUE, described, entry_of, for_mlflow, mlflow_name
 from tasks.tracking.metrics_page import PATH, metrics_page
 from tasks.tracking.system_metrics import SystemMonitor, system_samples
+from tests.nvml import ERRORS, H100, Machine, install
 from tests.tracking.conftest import Runs, finish, history, until
 
 
@@ -81,10 +83,8 @@ def test_the_load_of_the_machine_reaches_mlflow_and_ends_with_the_run(runs: Runs
 
 
 def test_gpus_as_their_driver_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, 37, 1024, 55.50'\necho '1, [N/A], 2048, [N/A]'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    shy = replace(H100, load=None, power=None)
+    module = install(monkeypatch, Machine([H100, shy]))
     monitor = SystemMonitor(tmp_path)
     assert until(lambda: system_samples(tmp_path))
     monitor.close()
@@ -93,5 +93,16 @@ def test_gpus_as_their_driver_tells_them(tmp_path: Path, monkeypatch: pytest.Mon
         "system/gpu_0_load": 37.0,
         "system/gpu_0_memory": 2.0**30,
         "system/gpu_0_power": 55.5,
-        "system/gpu_1_memory": 2.0**31,
+        "system/gpu_1_memory": 2.0**30,
     }
+    assert module.open == 0
+
+
+def test_a_driver_that_does_not_answer_ends_no_monitor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, Machine([H100], broken=ERRORS["NVMLError_GpuIsLost"]))
+    monitor = SystemMonitor(tmp_path)
+    assert until(lambda: system_samples(tmp_path))
+    monitor.close()
+    assert not [name for name in system_samples(tmp_path)[0] if "gpu" in name]

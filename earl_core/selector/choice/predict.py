@@ -13,7 +13,7 @@ from typing import NamedTuple
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.selector.choice.selection import WINDOW, SelectionInput, forecast, model_length
 from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_model
-from earl_core.selector.model.catalogue import device_of
+from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.profile.profile_table import (

@@ -83,7 +83,8 @@ class SelectionInput(Settings):
         ...     rollout=RolloutConfig(prompts_per_iteration=16, group_size=8, max_turns=20),
         ...     selector=SelectorConfig(policy="live_tokens"),
         ...     hardware=Hardware(
-        ...         cpu_cores=64, memory_bytes=10**12, gpus=8, gpu_memory_bytes=80 * 10**9
+        ...         cpu_cores=64, memory_bytes=10**12, gpus=8, gpu_memory_bytes=80 * 10**9,
+        ...         gpu_name="NVIDIA H100 80GB HBM3",
         ...     ),
         ...     model=ModelShape(
         ...         model_type="qwen2", hidden_size=3584, intermediate_size=18944, layers=28,

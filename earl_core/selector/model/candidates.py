@@ -11,7 +11,7 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.feasibility import tensor_problem
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.model import cpu
-from earl_core.selector.model.catalogue import device_of
+from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import MemoryModel
 from earl_core.selector.model.sizes import divisors, powers
 from earl_core.system.plural import plural

