@@ -252,7 +252,7 @@ def compare(scratch: Path) -> dict[str, float]:
                 found[f"{shape} {name} {kind}"] = difference
         if shape.ranks == 2 or (shape.tensor_parallel > 1 and shape.parts > 1):
             check_behaviour(learner, scratch.parent)
-        if shape.tensor_parallel == 4:
+        if shape.tensor_parallel == shape.ranks:
             found |= compare_vocabularies(mesh)
         mesh.close()
     return found
@@ -309,7 +309,7 @@ def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
     """
     ranks, size = mesh.submesh("tensor_parallel"), mesh.deployment.tensor_parallel
     found: dict[str, float] = {}
-    for rows, positions in ((23, 9), (8, 3), (5, 4), (2, 3), (9, 0)):
+    for rows, positions in ((23, 9), (8, 3), (5, 4), (2, 3), (1, 3), (9, 0)):
         generator = torch.Generator().manual_seed(rows)
 
         def random(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
