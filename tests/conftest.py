@@ -38,6 +38,17 @@ def safe_path_stays_with_the_engine() -> Iterator[None]:
         os.environ.pop("PYTHONSAFEPATH", None)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For products that are too small to share."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """The endpoint of an S3 server in this process."""

@@ -146,7 +146,7 @@ class Update:
         """Every budget at every step of the memory fallback; those that cut the samples alike are
         measured once."""
         count = max(1, self._given.step_tokens // context)
-        chunk, mesh = logits_chunk(self._vocabulary), StageDeployment("update")
+        chunk, mesh = logits_chunk(self._vocabulary, gpu=True), StageDeployment("update")
         layouts = [
             step
             for budget in self._given.budgets

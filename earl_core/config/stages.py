@@ -62,7 +62,7 @@ _UPDATE = _Section(
     context_parallel="Ranks that share the tokens of each microbatch.",
     tensor_parallel="Ranks that share each matrix.",
     offload_optimizer="Keep the optimizer's state in the host's memory; GPUs only.",
-    logits_chunk_tokens="Positions whose logits exist at a time; 0: those of a whole microbatch.",
+    logits_chunk_tokens="Positions whose logits exist at a time; 0: as many as memory allows.",
 )
 
 RolloutStage = Annotated[

@@ -61,6 +61,11 @@ class UpdateConfig(Settings):
         description="Keep the inputs of the layers only and compute the rest again in the backward "
         "pass: less memory, about a third more time.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="On a GPU, compute the same bits from the same samples each time, with slower "
+        "kernels where there are two; a CPU does so anyway.",
+    )
     threads: int = Field(
         default=0, ge=0, description="CPU threads of each rank; 0: the cores divided among them."
     )

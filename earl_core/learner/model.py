@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
@@ -18,17 +15,14 @@ from earl_core.learner.data.packing import PackedMicrobatch
 from earl_core.learner.head import EntropyMode, decoder_of, head_of
 from earl_core.learner.packing_check import check_packing, without_interface
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+from earl_core.learner.token_logprobs import HeadScore
 from earl_core.pretrained.architecture import model_config
-from earl_core.pretrained.float32_head import Float32Head
 from earl_core.pretrained.huggingface import (
     AutoModelForCausalLM,
     GradientCheckpointingLayer,
     PreTrainedModel,
 )
 from earl_core.pretrained.model_directory import model_directory
-
-# Logits held at a time: 2**25 float32 numbers are 128 MiB. More are computed in chunks.
-LOGITS_PER_CHUNK = 2**25
 
 
 @dataclass(frozen=True)
@@ -141,11 +135,8 @@ def logprobs_of_trained(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (and entropies) of the trained tokens under softmax(logits / temperature).
 
-    Returns float32 [T'] and float32 [T'] or None. The head runs at the trained positions only,
-    in chunks of `chunk_tokens`, or of as many as give `LOGITS_PER_CHUNK` logits; with more than
-    one chunk each is recomputed in the backward pass, so memory holds one chunk whatever T' is.
-    vocabulary: this rank's part where the head is split over ranks; the result is the whole one.
-    float32_head: the logits are computed in float32 also under autocast.
+    Returns float32 [T'] and float32 [T'] or None. The head runs at the trained positions only, in
+    chunks, so that memory holds one chunk whatever T' is; see `HeadScore` for the settings.
     """
     decoder = decoder_of(model)
     output = decoder(
@@ -154,59 +145,8 @@ def logprobs_of_trained(
         use_cache=False,
         sample_boundaries=packed.boundaries,
     )
-    hidden = output[0][0].index_select(0, packed.predictors)
-    head = head_of(model)
-    settings = packed.targets, temperature, entropy, chunk_tokens, vocabulary
-    if not float32_head:
-        return _score_in_chunks(head, hidden, *settings)
-    device = hidden.device.type
-    rounded = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    with torch.autocast(device, enabled=False):
-        return _score_in_chunks(Float32Head(head, rounded), hidden.float(), *settings)
-
-
-def _score_in_chunks(
-    head: nn.Module | Float32Head,
-    hidden: torch.Tensor,
-    all_targets: torch.Tensor,
-    temperature: float,
-    entropy: EntropyMode,
-    chunk_tokens: int | None,
-    vocabulary: VocabularyShard | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    score: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _score_positions
-    width = cast(torch.Tensor, head.weight).shape[0]
-    if vocabulary is not None:
-        hidden, score, width = vocabulary.enter(hidden), vocabulary.score, vocabulary.most
-    chunk = chunk_tokens or max(1, LOGITS_PER_CHUNK // width)
-    if hidden.shape[0] <= chunk:
-        return score(head, hidden, all_targets, temperature, entropy)
-    parts = [
-        checkpoint(score, head, part, targets, temperature, entropy, use_reentrant=False)
-        for part, targets in zip(
-            torch.split(hidden, chunk), torch.split(all_targets, chunk), strict=True
-        )
-    ]
-    logprobs = torch.cat([part[0] for part in parts])
-    return logprobs, None if entropy == "none" else torch.cat([part[1] for part in parts])
-
-
-def _score_positions(
-    head: nn.Module | Float32Head,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    entropy: EntropyMode,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    logits = head(hidden).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    distribution = torch.log_softmax(logits, dim=-1)
-    logprobs = -F.nll_loss(distribution, targets, reduction="none")
-    if entropy == "none":
-        return logprobs, None
-    with torch.set_grad_enabled(entropy == "differentiable" and torch.is_grad_enabled()):
-        return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
+    score = HeadScore(temperature, entropy, chunk_tokens, vocabulary, float32_head)
+    return score(head_of(model), output[0][0], packed.predictors, packed.targets)
 
 
 class PolicyModule(nn.Module):

@@ -63,9 +63,9 @@ def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -
             "`dynamic` as transformers has them, which are fixed by the model's limit."
         )
     logits = _forward(model, model, _SECOND, (len(_SECOND),))
-    if not _equal(head(alone).float(), logits):
+    if not _equal(nn.functional.linear(alone, *_linear(head)), logits):
         raise ConfigError(
-            f"{name} changes its logits after the output layer (scaling or soft caps), which "
+            f"{name} changes its logits in or after the output layer (scaling or soft caps), which "
             "training does not reproduce: choose a model without that."
         )
 
@@ -88,6 +88,12 @@ def _forward(
         sample_boundaries=SampleBoundaries.from_lengths(lengths, embeddings.device),
     )
     return cast(torch.Tensor, output[0])[0].float()
+
+
+def _linear(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias, which are all that training takes of a head."""
+    bias = getattr(head, "bias", None)
+    return cast(torch.Tensor, head.weight).float(), None if bias is None else bias.float()
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:

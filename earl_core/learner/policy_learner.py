@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ class PolicyLearner:
         logits_chunk_tokens: int | None = None,
         offload_optimizer: bool = False,
     ) -> None:
+        _choose_algorithms(deterministic=update.deterministic)
         mesh = mesh or create_mesh()
         if mesh.device.type == "cpu":
             keep_freed_memory()
@@ -345,6 +347,15 @@ _FILLER = TrainingSample(
     loss_mask=np.array([0, 1], dtype=np.uint8),
     rollout_logprobs=np.zeros(2, dtype=np.float32),
 )
+
+
+def _choose_algorithms(*, deterministic: bool) -> None:
+    """Of this process, before it multiplies on a GPU: cuBLAS reads the variable then."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Nothing here reads memory before it is written.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def _accelerator(precision: str) -> Accelerator:

@@ -1,4 +1,4 @@
-"""An output layer (head) that multiplies in float32, for engine and trainer alike."""
+"""An output layer (head) that multiplies in float32: the engine's side of `HeadScore`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from torch import nn
 class Float32Head:
     """From hidden states to float32 logits, whatever the model's dtype is; to be made anew when the
     weights change.
-
-    rounded: the dtype in which the engine has the weights; they are rounded to it, so that both
-    sides multiply with the same numbers. Gradients reach the weights unrounded.
     """
 
-    def __init__(self, head: nn.Module, rounded: torch.dtype | None = None) -> None:
-        weight = cast(torch.Tensor, head.weight).float()
-        if rounded is not None:
-            weight = weight + (weight.to(rounded).float() - weight).detach()
+    def __init__(self, head: nn.Module) -> None:
+        self.weight = cast(torch.Tensor, head.weight).float()
         bias = cast("torch.Tensor | None", getattr(head, "bias", None))
-        self.weight = weight
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from earl_core.learner import memory
-from earl_core.learner.model import LOGITS_PER_CHUNK
-from earl_core.selector.model.memory_model import LOGITS_AT_A_TIME
 from earl_core.system.memory import OutOfMemory, give_back_free_memory
 
 
@@ -90,10 +88,6 @@ def test_what_serves_a_stage_fails_as_that_stage() -> None:
         assert caught.value.payload == {"stage": "publish", "bytes_asked": None}
     with pytest.raises(ValueError, match="other"), memory.guarded("update"):
         raise ValueError("other")
-
-
-def test_the_selector_knows_how_many_logits_exist_at_a_time() -> None:
-    assert LOGITS_AT_A_TIME == LOGITS_PER_CHUNK
 
 
 def test_free_memory_goes_back_to_the_host() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -17,7 +18,6 @@ from earl_core.selector.model.cpu import CpuMemoryModel
 from earl_core.selector.model.cpu import layer_activation_bytes as cpu_layer_activation_bytes
 from earl_core.selector.model.devices import cluster
 from earl_core.selector.model.memory_model import (
-    LOGITS_AT_A_TIME,
     Calibration,
     MemoryModel,
     Peak,
@@ -26,7 +26,7 @@ from earl_core.selector.model.memory_model import (
     layer_activation_bytes,
     standard_activation_bytes,
 )
-from earl_core.selector.model.sizes import logits_chunk
+from earl_core.selector.model.sizes import logits_chunk, positions_at_a_time
 
 GIB = 2**30
 CPU = Hardware(cpu_cores=2, memory_bytes=24 * GIB)
@@ -86,8 +86,8 @@ def test_update_by_hand() -> None:
     assert plain.weights == 4 * count + 2 * count
     assert (plain.gradients, plain.optimizer) == (4 * count, 8 * count)
     assert plain.activations == 8192 * 32 * 241792
-    # The learner computes 2**25 logits at a time, and 261 is what 128,256 go into that.
-    assert plain.logits == 261 * 128256 * 10
+    # A GPU computes 2,048 positions or 2**28 logits at a time; the head's gradient is summed apart.
+    assert plain.logits == 2092 * 128256 * 8 + 4 * 128256 * 4096
     # A sample is never cut: a longer one than the budget makes the microbatch longer.
     longer = on_gpu(LLAMA).training(
         StageDeployment("update", max_tokens_per_microbatch=8192), 16384, TrainingNeeds()
@@ -101,13 +101,13 @@ def test_update_by_hand() -> None:
     # Autocast copies all weights that a rank computes with; they are gathered in float32.
     gathered = 4 * max(2 * LLAMA.layer_parameters, LLAMA.embedding_parameters) / 2
     assert split.weights == 4 * count / 64 + 2 * count / 2 + gathered
-    assert split.logits == (2**25 // 64128) * 64128 * 10
+    assert split.logits == 2048 * 64128 * 8 + 4 * 64128 * 4096
     lean = mesh._replace(
         activation_checkpointing=True, logits_chunk_tokens=32, offload_optimizer=True
     )
     least = on_gpu(LLAMA).training(lean, 4096, TrainingNeeds())
     assert least.optimizer == 0
-    assert least.logits == 32 * 128256 * 10 / 2
+    assert least.logits == 32 * 64128 * 8 + 4 * 64128 * 4096
     # Residual sums between layers, in float32, and one layer that is computed again.
     assert least.activations == 2048 * (32 * 4096 * 4 + layer_activation_bytes(LLAMA, 2))
     # The copies are gone by then.
@@ -135,10 +135,10 @@ def test_update_on_a_cpu_by_hand() -> None:
     # Residual sums between layers are float32 also under autocast.
     lean = on_cpu(SMOL).training(layout._replace(activation_checkpointing=True), 1000, cpu)
     assert lean.activations == 2048 * (30 * 576 * 4 + 3.5 * long)
-    # 682 positions at a time, float32 twice; the head's gradients on their way.
-    assert memory.logits == 8 * 682 * 49152 + 20 * 49152 * 576
+    # 682 positions at a time; the head's gradient is summed apart.
+    assert memory.logits == 8 * 682 * 49152 + 4 * 49152 * 576
     few = on_cpu(SMOL).training(layout, 1000, cpu._replace(answered=0.25))
-    assert few.logits == 8 * 512 * 49152 + 7 * 49152 * 576
+    assert few.logits == 8 * 512 * 49152 + 4 * 49152 * 576
     assert (memory.weights, memory.optimizer) == (6 * SMOL.parameters, 8 * SMOL.parameters)
     # A model that only scores is held in float32 as well.
     scoring = on_cpu(SMOL).scoring(layout._replace(stage="reference"), 1000, cpu)
@@ -147,9 +147,10 @@ def test_update_on_a_cpu_by_hand() -> None:
 
 
 def test_a_chunk_of_logits_is_an_eighth_of_what_is_usual() -> None:
-    for shape in MODELS.values():
-        chunk = logits_chunk(shape.vocabulary) * shape.vocabulary
-        assert LOGITS_AT_A_TIME / 16 < chunk <= LOGITS_AT_A_TIME / 8
+    for shape, gpu in itertools.product(MODELS.values(), (False, True)):
+        usual = positions_at_a_time(shape.vocabulary, gpu=gpu)
+        assert usual // 16 <= logits_chunk(shape.vocabulary, gpu=gpu) <= usual / 8
+        assert (usual >= 2048) == gpu
 
 
 def test_torch_engine_by_hand() -> None:

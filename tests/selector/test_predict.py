@@ -100,7 +100,7 @@ def test_the_memory_fallback_on_a_cpu_begins_with_smaller_microbatches() -> None
 
 def test_the_memory_fallback_of_long_samples_has_logits_in_chunks_before_checkpointing() -> None:
     seen, _ = fallback(2000.0)
-    chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary)
+    chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary, gpu=False)
     # No smaller microbatch holds the longest sample.
     assert min(item.max_tokens_per_microbatch for item in seen) == 4096
     means = [(item.logits_chunk_tokens, item.activation_checkpointing) for item in seen]

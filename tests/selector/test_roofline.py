@@ -90,8 +90,8 @@ def test_training_counts_the_work_and_what_is_sent() -> None:
     attention = 2 * QWEN.layers * QWEN.query_size * 4096
     work = 3 * tokens * (2 * QWEN.parameters + attention) / 989.4e12
     scored = work / 3
-    # Gradients are added up once a microbatch, those of the head once for 2**25 logits.
-    chunks = math.ceil(tokens / 2 / (2**25 // QWEN.vocabulary)) - 8
+    # Gradients are added up once a microbatch, those of the head once for 2,048 positions.
+    chunks = tokens // 2 // 2048 - 8
     head = QWEN.vocabulary * QWEN.hidden_size
     work += 12 * (8 * QWEN.parameters + chunks * head) / 3.35e12
     assert line.training_seconds(alone, load, 1, 0) == pytest.approx(work, rel=1e-6)

@@ -16,6 +16,7 @@ import torch
 
 from earl_core.learner.attention.context_parallel import PackExchange
 from earl_core.learner.data.packing import PrefixTree, cut_tree, separate
+from earl_core.learner.rows import Rows
 
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512
@@ -24,24 +25,6 @@ _NO_PADDING_FROM = 512
 def kernel_calls_wanted(device: torch.device) -> bool:
     """Whether calls of the varlen kernel are worth planning on this device."""
     return device.type != "cpu"
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which tokens of a pack a call takes: `count` that follow `start`, or those at `places`.
-
-    places: int64 [count]; None where the tokens lie in order.
-    """
-
-    start: int
-    count: int
-    places: torch.Tensor | None = None
-
-    def of(self, states: torch.Tensor) -> torch.Tensor:
-        """The states of these tokens, [count, ...], of [tokens, ...]."""
-        if self.places is not None:
-            return states.index_select(0, self.places)
-        return states.narrow(0, self.start, self.count)
 
 
 @dataclass(frozen=True)

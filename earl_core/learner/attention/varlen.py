@@ -18,6 +18,7 @@ import torch
 from earl_core.learner.attention import varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import attend_to_all_ranks
+from earl_core.learner.rows import deal
 from earl_core.pretrained.huggingface import AttentionInterface
 from earl_core.system.errors import ConfigError
 
@@ -101,15 +102,13 @@ def _attend(
     """query [T, heads, dim]; key, value [keys, kv_heads, dim] -> [T, heads, dim]."""
     if varlen_cuda.usable(query, key, value):
         return varlen_cuda.attend(query, key, value, boundaries, scale, window)
+    buckets = boundaries.buckets
+    keys = [bucket.keys for bucket in buckets]
+    dealt = deal(query, [bucket.queries for bucket in buckets]), deal(key, keys), deal(value, keys)
     outputs = []
-    for bucket in boundaries.buckets:
-        attended = varlen_dense.attend_bucket(
-            varlen_dense.batched(query, bucket.queries, bucket.count),
-            varlen_dense.batched(key, bucket.keys, bucket.count),
-            varlen_dense.batched(value, bucket.keys, bucket.count),
-            scale,
-            window,
-        )
+    for bucket, *parts in zip(buckets, *dealt, strict=True):
+        q, k, v = (varlen_dense.batched(part, bucket.count) for part in parts)
+        attended = varlen_dense.attend_bucket(q, k, v, scale, window)
         outputs.append(attended.transpose(1, 2).reshape(-1, *attended.shape[1::2]))
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if boundaries.scatter is not None:

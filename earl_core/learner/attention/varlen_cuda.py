@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from earl_core.learner.rows import deal
+
 if TYPE_CHECKING:
     from earl_core.learner.attention.attention_plan import KernelCall, SampleBoundaries
 
@@ -46,15 +48,21 @@ def attend(
     mask to the last ones (flash attention, since version 2.1).
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
-    parts = [_call(query, key, value, call, scale, window) for call in boundaries.calls]
+    taken = [call.keys for call in boundaries.calls]
+    queries = deal(query, [call.queries for call in boundaries.calls])
+    keys, values = deal(key, taken), deal(value, taken)
+    parts = [
+        _call(*states, scale, window)
+        for states in zip(boundaries.calls, queries, keys, values, strict=True)
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _call(
+    call: KernelCall,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    call: KernelCall,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
@@ -65,9 +73,9 @@ def _call(
         # Before torch 2.12 the kernel takes fewer key heads without being told.
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     attended = varlen_attn(
-        call.queries.of(query),
-        call.keys.of(key),
-        call.keys.of(value),
+        query,
+        key,
+        value,
         call.cu_seqlens,
         call.cu_keys,
         call.longest,

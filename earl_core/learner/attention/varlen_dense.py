@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
-
-if TYPE_CHECKING:
-    from earl_core.learner.attention.attention_plan import Rows
 
 # Up to this padded length, scores as plain matrix products in float32 beat torch's fused CPU
 # kernel by 1.2 (fp32) to 4 times (bf16); they hold T * heads * 128 numbers, linear in T.
@@ -23,9 +18,9 @@ _QUERY_BLOCK = 512
 _MASKS_KEPT = 2**24
 
 
-def batched(states: torch.Tensor, rows: Rows, count: int) -> torch.Tensor:
-    """[tokens, heads, dim] -> the rows of a bucket's runs, [count, heads, length, dim]."""
-    return rows.of(states).reshape(count, -1, *states.shape[1:]).transpose(1, 2)
+def batched(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The rows of a bucket's runs [count * length, heads, dim] -> [count, heads, length, dim]."""
+    return rows.reshape(count, -1, *rows.shape[1:]).transpose(1, 2)
 
 
 def attend_bucket(

@@ -131,7 +131,7 @@ def _less_at_a_time(
 
 def _fallbacks(predictor: Predictor, candidate: StageDeployment) -> Iterator[StageDeployment]:
     free = "update.activation_checkpointing" not in predictor.given.selector.fixed_fields
-    chunk = logits_chunk(predictor.shape.vocabulary)
+    chunk = logits_chunk(predictor.shape.vocabulary, gpu=not predictor.memory.shared)
     saved = predictor.stage_peak(candidate) - predictor.stage_peak(
         candidate._replace(logits_chunk_tokens=chunk)
     )

@@ -87,13 +87,6 @@ class CpuMemoryModel(MemoryModel):
         wide = shape.query_size + shape.key_value_size
         return 26 * shape.hidden_size + 8 * wide + 4 * shape.feed_forward * value
 
-    def _logits(self, width: float, rows: float, several: bool, backward: bool) -> float:
-        """The head's gradient, in the dtype of its product and in float32; with several chunks each
-        computes the head's copy again, and their gradients meet before they are added up."""
-        if not backward:
-            return 12 * rows * width
-        return 8 * rows * width + width * self.shape.hidden_size * (20 if several else 7)
-
     def _with_cache(self, fixed: Memory, candidate: StageDeployment, vllm: VllmConfig) -> Memory:
         runtime = _VLLM_BYTES * (1 + 2 / candidate.tensor_parallel)
         return fixed._replace(runtime=runtime, kv_cache=(vllm.kv_cache_gib or 2) * 2.0**30)

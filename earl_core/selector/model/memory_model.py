@@ -18,6 +18,7 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
 from earl_core.config.settings import Settings
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 
 class Peak(Settings):
@@ -89,9 +90,6 @@ RUNTIME_BYTES = 2**30
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that an engine computes in one pass: the engine's own default."""
-
-LOGITS_AT_A_TIME = 2**25
-"""Logits that the learner computes at a time (`LOGITS_PER_CHUNK`) where nothing else is said."""
 
 MASK_ELEMENTS = 2**26
 """Numbers in the attention mask of the torch engine, at most."""
@@ -245,12 +243,11 @@ class MemoryModel:
 
     def _logits_of(self, candidate: StageDeployment, answers: float, backward: bool) -> float:
         width = self.shape.vocabulary / candidate.tensor_parallel
-        at_a_time = candidate.logits_chunk_tokens or max(1.0, LOGITS_AT_A_TIME // width)
-        return self._logits(width, min(answers, at_a_time), answers > at_a_time, backward)
-
-    def _logits(self, width: float, rows: float, several: bool, backward: bool) -> float:
-        """bf16 out of the head, float32 for the softmax, float32 for its gradient."""
-        return rows * width * (10 if backward else 6)
+        usual = positions_at_a_time(width, gpu=not self.shared)
+        rows = min(answers, candidate.logits_chunk_tokens or usual)
+        # The gradient of the head's weight is summed in float32 over the chunks of a microbatch.
+        summed = 4 * width * self.shape.hidden_size if backward else 0.0
+        return rows * width * BYTES_PER_LOGIT + summed
 
     def _with_cache(self, fixed: Memory, candidate: StageDeployment, vllm: VllmConfig) -> Memory:
         given = vllm.gpu_memory_utilization * self.device.memory_bytes

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
-from earl_core.selector.model.memory_model import LOGITS_AT_A_TIME, kv_bytes_per_token
+from earl_core.selector.model.memory_model import kv_bytes_per_token
+from earl_core.selector.model.sizes import positions_at_a_time
 
 LAUNCH_SECONDS = 6.6e-6
 """Fixed cost of a ring all-reduce."""
@@ -185,7 +186,8 @@ class Roofline:
         those of the head once for each chunk of logits."""
         shape = self.shape
         answered = min(1.0, load.generated / load.context) * tokens
-        at_a_time = candidate.logits_chunk_tokens or max(1, LOGITS_AT_A_TIME // shape.vocabulary)
+        usual = positions_at_a_time(shape.vocabulary, gpu=self.hardware.gpus > 0)
+        at_a_time = candidate.logits_chunk_tokens or usual
         chunks = max(0, math.ceil(answered / at_a_time) - microbatches)
         head = shape.vocabulary * shape.hidden_size / candidate.tensor_parallel
         added = (

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-LOGITS_CHUNK = 2**22
-"""Logits computed at a time when memory is short: an eighth of what the learner takes else."""
+BYTES_PER_LOGIT = 8
+"""Of a chunk of logits: itself in float32, and its gradient in the dtype of the head's product or
+a part of the exponentials."""
 
 
-def logits_chunk(vocabulary: int) -> int:
-    """Positions whose logits are computed at a time when memory is short: a power of two."""
-    return int(2 ** max(0, (LOGITS_CHUNK // vocabulary).bit_length() - 1))
+def positions_at_a_time(width: float, *, gpu: bool) -> int:
+    """Positions whose logits, `width` of them each, the learner computes at a time where nothing
+    else is said: 2**25 logits, which are 128 MiB; on a GPU, whose products are to be large, 2,048
+    positions or 2**28 logits, whichever are more."""
+    return max(2048, int(2**28 // width)) if gpu else max(1, int(2**25 // width))
+
+
+def logits_chunk(vocabulary: int, *, gpu: bool) -> int:
+    """Positions whose logits are computed at a time when memory is short: a power of two, at most
+    an eighth of what is usual."""
+    return int(2 ** max(0, (positions_at_a_time(vocabulary, gpu=gpu) // 8).bit_length() - 1))
 
 
 def divisors(number: int) -> list[int]:

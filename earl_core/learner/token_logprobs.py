@@ -1,0 +1,339 @@
+"""Log-probs and entropies of chosen tokens, straight from hidden states and the head's weight.
+
+All logits exist nowhere: a chunk of positions is computed at a time, and again in the backward
+pass, which cannot be had in the forward pass because a loss of log-probs is not known there. The
+last chunk's logits are kept, because the backward pass begins with it. The gradient of the head's
+weight is summed over the chunks in float32 and the weight is cast once, so that the chunks change
+memory and time but not the error.
+
+Where the head is split over the vocabulary, tensor ranks exchange a few floats for each position:
+its largest logit, its sum of exponentials, its target's logit and, for entropies, one more sum
+(Megatron-LM, arXiv 1909.08053). An unsplit head is the case of one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from earl_core.learner.rows import sum_rows
+from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
+
+if TYPE_CHECKING:
+    from earl_core.learner.head import EntropyMode
+    from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+
+# Logits that take all element-wise steps before the next ones do: a CPU's caches hold so many, and
+# a GPU's intermediate results stay small.
+_LOGITS_PER_STEP, _LOGITS_PER_STEP_OF_A_GPU = 2**20, 2**26
+# Numbers of the weight's gradient that are computed before they are added to its sum.
+_GRADIENTS_PER_STEP = 2**24
+# Positions of a chunk on a GPU that is short of memory, at least.
+_FEWEST_POSITIONS = 128
+
+
+@dataclass(frozen=True)
+class HeadScore:
+    """How the head scores tokens.
+
+    temperature: logits are divided by it. entropy: see `EntropyMode`. chunk_tokens: positions whose
+    logits exist at a time; None: as memory allows. vocabulary: this rank's part where the head is
+    split over ranks; the results are the whole ones. float32: multiply in float32 what is rounded
+    to the dtype in which all else is multiplied, as the engine does with `model.float32_head`.
+    """
+
+    temperature: float = 1.0
+    entropy: EntropyMode = "none"
+    chunk_tokens: int | None = None
+    vocabulary: VocabularyShard | None = None
+    float32: bool = False
+
+    def __call__(
+        self,
+        head: nn.Module,
+        states: torch.Tensor,
+        predictors: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs, and entropies or None, of targets [T'] under softmax(logits / temperature);
+        float32 [T'].
+
+        head: a linear layer [vocabulary, hidden], maybe with a bias. states: [T, hidden].
+        predictors, targets: int64 [T'], rows of the states and tokens. Products are in autocast's
+        dtype where it is on, else in the weight's. Collective where the vocabulary is split, in the
+        backward pass too.
+        """
+        weight = cast(torch.Tensor, head.weight)
+        bias = cast("torch.Tensor | None", getattr(head, "bias", None))
+        if self.vocabulary is not None:
+            weight = self.vocabulary.local(weight)
+            bias = None if bias is None else self.vocabulary.local(bias)
+        kind = states.device.type
+        rounded = (
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        )
+        with torch.autocast(kind, enabled=False):
+            logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+                states, weight, bias, predictors, targets, self, rounded
+            )
+        return logprobs, None if self.entropy == "none" else entropies
+
+    def chunks(self, positions: int, width: int, device: torch.device) -> list[slice]:
+        """The positions of each chunk, as even as can be."""
+        most = self.chunk_tokens or _positions_that_fit(width, device)
+        count = -(-positions // most)
+        return [
+            slice(index * positions // count, (index + 1) * positions // count)
+            for index in range(count)
+        ]
+
+
+def _positions_that_fit(width: int, device: torch.device) -> int:
+    """Positions of a chunk by default; halved until a GPU's free memory holds two such chunks."""
+    gpu = device.type == "cuda"
+    most = positions_at_a_time(width, gpu=gpu)
+    if gpu and not torch.are_deterministic_algorithms_enabled():
+        reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + reserved - used
+        while most > _FEWEST_POSITIONS and 2 * most * width * BYTES_PER_LOGIT > free:
+            most //= 2
+    return most
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        predictors: torch.Tensor,
+        targets: torch.Tensor,
+        score: HeadScore,
+        rounded: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        factor = weight.to(rounded)
+        head = _Head(factor.float() if score.float32 else factor, bias, score.temperature)
+        width = score.vocabulary.most if score.vocabulary is not None else len(weight)
+        # A rank without rows has nothing to compute.
+        chunks = score.chunks(len(predictors), width, states.device) if len(weight) else []
+        logits = torch.empty(
+            max((rows.stop - rows.start for rows in chunks), default=0),
+            len(weight),
+            dtype=torch.float32,
+            device=states.device,
+        )
+        place, inside = _places(targets, score.vocabulary)
+        sums = _Sums(len(predictors), states.device)
+        for rows in chunks:
+            part = logits[: rows.stop - rows.start]
+            head.logits(states, predictors[rows], part)
+            sums.add(part, rows, place[rows], head.temperature, entropy=score.entropy != "none")
+        if score.vocabulary is not None:
+            raised = sums.exchange(inside, score.vocabulary)
+            if chunks:
+                # The last chunk's logits, like all to come, lie below the largest of all ranks.
+                part.add_(raised[chunks[-1], None])
+        log_total = sums.total.log()
+        logprobs = sums.chosen - log_total
+        entropies = logprobs.clone()
+        if score.entropy != "none":
+            entropies = log_total - sums.weighted / sums.total
+        if score.entropy != "differentiable":
+            ctx.mark_non_differentiable(entropies)
+        ctx.score, ctx.chunks = score, chunks
+        ctx.save_for_backward(
+            states, head.weight, bias, predictors, place, inside, sums.top, log_total, entropies,
+            logits,
+        )  # fmt: skip
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight, bias, predictors, place, inside, top, log_total, entropies, logits = (
+            ctx.saved_tensors
+        )
+        score, chunks = ctx.score, ctx.chunks
+        head = _Head(weight, bias, score.temperature)
+        slope = _Slope.of(gradients, log_total, entropies, score)
+        target = gradients[0] * inside / score.temperature
+        to_rows = _zeros(states, len(predictors), weight.shape[1])
+        to_weight = _zeros(states, *weight.shape)
+        to_bias = None if bias is None else _zeros(states, *bias.shape)
+        for rows in reversed(chunks):
+            part = logits[: rows.stop - rows.start]
+            fresh = rows is not chunks[-1]
+            if fresh:
+                head.logits(states, predictors[rows], part)
+            to_logits = (
+                part
+                if weight.dtype == part.dtype
+                else part.new_empty(part.shape, dtype=weight.dtype)
+            )
+            for some in _steps(part):
+                here = slice(rows.start + some.start, rows.start + some.stop)
+                if fresh:
+                    _lower(part[some], top[here], score.temperature)
+                found = slope.times(part[some], here)
+                found.scatter_add_(1, place[here, None], target[here, None])
+                if to_logits is not part:
+                    to_logits[some] = found
+                if to_bias is not None:
+                    to_bias += found.sum(0)
+            _multiply(to_logits, weight, to_rows[rows])
+            head.add_gradient(to_weight, to_logits, states, predictors[rows])
+        if score.vocabulary is not None:
+            score.vocabulary.sum(to_rows)
+        to_states = sum_rows(to_rows, predictors, len(states)).to(states.dtype)
+        return to_states, to_weight, to_bias, None, None, None, None
+
+
+class _Head(NamedTuple):
+    """The weight [vocabulary, hidden] in the dtype of its products."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    temperature: float
+
+    def logits(self, states: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The logits of these rows, before the temperature: float32 [n, vocabulary]."""
+        _multiply(self._inputs(states, rows), self.weight.t(), out)
+        if self.bias is not None:
+            out += self.bias
+
+    def add_gradient(
+        self, total: torch.Tensor, to_logits: torch.Tensor, states: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Add a chunk's part of the weight's gradient to its float32 sum."""
+        inputs = self._inputs(states, rows)
+        step = max(1, _GRADIENTS_PER_STEP // inputs.shape[1])
+        parts = torch.split(total, step), torch.split(to_logits, step, dim=1)
+        for some, gradients in zip(*parts, strict=True):
+            if inputs.dtype == total.dtype:
+                some.addmm_(gradients.t(), inputs)
+            elif inputs.is_cuda:
+                some += torch.mm(gradients.t(), inputs, out_dtype=total.dtype)
+            else:
+                some += gradients.t() @ inputs
+
+    def _inputs(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return states.index_select(0, rows).to(self.weight.dtype)
+
+
+class _Sums:
+    """Of each position's exponentials, float32 [T'], under its largest logit `top`: `total`,
+    `weighted` by the logits below it, and the `chosen` token's such logit.
+    """
+
+    def __init__(self, positions: int, device: torch.device) -> None:
+        self.top = torch.full((positions,), -torch.inf, device=device)
+        self.chosen, self.total, self.weighted = torch.zeros((3, positions), device=device)
+
+    def add(
+        self,
+        logits: torch.Tensor,
+        rows: slice,
+        place: torch.Tensor,
+        temperature: float,
+        *,
+        entropy: bool,
+    ) -> None:
+        """Take up a chunk's logits, and lower them by their largest."""
+        for some in _steps(logits):
+            here, part = slice(rows.start + some.start, rows.start + some.stop), logits[some]
+            self.top[here] = part.amax(-1) / temperature
+            _lower(part, self.top[here], temperature)
+            self.chosen[here] = part.gather(1, place[some, None])[:, 0]
+            powers = part.exp()
+            self.total[here] = powers.sum(-1)
+            if entropy:
+                self.weighted[here] = powers.mul_(part).sum(-1)
+
+    def exchange(self, inside: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:
+        """Make one rank's sums those of all ranks. inside: whether the chosen token is this rank's.
+        Returns how far this rank's logits lie above where they did, at most 0. Collective.
+        """
+        own = self.top.clone()
+        vocabulary.largest(self.top)
+        # Of a rank without rows it would be minus infinity.
+        raised = (own - self.top).clamp_(min=-1e30)
+        scale = raised.exp()
+        self.weighted = (self.weighted + self.total * raised) * scale
+        self.total = self.total * scale
+        self.chosen = (self.chosen + raised) * inside
+        exchanged = torch.stack([self.chosen, self.total, self.weighted])
+        vocabulary.sum(exchanged)
+        self.chosen, self.total, self.weighted = exchanged
+        return raised
+
+
+class _Slope(NamedTuple):
+    """From lowered logits y to the loss's gradient of the logits, but for the chosen tokens' part:
+    exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send none.
+
+    dH/dlogit = -p (log p + H), where log p = y - log of the sum of exponentials.
+    """
+
+    constant: torch.Tensor
+    linear: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        gradients: tuple[torch.Tensor, ...],
+        log_total: torch.Tensor,
+        entropies: torch.Tensor,
+        score: HeadScore,
+    ) -> _Slope:
+        share = (-log_total).exp() / -score.temperature
+        if score.entropy != "differentiable":
+            return cls(gradients[0] * share, None)
+        towards = gradients[0] + gradients[1] * (entropies - log_total)
+        return cls(towards * share, gradients[1] * share)
+
+    def times(self, lowered: torch.Tensor, rows: slice) -> torch.Tensor:
+        """The gradient [n, vocabulary] of these positions' logits, which are overwritten."""
+        constant = self.constant[rows, None]
+        if self.linear is None:
+            return lowered.exp_().mul_(constant)
+        powers = lowered.exp()
+        return lowered.mul_(self.linear[rows, None]).add_(constant).mul_(powers)
+
+
+def _places(
+    targets: torch.Tensor, vocabulary: VocabularyShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each target is among this rank's rows (a row of another rank's: 0), and whether."""
+    if vocabulary is not None:
+        return vocabulary.places(targets)
+    return targets, torch.ones_like(targets, dtype=torch.bool)
+
+
+def _steps(logits: torch.Tensor) -> Iterator[slice]:
+    """Rows of a chunk, some at a time."""
+    numbers = _LOGITS_PER_STEP_OF_A_GPU if logits.is_cuda else _LOGITS_PER_STEP
+    rows, step = len(logits), max(1, numbers // logits.shape[1])
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _lower(logits: torch.Tensor, top: torch.Tensor, temperature: float) -> None:
+    """logits / temperature - top, in place."""
+    torch.add(-top[:, None], logits, alpha=1 / temperature, out=logits)
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """The product in float32; a CPU rounds one of 16 bits to those first."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif left.is_cuda:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return like.new_zeros(shape, dtype=torch.float32)

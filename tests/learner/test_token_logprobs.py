@@ -1,0 +1,149 @@
+"""The head's log-probs, entropies and gradients, whatever the chunks, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from earl_core.learner.head import EntropyMode
+from earl_core.learner.token_logprobs import HeadScore
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS, HIDDEN = 512, 48
+
+Found = dict[str, torch.Tensor]
+
+
+def inputs(vocabulary: int, *, copies: int = 1) -> tuple[torch.Tensor, ...]:
+    """States, predictors (each state's as many times), targets, and the two outputs' gradients."""
+    random = torch.Generator().manual_seed(vocabulary)
+    states = torch.randn(TOKENS // copies, HIDDEN, generator=random)
+    predictors = torch.arange(TOKENS) % len(states)
+    targets = torch.randint(0, vocabulary, (TOKENS,), generator=random)
+    return states, predictors, targets, *torch.randn(2, TOKENS, generator=random)
+
+
+def linear(vocabulary: int, *, bias: bool) -> nn.Linear:
+    torch.manual_seed(vocabulary)
+    head = nn.Linear(HIDDEN, vocabulary, bias=bias)
+    nn.init.normal_(head.weight, std=0.2)
+    return head
+
+
+def gradients(head: nn.Linear, states: torch.Tensor) -> Found:
+    assert states.grad is not None
+    found = {name: parameter.grad for name, parameter in head.named_parameters()}
+    assert all(each is not None and each.abs().max() > 0 for each in found.values())
+    return {"states": states.grad, **{name: g for name, g in found.items() if g is not None}}
+
+
+def ours(head: nn.Linear, score: HeadScore, *, bf16: bool = False, copies: int = 1) -> Found:
+    states, predictors, targets, *towards = inputs(head.out_features, copies=copies)
+    head.zero_grad()
+    states.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        logprobs, entropies = score(head, states, predictors, targets)
+    loss = (logprobs * towards[0]).sum()
+    found = {"logprobs": logprobs.detach()}
+    assert (entropies is None) == (score.entropy == "none")
+    if entropies is not None:
+        assert entropies.requires_grad == (score.entropy == "differentiable")
+        found["entropies"] = entropies.detach()
+        if entropies.requires_grad:
+            loss = loss + (entropies * towards[1]).sum()
+    torch.autograd.backward(loss)
+    return found | gradients(head, states)
+
+
+def exact(like: nn.Linear, score: HeadScore, *, copies: int = 1) -> Found:
+    """All at once and in float64."""
+    head = nn.Linear(HIDDEN, like.out_features, bias=like.bias is not None).double()
+    head.load_state_dict(like.state_dict())
+    states, predictors, targets, *towards = inputs(head.out_features, copies=copies)
+    states = states.double().requires_grad_()
+    whole = torch.log_softmax(head(states[predictors]) / score.temperature, dim=-1)
+    logprobs, entropies = whole.gather(1, targets[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
+    loss = (logprobs * towards[0]).sum()
+    if score.entropy == "differentiable":
+        loss = loss + (entropies * towards[1]).sum()
+    torch.autograd.backward(loss)
+    found = {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
+    return found | gradients(head, states)
+
+
+def errors(found: Found, expected: Found) -> dict[str, float]:
+    """Relative, by norms."""
+    return {
+        name: float((value.double() - expected[name]).norm() / expected[name].norm())
+        for name, value in found.items()
+    }
+
+
+@pytest.mark.parametrize("entropy", ["none", "detached", "differentiable"])
+@pytest.mark.parametrize(("temperature", "bias"), [(1.0, False), (0.7, True)])
+def test_float32_is_exact_in_any_chunks(
+    entropy: EntropyMode, temperature: float, bias: bool
+) -> None:
+    head = linear(300, bias=bias)
+    expected = exact(head, HeadScore(temperature, entropy))
+    for chunk in (None, 200, 7):
+        found = ours(head, HeadScore(temperature, entropy, chunk))
+        assert max(errors(found, expected).values()) < 1e-6, chunk
+
+
+@pytest.mark.parametrize("entropy", ["detached", "differentiable"])
+@pytest.mark.parametrize("copies", [1, 64])
+def test_chunks_and_copies_do_not_add_to_the_error_of_bf16(
+    entropy: EntropyMode, copies: int
+) -> None:
+    """128 chunks against one; and where 64 tokens are predicted from one state, as those after a
+    shared prefix are, against one from each.
+    """
+    head = linear(2000, bias=True)
+    score = HeadScore(0.9, entropy)
+    one = errors(ours(head, score, bf16=True), exact(head, score))
+    many = HeadScore(0.9, entropy, chunk_tokens=TOKENS // 128)
+    cut = errors(ours(head, many, bf16=True, copies=copies), exact(head, many, copies=copies))
+    assert one["weight"] > 1e-4
+    for name in ("weight", "states"):
+        assert cut[name] <= 1.2 * one[name], name
+
+
+def test_what_is_kept_between_the_passes_is_one_chunk() -> None:
+    head, score = linear(2000, bias=False), HeadScore(entropy="detached", chunk_tokens=16)
+    states, predictors, targets, *_ = inputs(2000)
+    kept = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        score(head, states.requires_grad_(), predictors, targets)
+    assert kept < 4 * (16 * 2000 + 2000 * HIDDEN + TOKENS * (HIDDEN + 16))
+
+
+def test_a_second_backward_pass_is_refused_and_never_wrong() -> None:
+    """The first one writes into what was kept."""
+    states, predictors, targets, *_ = inputs(300)
+    logprobs, _ = HeadScore()(linear(300, bias=False), states, predictors, targets)
+    logprobs.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_no_token_to_score_leaves_gradients_of_zero() -> None:
+    """As on a context rank that has none of a pack's trained tokens."""
+    head = linear(300, bias=True)
+    states = torch.randn(5, HIDDEN, requires_grad=True)
+    none = torch.empty(0, dtype=torch.int64)
+    logprobs, entropies = HeadScore(entropy="detached")(head, states, none, none)
+    assert entropies is not None
+    assert logprobs.shape == entropies.shape == (0,)
+    torch.autograd.backward(logprobs.sum())
+    for each in (states, *head.parameters()):
+        assert each.grad is not None
+        assert not each.grad.any()
