@@ -2,7 +2,7 @@
 
 Each part is repeated for half a second, and its fastest round counts: a device that others use, or
 whose clock still rises, must not look slower than it is. What comes out are rates that a program
-reaches, 70 to 90 % of what a data sheet would say.
+reaches, below those of a data sheet.
 """
 
 from __future__ import annotations
