@@ -124,6 +124,9 @@ def move_between(before: StageDeployment, after: StageDeployment) -> Move:
     """What leads from one stage deployment to another of the same stage."""
     if before == after:
         return "none"
+    if before.stage == "rollout":
+        limited = before._replace(max_running_requests=after.max_running_requests)
+        return "settings" if limited == after else "rebuild"
     if before.stage != "update" or before.ranks != after.ranks:
         return "rebuild"
     same = before.axes == after.axes and before.offload_optimizer == after.offload_optimizer

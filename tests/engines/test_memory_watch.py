@@ -46,6 +46,9 @@ def log() -> Iterator[Callable[[str], object]]:
     [
         (CACHE, int(2.25 * 2**30)),
         ("ValueError: No available memory for the cache blocks. Try increasing", None),
+        ("ValueError: Free memory on device cuda:0 (11.93/79.1 GiB) on startup is less than "
+         "desired GPU memory utilization (0.85, 67.24 GiB). Decrease GPU memory utilization or "
+         "reduce GPU memory used by other processes.", int(67.24 * 2**30)),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't "
          "allocate memory: you tried to allocate 4096 bytes.", 4096),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB.", 3 * 2**29),
