@@ -154,6 +154,9 @@ class Placement(Protocol):
     def devices(self, rollout: int, update: int) -> int:
         """Devices that a run with such stage deployments needs."""
 
+    def shares(self, devices: int, rollout: int | None, update: int | None) -> tuple[int, int]:
+        """Devices for a stage that nobody lays out, rollout and update. None: it is such a one."""
+
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         """CPU threads for each rank of the role, at least 1."""
 
@@ -170,6 +173,9 @@ class Colocated:
 
     def devices(self, rollout: int, update: int) -> int:
         return max(rollout, update)
+
+    def shares(self, devices: int, rollout: int | None, update: int | None) -> tuple[int, int]:
+        return devices, devices
 
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         return max(1, cores // (rollout if role == "rollout" else update))
@@ -189,6 +195,11 @@ class Separate:
 
     def devices(self, rollout: int, update: int) -> int:
         return rollout + update
+
+    def shares(self, devices: int, rollout: int | None, update: int | None) -> tuple[int, int]:
+        half = devices // 2
+        engines = max(1, half if update is None else devices - update)
+        return engines, max(1, devices - (rollout or engines))
 
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         return max(1, cores // (rollout + update))
