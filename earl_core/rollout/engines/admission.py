@@ -32,8 +32,9 @@ class Admission:
             try:
                 await turn
             except asyncio.CancelledError:
-                if self._waiting.pop(name, None) is None:
-                    self._leave()  # it was let in at this moment
+                self._waiting.pop(name, None)
+                if not turn.cancelled():
+                    self._leave()  # it was let in at this very moment
                 raise
         else:
             self._inside += 1
@@ -45,7 +46,7 @@ class Admission:
     def give_up(self, name: str) -> None:
         """Let one who waits in at once, because it will ask for nothing any more."""
         turn = self._waiting.pop(name, None)
-        if turn is not None:
+        if turn is not None and not turn.done():
             self._inside += 1
             turn.set_result(None)
 
