@@ -221,11 +221,11 @@ class PolicyPlayer:
     def _choose_deployment(self, hardware: Hardware) -> StageDeployment:
         """One engine as wide as the run's, for a model that needs two devices needs them here too,
         and for contexts as long."""
-        engine = self.checkpoint.engine or self.config.stages.rollout
-        width = engine and StageDeployment("rollout", tensor_parallel=engine.tensor_parallel)
+        asked = SelectionInput.of(self.config, hardware, self._shape)
+        engine = self.checkpoint.engine or asked.configured()[0]
+        width = StageDeployment("rollout", tensor_parallel=engine.tensor_parallel)
         stages = StagesConfig(rollout=width)
         config = self.config.model_copy(update={"stages": stages, "selector": SelectorConfig()})
         chosen = select(SelectionInput.of(config, hardware, self._shape))["rollout"]
-        chosen = chosen._replace(replicas=1)
-        length = min(engine.max_model_len if engine else 0, self._shape.max_positions)
+        length = min(engine.max_model_len, self._shape.max_positions)
         return chosen._replace(max_model_len=max(chosen.max_model_len, length))

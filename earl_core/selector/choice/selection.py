@@ -144,8 +144,11 @@ class SelectionInput(Settings):
         """What stages are that the run file leaves open; None without GPUs."""
         if not self.hardware.gpus:
             return None
-        given = self.stages.at(self.iteration)
-        taken = [each.ranks if each else None for each in given]
+        fewest = self.hardware.fewest_hosts or self.hardware.hosts
+        taken = [
+            each.ranks * self.hardware.hosts // fewest if each else None
+            for each in self.stages.at(self.iteration)
+        ]
         engines, ranks = self.stages.placed.shares(self.hardware.gpus, *taken)
         minibatch = self.rollout.episodes_per_iteration // self.update.minibatches
         mesh = StageDeployment(
