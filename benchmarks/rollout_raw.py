@@ -1,8 +1,9 @@
 """vLLM without EARL: replays recorded requests in either of vLLM's process arrangements.
 
-Threads, KV cache and block size are EARL's, which are the fastest found; everything else is vLLM's
-default, and requests carry no seed: nothing slows vLLM down that only EARL needs. Log-probs of the
-sampled tokens are asked for, since training cannot do without them.
+Threads, KV cache, block size, and whether there are CUDA graphs are EARL's, which are the fastest
+found on the platform; prefill steps are those of vLLM's `LLM`, longer than `AsyncLLM`'s; everything
+else is vLLM's default, and requests carry no seed: nothing slows vLLM down that only EARL needs.
+Log-probs of the sampled tokens are asked for, since training cannot do without them.
 """
 
 from __future__ import annotations
@@ -30,26 +31,18 @@ class _Raw:
         """Arguments of vLLM's `EngineArgs`; sets the environment that its processes read."""
         vllm_environment.prepare(self._scratch, 1, self._rollout.threads)
         vllm_environment.load()
-        from vllm.platforms import current_platform
-
-        settings = self._rollout.vllm
-        arguments: dict[str, Any] = {
+        running = self._rollout.max_running_requests
+        return {
             "model": str(self._directory),
             "dtype": self._rollout.dtype,
             "max_model_len": self._rollout.max_model_len,
-            "max_num_seqs": self._rollout.max_running_requests,
-            "block_size": settings.block_size,
-            "enforce_eager": settings.enforce_eager,
+            "max_num_seqs": running,
             "enable_prefix_caching": True,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "disable_log_stats": True,
+            **vllm_environment.platform_arguments(self._rollout.vllm, running),
         }
-        if current_platform.is_cpu():
-            arguments["kv_cache_memory_bytes"] = (settings.kv_cache_gib or 1) << 30
-        else:
-            arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        return arguments
 
     def _parameters(self, tokens: int, temperature: float) -> Any:
         from vllm import SamplingParams
@@ -72,9 +65,12 @@ class SeparateProcess(_Raw):
         """Start vLLM's processes."""
         arguments = self._arguments()
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
+        )
 
     async def empty_cache(self) -> None:
         """Forget all prefixes."""
@@ -118,9 +114,12 @@ class InProcess(_Raw):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         arguments = self._arguments()
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
+        )
 
     async def empty_cache(self) -> None:
         """Forget all prefixes."""

@@ -127,6 +127,9 @@ def move_between(before: StageDeployment, after: StageDeployment) -> Move:
     """What leads from one stage deployment to another of the same stage."""
     if before == after:
         return "none"
+    if before.stage == "rollout":
+        limited = before._replace(max_running_requests=after.max_running_requests)
+        return "settings" if limited == after else "rebuild"
     if before.stage != "update" or before.ranks != after.ranks:
         return "rebuild"
     same = before.axes == after.axes and before.offload_optimizer == after.offload_optimizer
@@ -154,6 +157,9 @@ class Placement(Protocol):
     def devices(self, rollout: int, update: int) -> int:
         """Devices that a run with such stage deployments needs."""
 
+    def shares(self, devices: int, rollout: int | None, update: int | None) -> tuple[int, int]:
+        """Devices for a stage that nobody lays out, rollout and update. None: it is such a one."""
+
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         """CPU threads for each rank of the role, at least 1."""
 
@@ -170,6 +176,9 @@ class Colocated:
 
     def devices(self, rollout: int, update: int) -> int:
         return max(rollout, update)
+
+    def shares(self, devices: int, rollout: int | None, update: int | None) -> tuple[int, int]:
+        return devices, devices
 
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         return max(1, cores // (rollout if role == "rollout" else update))
@@ -189,6 +198,11 @@ class Separate:
 
     def devices(self, rollout: int, update: int) -> int:
         return rollout + update
+
+    def shares(self, devices: int, rollout: int | None, update: int | None) -> tuple[int, int]:
+        half = devices // 2
+        engines = max(1, half if update is None else devices - update)
+        return engines, max(1, devices - (rollout or engines))
 
     def threads(self, cores: int, role: str, rollout: int, update: int) -> int:
         return max(1, cores // (rollout + update))

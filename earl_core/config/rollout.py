@@ -37,13 +37,15 @@ class VllmConfig(Settings):
         description="CUDA only: share of the device's memory that weights and KV cache may take.",
     )
     block_size: int | None = Field(
-        default=32,
-        description="Tokens per KV cache block, on CPU a multiple of 32; 32 caches more than 128.",
+        default=None,
+        ge=1,
+        description="Tokens per KV cache block. None: vLLM's own on a GPU; 32 on a CPU, which "
+        "takes multiples of 32 and would take 128 by itself, which caches less.",
     )
-    enforce_eager: bool = Field(
-        default=True,
+    enforce_eager: bool | None = Field(
+        default=None,
         description="Run the model without CUDA graphs and compilation, which start later and "
-        "decode faster.",
+        "decode faster. None: only on a CPU.",
     )
 
 

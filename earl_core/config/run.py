@@ -98,7 +98,7 @@ class RunConfig(Settings):
         default=UpdateConfig(), description="The optimizer, and how its batches are split."
     )
     stages: StagesConfig = Field(
-        default=StagesConfig(), description="Ranks of rollout and update; by default one of each."
+        default=StagesConfig(), description="Ranks of rollout and update; by default on all GPUs."
     )
     selector: SelectorConfig = Field(
         default=SelectorConfig(), description="Who lays the stages out; by default `stages` alone."

@@ -86,8 +86,12 @@ class DispatchConfig(Settings):
         description="A folder in shared memory for the runs of one user, /dev/shm/earl-<user id> "
         "unless set.",
     )
-    max_bytes: int = Field(
-        default=8 * 2**30, ge=1, description="Shared memory that one run may hold."
+    max_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes that a run's shards may have in the shared memory of a host, its "
+        "published weights apart. None: three quarters of what two versions of the weights leave "
+        "of the file system.",
     )
     wait_seconds: float = Field(
         default=30.0, ge=0, description="How long a writer waits for releases when it is full."

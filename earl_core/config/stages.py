@@ -109,12 +109,16 @@ class StagesConfig(Settings):
         description="colocated: rollout and update use the same devices in turn. separate: each "
         "has its own.",
     )
-    rollout: RolloutStage = Field(
-        default=StageDeployment("rollout"), description="Engines; by default one, on one device."
+    rollout: RolloutStage | None = Field(
+        default=None,
+        description="Engines. null: on all GPUs, each with the fewest that hold the weights and a "
+        "fair cache; without GPUs one.",
     )
-    update: UpdateStage = Field(
-        default=StageDeployment("update"),
-        description="Ranks of the update, one for each place of the mesh; by default one.",
+    update: UpdateStage | None = Field(
+        default=None,
+        description="Ranks of the update, one for each place of the mesh. null: one on every GPU, "
+        "those of a host sharing one copy of the parameters, or all where that is too much for a "
+        "host; without GPUs one.",
     )
     changes: tuple[StageChange, ...] = Field(
         default=(), description="Other stage deployments from given iterations on, ascending."
@@ -145,8 +149,9 @@ class StagesConfig(Settings):
         """The placement by its name."""
         return PLACEMENTS[self.placement]
 
-    def at(self, iteration: int) -> tuple[StageDeployment, StageDeployment]:
-        """Those of rollout and update in one iteration, without what other sections set."""
+    def at(self, iteration: int) -> tuple[StageDeployment | None, StageDeployment | None]:
+        """Those of rollout and update in one iteration, without what other sections set; None
+        where the run file leaves it open."""
         rollout, update = self.rollout, self.update
         for change in self.changes:
             if change.iteration <= iteration:
@@ -167,6 +172,8 @@ class StagesConfig(Settings):
         """Raise `ValueError` for engines that the rollout's settings rule out."""
         for key, iteration in self.steps():
             rollout, _ = self.at(iteration)
+            if rollout is None:
+                continue
             if rollout.tensor_parallel > 1 and engine != "vllm":
                 raise ValueError(
                     f"{key}.rollout.tensor_parallel is {rollout.tensor_parallel}, but rollout."

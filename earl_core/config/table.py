@@ -66,13 +66,16 @@ def _reward_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     return [("reward", text, "reward")] if functions or own != 1 else []
 
 
+_OPEN = "all GPUs, or one rank without any"
+
+
 def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     """Who lays the stages out: the configuration, or a policy."""
     stages, moved = config.stages, config.selector.moves
     rows = [
-        (f"stage deployment of the {each.stage}", each.label, f"stages.{each.stage}")
-        for each in (stages.rollout, stages.update)
-        if each.stage not in moved
+        (f"stage deployment of the {stage}", given.label if given else _OPEN, f"stages.{stage}")
+        for stage, given in (("rollout", stages.rollout), ("update", stages.update))
+        if stage not in moved
     ]
     for change in stages.changes:
         named = [each for each in (change.rollout, change.update) if each is not None]

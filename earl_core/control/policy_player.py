@@ -223,7 +223,8 @@ class PolicyPlayer:
     def _choose_deployment(self, hardware: Hardware) -> StageDeployment:
         """One engine as wide as the run's, for a model that needs two devices needs them here too,
         and for contexts as long."""
-        engine = self.checkpoint.engine or self.config.stages.rollout
+        asked = SelectionInput.of(self.config, hardware, self._shape)
+        engine = self.checkpoint.engine or asked.configured()[0]
         width = StageDeployment("rollout", tensor_parallel=engine.tensor_parallel)
         stages = StagesConfig(rollout=width)
         config = self.config.model_copy(update={"stages": stages, "selector": SelectorConfig()})

@@ -15,13 +15,13 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.control.failure_diagnosis import is_loss
+from earl_core.control.shared_memory_need import judged_room, need_of
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.deployment.shapes import Hardware
-from earl_core.dispatch import PoolFull
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.host_stores import HostStores
-from earl_core.system.shared_memory import ENLARGE, SMALL_BYTES, room_in
+from earl_core.system.shared_memory import SMALL_BYTES, enlarge
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +42,17 @@ def check_start(config: RunConfig, hardware: Hardware) -> None:
 
 
 def check_shared_memory(config: RunConfig, stores: HostStores) -> None:
-    """Raise `ConfigError` unless two versions of the model's weights fit, as they must while one
-    replaces the other; warn where little is left for the rest."""
-    files = Path(config.model.path).glob("*.safetensors")
-    needed = 2 * sum(file.stat().st_size for file in files)
-    room = room_in(config.dispatch.directory)
+    """Raise `ConfigError` unless two versions of the model's weights fit on every host beside the
+    shards that a given `dispatch.max_bytes` allows; warn where little is left for shards."""
+    room = stores.room()
+    if room is None:
+        return
     if room.free < SMALL_BYTES:
-        logger.warning("little shared memory for a run, %s: %s", room, ENLARGE)
-    try:
-        stores.reserve(needed)
-    except PoolFull as error:
-        raise ConfigError(f"two versions of the model's weights must fit: {error}") from error
+        logger.warning("little shared memory for a run, %s: %s", room, enlarge())
+    for finding in judged_room(need_of(config), room, config.dispatch.max_bytes):
+        if finding.level == "blocks":
+            raise ConfigError(finding.text, remedy=finding.advice)
+        logger.warning("%s: %s", finding.text, finding.advice)
 
 
 def surely(

@@ -22,7 +22,14 @@ from earl_core.cluster.fork_server import NATIVE_RUNTIMES
 from earl_core.cluster.group import Group
 from earl_core.cluster.group_here import GroupHere
 from earl_core.cluster.host import Host, LocalHost, local_hosts
-from earl_core.cluster.stage_deployment import PLACED, Assignment, Place, StageDeployment, spread
+from earl_core.cluster.stage_deployment import (
+    PLACED,
+    Assignment,
+    Place,
+    StageDeployment,
+    move_between,
+    spread,
+)
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.deployment.shapes import Hardware
@@ -144,15 +151,16 @@ class WorkerGroups:
                 # An engine does not change when others come and go.
                 deployment = deployment._replace(replicas=1)
             group = self.live(role, member)
-            if (
-                group is None
-                or group.deployment != deployment._asdict()
-                or self._places.get(key) != places
-            ):
-                group = self._rebuild(key, deployment, places)
-            elif key in self._released:
+            live = StageDeployment(**group.deployment) if group and group.deployment else None
+            # A reshard is for the stage to ask for: it knows what becomes of the state.
+            own = live is not None and move_between(live, deployment) in ("none", "settings")
+            if group is None or not own or self._places.get(key) != places:
+                return self._rebuild(key, deployment, places)
+            if key in self._released:
                 self._call_quietly(group, _MEMORY[role][1], deployment)
                 self._released.discard(key)
+            if live != deployment:
+                self.reshard(role, deployment, self._next_iteration(), member)
             return group
 
     def _rebuild(
@@ -227,15 +235,15 @@ class WorkerGroups:
             deadline_seconds=self._config.deadlines.stage,
         )
 
-    def reshard(self, role: str, deployment: StageDeployment, iteration: int) -> dict[str, Any]:
-        """Reshard the role's live ranks, their number and their state unchanged.
+    def reshard(
+        self, role: str, deployment: StageDeployment, iteration: int, member: int = 0
+    ) -> dict[str, Any]:
+        """Reshard a live group of the role, the number of its ranks and their state unchanged.
 
-        What rank 0 says of it: seconds and bytes. Raises what
-        `WorkerGroup.reshard` raises; the group has then ended.
-        """
-        with self._starting_of((role, 0)):
+        What rank 0 says of it. Raises what `Group.reshard` raises; the group has then ended."""
+        with self._starting_of((role, member)):
             self._make_room(role, deployment)
-            group = self._groups[(role, 0)]
+            group = self._groups[(role, member)]
             self._listener(role, iteration, {"resharding": role})
             results = group.reshard(
                 deployment._asdict(),
@@ -244,7 +252,7 @@ class WorkerGroups:
                 deadline_seconds=self._config.deadlines.stage,
             )
             # What it had parked, it took back to move it.
-            self._released.discard((role, 0))
+            self._released.discard((role, member))
             return dict(results[0] or {})
 
     def retire(self, role: str, members: int) -> None:

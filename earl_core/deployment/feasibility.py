@@ -17,14 +17,23 @@ def configured(
     update: UpdateConfig,
     hardware: Hardware,
     iteration: int,
+    usual: tuple[StageDeployment, StageDeployment] | None = None,
 ) -> tuple[StageDeployment, StageDeployment]:
     """Those of rollout and update in an iteration. Hosts beyond the fewest have as many replicas as
-    those. Threads that are not configured are a host's cores, divided as the placement says."""
+    those. Threads that are not configured are a host's cores, divided as the placement says.
+
+    usual: what stages are that the run file leaves open; None: one rank of each on every host.
+    """
     fewest = hardware.fewest_hosts or hardware.hosts
-    engines, mesh = (
-        each._replace(replicas=each.replicas * hardware.hosts // fewest)
-        for each in stages.at(iteration)
-    )
+
+    def laid_out(number: int, stage: str) -> StageDeployment:
+        given = stages.at(iteration)[number]
+        if given is None and usual is not None:
+            return usual[number]
+        given = given or StageDeployment(stage)
+        return given._replace(replicas=given.replicas * hardware.hosts // fewest)
+
+    engines, mesh = laid_out(0, "rollout"), laid_out(1, "update")
     share, cores = stages.placed.threads, hardware.cpu_cores
     of_host = [most_on_a_host(each, hardware.hosts) for each in (engines, mesh)]
     of_engine = rollout.threads // engines.tensor_parallel
@@ -52,7 +61,7 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
             "while it runs: set rollout.engine=torch, or choose a model without experts"
         )
     for key, iteration in config.stages.steps():
-        for deployment in config.stages.at(iteration):
+        for deployment in filter(None, config.stages.at(iteration)):
             degree, engine = deployment.tensor_parallel, deployment.stage == "rollout"
             if problem := tensor_problem(model, degree, engine):
                 working = " or ".join(map(str, tensor_degrees(model, engine)))

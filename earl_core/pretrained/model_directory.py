@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,35 @@ def read_model_shape(directory: Path) -> ModelShape:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{path} cannot be used: {error}") from error
+
+
+def published_bytes(directory: Path, dtype: str) -> int:
+    """Bytes of the model's weights once they are published in this dtype.
+
+    From the headers of its safetensors files; by its shape where it has none. Raises `ConfigError`
+    for a directory that is no model, or a file that cannot be read.
+    """
+    value = 4 if dtype == "float32" else 2
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        return value * read_model_shape(directory).parameters
+    return sum(_numbers(file, value) for file in files)
+
+
+def _numbers(file: Path, value: int) -> int:
+    """Bytes of a file's tensors when those of floating-point numbers have `value` bytes each."""
+    try:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        return sum(
+            math.prod(entry["shape"]) * value
+            if "F" in entry["dtype"]
+            else entry["data_offsets"][1] - entry["data_offsets"][0]
+            for name, entry in header.items()
+            if name != "__metadata__"
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is no safetensors file that can be read: {error}") from error
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

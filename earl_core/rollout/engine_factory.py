@@ -27,11 +27,23 @@ def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
 
     Its policy version is undefined until weights are loaded.
     """
+    engine = _engine(config, deployment)
+    engine.limit_running(most_running(config, deployment))
+    return engine
+
+
+def most_running(config: RunConfig, deployment: StageDeployment) -> int:
+    """Sequences that an engine may decode at a time under the deployment."""
+    return deployment.max_running_requests or config.rollout.max_running_requests
+
+
+def _engine(config: RunConfig, deployment: StageDeployment) -> Engine:
     rollout, directory = config.rollout, model_directory(config.model)
     common: dict[str, Any] = {
         "policy_version": None,
         "dtype": rollout.dtype,
-        "max_running_requests": deployment.max_running_requests or rollout.max_running_requests,
+        # No deployment has more; fewer are a limit, which may change while the engine lives.
+        "max_running_requests": rollout.max_running_requests,
         "max_model_len": deployment.max_model_len or rollout.max_model_len,
         "threads": deployment.threads * deployment.tensor_parallel,
         "float32_head": config.model.float32_head,

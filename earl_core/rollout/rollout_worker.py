@@ -17,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import Message
 from earl_core.experience.scoring import Scorer
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import rollout_stats
 from earl_core.rollout.chat import ChatTokenizer
-from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
+from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, most_running
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.rollout.environment_pools import EnvironmentPools
 from earl_core.rollout.episode_player import PlaySettings
@@ -120,6 +121,14 @@ class RolloutWorker(RunWorker):
             "pids": engine.pids(),
             "max_model_len": engine.max_model_len,
         }
+
+    async def reshard(self, deployment: dict[str, Any]) -> dict[str, Any]:
+        """Take another limit on the running sequences, all that may differ while an engine lives.
+        deployment: a dumped `StageDeployment`."""
+        self._deployment = StageDeployment(**deployment)
+        if self._engine is not None:
+            self._engine.limit_running(most_running(self._config, self._deployment))
+        return {}
 
     async def ensure_directory(self, path: str, policy_version: int) -> dict[str, Any]:
         """`ensure` with the weights of a Hugging Face model directory, such as a checkpoint's."""
@@ -326,7 +335,7 @@ class RolloutWorker(RunWorker):
 
     def _settings(self, temperature: float | None, episodes: int | None = None) -> PlaySettings:
         rollout = self._config.rollout
-        running = self._deployment.max_running_requests or rollout.max_running_requests
+        running = most_running(self._config, self._deployment)
         lockstep = self._engine is not None and self._engine.lockstep
         return PlaySettings(
             max_turns=rollout.max_turns,

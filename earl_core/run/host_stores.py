@@ -25,6 +25,7 @@ from earl_core.dispatch.shards.shard import open_batch
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.run.stores import claim, run_store, sweep_unneeded
 from earl_core.system.files import writing_atomic
+from earl_core.system.shared_memory import Room, file_system_bytes
 
 Ask = Callable[..., Any]
 """Calls a method, named by the first argument, of another host's `HostStore`; raises
@@ -37,13 +38,21 @@ class StoreCommands:
     def __init__(self, store: ShardStore) -> None:
         self._store = store
 
+    @property
+    def directory(self) -> Path:
+        """Where the store lies."""
+        return self._store.directory
+
     def adopt(self, files: list[str]) -> None:
         """See `ShardStore.adopt`."""
         self._store.adopt(set(files))
 
-    def reserve(self, size: int) -> None:
-        """See `ShardStore.reserve`."""
-        self._store.reserve(size)
+    def room(self) -> dict[str, int | None]:
+        """`weights`: bytes that published weights can have; `size`: of the file system. None: there
+        is no limit."""
+        self._store.prepare()
+        weights = self._store.pool.room_for_weights()
+        return {"weights": weights, "size": file_system_bytes(self._store.directory)}
 
     def problem(self, entry: dict[str, Any], checksum: bool) -> str:
         """Why a shard cannot be read; empty when it can."""
@@ -190,9 +199,14 @@ class HostStores:
         """Whether every host has a sealed file of this size."""
         return all(self._every("has", name, size))
 
-    def reserve(self, size: int) -> None:
-        """See `ShardStore.reserve`; on every host."""
-        self._every("reserve", size)
+    def room(self) -> Room | None:
+        """Of the host that has least for weights; None where none has a limit."""
+        found = [
+            Room(self._here.directory, each["weights"], each["size"])
+            for each in self._every("room")
+            if each["size"] is not None
+        ]
+        return min(found, key=lambda room: room.free, default=None)
 
     def release_others(self, pattern: str, kept: Collection[str]) -> None:
         """Release the files that match on every host, except those of these names."""

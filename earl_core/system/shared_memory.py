@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,12 +13,43 @@ from earl_core.system.files import existing
 SMALL_BYTES = 2**30
 """Below this a run may not find room for its shards and weights; Docker gives 64 MB."""
 
-ENLARGE = (
-    "enlarge it: `mount -o remount,size=8G /dev/shm`, or with Docker `--shm-size=8g`; or set "
-    "dispatch.directory to another tmpfs"
-)
+VERSIONS = 2
+"""Sets of published weights that must fit beside each other: one is in use while the next is
+written."""
+
+SHARE = 0.75
+"""Of what the weights leave of the file system, the part that shards may take unless a number is
+given. vLLM, NCCL and torch keep files there too, and whoever writes to a page that a full file
+system cannot give is killed by SIGBUS."""
 
 _GIB = 2**30
+
+
+class Need(NamedTuple):
+    """What a run keeps in the shared memory of each host, bytes. version: one set of published
+    weights. samples: the shards of the iterations between two checkpoints."""
+
+    version: int
+    samples: int
+
+    @property
+    def weights(self) -> int:
+        """Of all versions."""
+        return VERSIONS * self.version
+
+    @property
+    def size(self) -> int:
+        """Of the smallest file system that is large enough."""
+        return self.weights + round(self.samples / SHARE)
+
+
+def enlarge(size: int = 0) -> str:
+    """What to do where shared memory is smaller than this, in bytes; 8 GiB are a good size."""
+    gib = max(8, math.ceil(size / _GIB))
+    return (
+        f"enlarge it: `mount -o remount,size={gib}G /dev/shm`, or with Docker `--shm-size={gib}g`; "
+        "or set dispatch.directory to another tmpfs"
+    )
 
 
 class Room(NamedTuple):
@@ -28,6 +61,21 @@ class Room(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.free / _GIB:.2g} of {self.size / _GIB:.2g} GiB are free in {self.place}"
+
+
+def shards_limit(max_bytes: int | None, size: int | None, version: int) -> int:
+    """Bytes that shards may have on a file system of so many bytes (None: without a limit) beside
+    weights of `version` bytes. max_bytes: the number that was given."""
+    if max_bytes is not None:
+        return max_bytes
+    return sys.maxsize if size is None else int(SHARE * max(0, size - VERSIONS * version))
+
+
+def file_system_bytes(directory: Path) -> int | None:
+    """Size of the file system of a directory; None where it has no limit."""
+    status = os.statvfs(directory)
+    # A tmpfs without a limit reports no blocks at all.
+    return status.f_blocks * status.f_frsize or None
 
 
 def room_in(directory: str | Path) -> Room:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
 from earl_core.config.selector import SelectorConfig
@@ -108,7 +109,8 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
     played = [each for each in (config.environment, *config.environments) if each is not None]
     if config.rollout.engine != "torch":
         notes.append(f"the torch engine plays, because {config.rollout.engine} has own processes")
-    update, engine = config.stages.update, config.stages.rollout
+    update = config.stages.update or StageDeployment("update")
+    engine = config.stages.rollout or StageDeployment("rollout")
     alone = update._replace(replicas=1, shard=1, tensor_parallel=1, context_parallel=1)
     ranks = config.experience.ranks * config.cluster.most * engine.world_size * engine.replicas
     if ranks > 1 or alone != update or config.stages.changes:
@@ -125,7 +127,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         "environment": environment,
         "environments": tuple(each.model_copy(update=patient) for each in config.environments),
         "rollout": config.rollout.model_copy(update=rollout),
-        "stages": StagesConfig(update=alone),
+        "stages": StagesConfig(rollout=StageDeployment("rollout"), update=alone),
         "selector": SelectorConfig(),
         "cluster": ClusterConfig(),
         "experience": ExperienceConfig(),

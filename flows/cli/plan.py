@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
+from earl_core.config.services import DispatchConfig
+from earl_core.control.shared_memory_need import samples_bytes
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.dispatch import read_manifest
@@ -30,9 +32,11 @@ from earl_core.selector.choice.predict import GENERATED_SHARE, NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.catalogue import MODELS, known_model
 from earl_core.selector.model.devices import DEVICES, cluster, device_of, find_devices
+from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
 from earl_core.system.plural import plural
+from earl_core.system.shared_memory import Need, enlarge, room_in
 from flows.cli.found_runs import find_run
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
@@ -170,10 +174,10 @@ def explain_question(
         )
     console = make_console(quiet=as_json)
     device = device_of(hardware)
-    place = plural(hardware.devices, device.name)
+    devices = plural(hardware.devices, device.name)
     if hardware.gpus:
-        place = f"{hardware.hosts} x {hardware.devices_per_host} {device.name}"
-    console.print(f"[bold]{name}[/bold] ({shape.parameters / 1e9:.3g} B parameters) on {place}")
+        devices = f"{hardware.hosts} x {hardware.devices_per_host} {device.name}"
+    console.print(f"[bold]{name}[/bold] ({shape.parameters / 1e9:.3g} B parameters) on {devices}")
     if model is None:
         console.print(
             "It is the largest well-known model that fits there, with iterations of at most an "
@@ -181,6 +185,7 @@ def explain_question(
             style="dim",
         )
     console.print(_assumed(loads), style="dim")
+    console.print(_shared_memory(_need(shape, loads), here=place == "here"))
     inputs = [ask(shape, hardware, asked) for asked in loads]
     try:
         if as_json:
@@ -203,10 +208,31 @@ def explain_question(
         _print_figures(hardware, console)
 
 
+def _need(shape: ModelShape, loads: Sequence[PlannedLoad]) -> Need:
+    """Of shared memory, with weights in bfloat16 and a checkpoint every iteration."""
+    return Need(
+        2 * shape.parameters,
+        max(samples_bytes(a.responses, a.context, columns=int(a.reference)) for a in loads),
+    )
+
+
+def _shared_memory(need: Need, here: bool) -> str:
+    weights = f"{gib(need.weights)} for two versions of the weights"
+    text = (
+        f"Shared memory of each host: {weights} and {gib(need.samples)} for an iteration's "
+        f"samples, so {gib(need.size)} or more."
+    )
+    room = room_in(DispatchConfig().directory)
+    if here and need.size > room.size:
+        text += f" [yellow]It is too small here, {room}: {enlarge(need.size)}.[/yellow]"
+    return text
+
+
 def _plain(name: str, asked: PlannedLoad, given: SelectionInput) -> dict[str, Any]:
     return {
         "model": name,
         "assumed": {**asked._asdict(), "generated_share": GENERATED_SHARE},
+        "shared_memory_bytes": _need(given.model, [asked]).size,
         "hardware": given.hardware.model_dump(mode="json"),
         "plan": select(given).model_dump(mode="json"),
     }

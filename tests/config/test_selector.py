@@ -48,14 +48,14 @@ def test_the_table_says_who_lays_the_stages_out() -> None:
         return {row[0]: row[1] for row in resolved_rows(config) if "stage deployment" in row[0]}
 
     assert deployments(config()) == {
-        "stage deployment of the rollout": "TP 1 x 1",
-        "stage deployment of the update": "TP 1",
+        "stage deployment of the rollout": "all GPUs, or one rank without any",
+        "stage deployment of the update": "all GPUs, or one rank without any",
     }
     assert deployments(config(policy="live_tokens")) == {
         "stage deployment of rollout, update": "live_tokens"
     }
     assert deployments(config(policy="average_context")) == {
-        "stage deployment of the update": "TP 1",
+        "stage deployment of the update": "all GPUs, or one rank without any",
         "stage deployment of rollout": "average_context",
     }
 

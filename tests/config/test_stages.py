@@ -174,7 +174,7 @@ def test_the_table_shows_the_stage_deployments() -> None:
         update={"replicas": 2}, changes=[{"iteration": 9, "update": {"context_parallel": 2}}]
     )
     rows = {what: value for what, value, _ in resolved_rows(changed)}
-    assert rows["stage deployment of the rollout"] == "TP 1 x 1"
+    assert rows["stage deployment of the rollout"] == "all GPUs, or one rank without any"
     assert rows["stage deployment of the update"] == "TP 1 x 2"
     assert rows["from iteration 9 on"] == "update TP 1, CP 2"
     assert rows["devices of the two"] == "colocated"
@@ -188,7 +188,6 @@ def test_the_old_section_is_refused_by_its_new_name() -> None:
 def test_a_resolved_section_is_read_back() -> None:
     made = config(update={"shard": 2}, changes=[{"iteration": 9, "rollout": {"replicas": 2}}])
     assert parse_config(yaml.safe_load(dump_config(made))) == made
-    assert made.model_dump(mode="json")["stages"]["rollout"] == {
-        "replicas": 1,
-        "tensor_parallel": 1,
-    }
+    written = made.model_dump(mode="json")["stages"]
+    assert written["rollout"] is None
+    assert written["changes"][0]["rollout"] == {"replicas": 2, "tensor_parallel": 1}

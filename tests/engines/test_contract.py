@@ -184,6 +184,67 @@ def test_calls_may_overlap(driver: Driver) -> None:
     assert [a.tokens for a in overlapped] == [a.tokens for a in _batch(driver)]
 
 
+def test_the_limit_on_running_answers_changes_while_the_engine_lives(driver: Driver) -> None:
+    """It changes how many answers are sampled side by side, and none of them."""
+    telling, most = set[int](), 0
+
+    async def one(index: int) -> Completion:
+        def tell(tokens: Sequence[int]) -> None:
+            nonlocal most
+            telling.add(index)
+            most = max(most, len(telling))
+
+        asked = request(index, PROMPTS[index], max_tokens=8, on_tokens=tell)
+        (answer,) = await driver.engine.generate([asked])
+        telling.discard(index)
+        return answer
+
+    async def all_of_them() -> list[Completion]:
+        nonlocal most
+        most = 0
+        return await asyncio.gather(*(one(index) for index in range(len(PROMPTS))))
+
+    free = driver.run(all_of_them())
+    whole = most
+    for limit in (3, 1000):
+        driver.engine.limit_running(limit)
+        answers = driver.run(all_of_them())
+        assert [a.tokens for a in answers] == [a.tokens for a in free]
+        if not driver.engine.lockstep:
+            assert most == min(limit, whole)
+    together = [request(index, prompt) for index, prompt in enumerate(PROMPTS)]
+    plain = driver.generate(together)
+    driver.engine.limit_running(2)
+    assert [a.tokens for a in driver.generate(together)] == [a.tokens for a in plain]
+    driver.engine.limit_running(256)
+    driver.engine.finish(range(len(PROMPTS)))
+
+
+def test_an_answer_that_waits_for_its_place_can_be_cancelled(driver: Driver) -> None:
+    if driver.engine.lockstep:
+        pytest.skip("its answers do not wait: they come in batches")
+
+    async def cancelled() -> tuple[Completion, Completion]:
+        asked = [request(index, PROMPTS[index], max_tokens=150) for index in range(3)]
+        first, second, third = (
+            asyncio.create_task(driver.engine.generate([each])) for each in asked
+        )
+        await asyncio.sleep(0.02)
+        await driver.engine.cancel([1])
+        (waiting,) = await second
+        assert not first.done()
+        third.cancel()
+        return (await first)[0], waiting
+
+    driver.engine.limit_running(1)
+    first, waiting = driver.run(cancelled())
+    driver.engine.limit_running(256)
+    assert (waiting.tokens, waiting.finish_reason) == ([], "cancelled")
+    assert (len(first.tokens), first.finish_reason) == (150, "length")
+    driver.engine.finish(range(3))
+    assert driver.answer(PROMPTS[2]).finish_reason == "length"
+
+
 def test_cancel_ends_running_answers_only(driver: Driver) -> None:
     async def cancelled() -> list[Completion]:
         requests = [request(index, PROMPTS[index], max_tokens=180) for index in range(3)]

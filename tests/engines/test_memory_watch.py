@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from earl_core.cluster.errors import Raised, Where, WorkerCallFailed
 from earl_core.config.rollout import VllmConfig
+from earl_core.control.failure_diagnosis import diagnose
 from earl_core.rollout.engines import memory_watch
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.errors import ContextOverflow
+from earl_core.selector.choice.policy import select
+from earl_core.selector.profile.observations import Observation, forbidden_of
 from earl_core.system.memory import OutOfMemory
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of
+from tests.selector.examples import given
 
 FAILED = RuntimeError(
     "Engine core initialization failed. See root cause above. Failed core proc(s): "
@@ -25,6 +30,11 @@ KILLED = RuntimeError(str(FAILED).replace(": 1}", ": -9}"))
 CACHE = (
     "ValueError: To serve at least one request with the model's max seq len (4096), (2.25 GiB KV "
     "cache is needed, which is larger than the available KV cache memory (1.0 GiB)."
+)
+LITTLE_LEFT = (
+    "ValueError: Free memory on device cuda:0 (11.93/79.1 GiB) on startup is less than desired GPU "
+    "memory utilization (0.85, 67.24 GiB). Decrease GPU memory utilization or reduce GPU memory "
+    "used by other processes."
 )
 
 
@@ -46,6 +56,7 @@ def log() -> Iterator[Callable[[str], object]]:
     [
         (CACHE, int(2.25 * 2**30)),
         ("ValueError: No available memory for the cache blocks. Try increasing", None),
+        (LITTLE_LEFT, int(67.24 * 2**30)),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't "
          "allocate memory: you tried to allocate 4096 bytes.", 4096),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB.", 3 * 2**29),
@@ -62,6 +73,23 @@ def test_the_cause_stands_in_the_log(
     assert isinstance(found, OutOfMemory)
     assert found.payload == {"stage": "rollout", "bytes_asked": asked}
     assert str(found).startswith("starting vLLM ran out of memory")
+
+
+def test_a_gpu_that_others_fill_has_select_choose_again(log: Callable[[str], object]) -> None:
+    watch = MemoryWatch()
+    log(f"(EngineCore pid=7) ERROR {LITTLE_LEFT}\n")
+    found = watch.problem(FAILED, "starting vLLM")
+    assert found is not None
+    assert "lower rollout.vllm.gpu_memory_utilization" in str(found)
+    where = Where("rollout", 0, "ensure", "rollout", 5)
+    infeasible = diagnose(WorkerCallFailed(where, Raised.of(found)))
+    assert infeasible is not None
+    assert infeasible[:2] == ("out_of_memory", "rollout")
+    base = given()
+    first = select(base)["rollout"]
+    seen = Observation(iteration=5, stage="rollout", kind=infeasible.kind, deployment=first)
+    again = select(base.model_copy(update={"forbidden": forbidden_of([seen], 5)}))["rollout"]
+    assert again != first
 
 
 def test_a_kill_counts_when_the_kernel_counted_one(monkeypatch: pytest.MonkeyPatch) -> None:

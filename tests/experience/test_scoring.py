@@ -305,7 +305,7 @@ JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": "?"}
     [
         ("jugde", {}, "there is no function 'jugde': use one of judge, reward_model"),
         (f"{HERE}:missing", {}, "cannot be imported: AttributeError"),
-        (f"{HERE}:brief", {}, "missing a required argument: 'most'"),
+        (f"{HERE}:brief", {}, "argument: 'most'"),
         (f"{HERE}:brief", {"most": 1, "least": 0}, "unexpected keyword argument 'least'"),
         (f"{HERE}:HERE", {}, "cannot be imported"),
         (f"{HERE}:math.pi", {}, "is not a callable object"),

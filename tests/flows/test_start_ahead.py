@@ -32,12 +32,20 @@ class Slow:
 
     def __init__(self, context: Any, deployment: dict[str, Any], **arguments: Any) -> None:
         time.sleep(2.0)
+        self.deployment = deployment
 
     def prepare(self) -> str:
         return "prepared"
 
     def answer(self) -> int:
         return 42
+
+    def reshard(self, deployment: dict[str, Any]) -> dict[str, Any]:
+        self.deployment = deployment
+        return {}
+
+    def running(self) -> int:
+        return int(self.deployment["max_running_requests"])
 
 
 class Broken(Slow):
@@ -118,6 +126,18 @@ def test_groups_start_side_by_side_and_once(
     groups.start_ahead([("rollout", StageDeployment(stage="rollout", threads=2))])
     assert answer(groups, ROLLOUT) == 42
     assert groups.live("rollout") is first
+
+
+def test_an_engine_takes_another_limit_and_is_not_started_again(made: Make) -> None:
+    groups, _ = made("Slow")
+    role, engine = ROLLOUT
+    first = groups.get(role, engine._replace(max_running_requests=64))
+    for limit in (16, 48):
+        limited = engine._replace(max_running_requests=limit)
+        assert groups.call(limited, role, "running", 0) == [limit]
+        assert groups.live(role) is first
+    groups.get(role, engine._replace(max_running_requests=48, max_model_len=64))
+    assert groups.live(role) is not first
 
 
 def test_a_start_that_fails_leaves_nothing_of_the_other(

@@ -11,8 +11,9 @@ truncated or rewritten; they become free under an exclusive lock, which no one g
 has a lease. Because the free name follows from the inode, a process can ask for the very segments
 that it has mapped, whose page tables are built (affinity).
 
-Published weights are segments of exactly their size in the same directory. Whatever else lies there
-counts for the limit too, but it is not ours: nothing happens to a file unless the directory carries
+Published weights are segments of exactly their size in the same directory, and do not count for its
+limit: they, and segments as large, have the room that they need, and no shard gets it. Whatever
+else lies there counts, but it is not ours: nothing happens to a file unless the directory carries
 our mark, the file's name is one that our code gives (`dispatch.names`) and it is a regular file of
 this user.
 """
@@ -29,6 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from earl_core.dispatch.segments.held import Held
 from earl_core.dispatch.segments.leases import describe_holders
 from earl_core.dispatch.segments.pool_directory import (
     FREE,
@@ -44,6 +46,7 @@ from earl_core.dispatch.segments.pool_directory import (
 )
 from earl_core.dispatch.segments.segment import Segment, WritableMapping, writable_mappings
 from earl_core.system.errors import EarlError
+from earl_core.system.shared_memory import file_system_bytes, shards_limit
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +63,18 @@ class PoolFull(EarlError, OSError):
 class SegmentPool(PoolDirectory):
     """The segments of one run on this host, shared by its processes through `directory` alone.
 
-    `max_bytes` bounds all files in the directory. A full pool makes `acquire` and `reserve` wait up
-    to `wait_seconds` for a release. With `poison` (or EARL_POISON=1) released segments are filled
-    with 0xA5, so that reading after a release shows.
+    `max_bytes` bounds all files in the directory but published weights; None: their bound follows
+    from the file system (`system.shared_memory.SHARE`). A full pool makes `acquire` and `reserve`
+    wait up to `wait_seconds` for a release. With `poison` (or EARL_POISON=1) released segments are
+    filled with 0xA5, so that reading after a release shows.
     """
 
     def __init__(
-        self, directory: Path, max_bytes: int, wait_seconds: float = 0.0, poison: bool = False
+        self,
+        directory: Path,
+        max_bytes: int | None,
+        wait_seconds: float = 0.0,
+        poison: bool = False,
     ) -> None:
         super().__init__(directory)
         self.max_bytes = max_bytes
@@ -87,7 +95,7 @@ class SegmentPool(PoolDirectory):
             recycled = self._recycle(wanted)
             if recycled is not None:
                 return recycled
-            fresh = self._allocate(wanted, evict=exact)
+            fresh = self._allocate(wanted, evict=exact, weights=exact)
             if exact or isinstance(fresh, Segment):
                 return fresh
             # A larger free segment beats fresh pages that cost other free ones.
@@ -160,8 +168,6 @@ class SegmentPool(PoolDirectory):
 
     def _wait_for(self, attempt: Callable[[], _T | str], size: int) -> _T:
         """What `attempt` gives once it gives no reason any more; `PoolFull` at the deadline."""
-        if size > self.max_bytes:
-            raise self._full(size, f"dispatch.max_bytes is {self.max_bytes:,}")
         deadline = time.monotonic() + self.wait_seconds
         pause, next_sweep = _PAUSES[0], 0.0
         while True:
@@ -170,6 +176,8 @@ class SegmentPool(PoolDirectory):
                 return found
             now = time.monotonic()
             if now >= next_sweep:
+                if size > self._limit(self.held()):
+                    raise self._full(size, found)
                 next_sweep = now + _SWEEP_SECONDS
                 if self.sweep_unsealed():
                     continue
@@ -225,10 +233,10 @@ class SegmentPool(PoolDirectory):
         mapping.populate()
         return Segment(self, path, generation, mapping, self.poison)
 
-    def _allocate(self, size: int, evict: bool) -> Segment | str:
+    def _allocate(self, size: int, evict: bool, weights: bool = False) -> Segment | str:
         """A new segment, or why there is no room for one."""
         with self.locked():
-            full = self._make_room(size, evict)
+            full = self._make_room(size, evict, weights)
             if full is not None:
                 return full
             path, generation = self.new_writing_path()
@@ -253,18 +261,35 @@ class SegmentPool(PoolDirectory):
             os.close(descriptor)
         return self._segment(path, generation, mapping)
 
-    def _make_room(self, size: int, evict: bool) -> str | None:
+    def room_for_weights(self) -> int | None:
+        """Bytes that published weights can have here, those that they have included; None: there
+        is no limit."""
+        available, held = self.available_bytes(), self.held()
+        if available is None:
+            return None
+        free = sum(size for size, _ in self.free() if not held.is_weights(size))
+        return available + held.weights + free
+
+    def _limit(self, held: Held) -> int:
+        """Bytes that all files but published weights may have together."""
+        return shards_limit(self.max_bytes, file_system_bytes(self.directory), held.version)
+
+    def _make_room(self, size: int, evict: bool, weights: bool = False) -> str | None:
         """Why `size` more bytes do not fit, after removing free segments if allowed to."""
-        used = self.used_bytes()
-        available = self.available_bytes()
-        lack = used + size - self.max_bytes
-        why = f"dispatch.max_bytes is {self.max_bytes:,} and {used:,} are in use"
+        held = self.held()
+        available, limit = self.available_bytes(), self._limit(held)
+        lack = held.others + size - limit
+        unset = "" if self.max_bytes is not None else " here, as it is not set,"
+        why = f"dispatch.max_bytes is{unset} {limit:,} and {held.others:,} are in use"
         if available is not None and size - available > lack:
             lack = size - available
             why = f"{available:,} bytes are free on the file system"
         if lack <= 0:
             return None
         free = self.free() if evict else []
+        if not weights:
+            # The next version of the weights needs theirs.
+            free = [each for each in free if not held.is_weights(each[0])]
         if sum(each for each, _ in free) < lack:
             return why
         while lack > 0 and free:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from earl_core.dispatch.segments.held import WEIGHTS, Held
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import FileLock, device_of, make_parent, read_file, write_atomic
 from earl_core.system.processes import ProcessId
@@ -36,7 +37,7 @@ FETCH_LOCK = ".fetch.lock"
 _UID = re.compile(r"[0-9a-f]{12}")
 _SHARD = r"\d{6,18}-[A-Za-z0-9_-]{1,100}-\d{1,9}-\d{1,20}\.arrow"
 _PART = r"fetch-[0-9a-f]{16}-\d{1,9}\.part"
-_SEALED = re.compile(rf"{_SHARD}|{_PART}|weights-\d{{8,18}}\.safetensors")
+_SEALED = re.compile(rf"{_SHARD}|{_PART}|{WEIGHTS}")
 _FREE = re.compile(r"\.free\.\d{1,20}\.\d{1,20}")
 _WRITING = re.compile(r"\.writing\.((?:[0-9a-f]{12}|unknown)_\d{1,20}_\d{1,20})\.\d{1,20}")
 _DONE = re.compile(r"\.fetch-[0-9a-f]{16}\.\d{1,9}\.done")
@@ -271,21 +272,30 @@ class PoolDirectory:
         return dead
 
     def used_bytes(self) -> int:
-        """Bytes of all files but the mark that lie here at one moment, while others rename them."""
-        sizes: dict[int, int] = {}
+        """Bytes of all files but the mark."""
+        return sum(size for _, size in self._files())
+
+    def held(self) -> Held:
+        """The bytes of published weights, and of all else but the mark."""
+        return Held.of(self._files())
+
+    def _files(self) -> list[tuple[str, int]]:
+        """Name and bytes of all files but the mark that lie here at one moment, while others rename
+        them."""
+        sizes: dict[int, tuple[str, int]] = {}
         unknown = self._listing()
         while unknown:
             moved = []
             for inode, name in unknown.items():
                 try:
-                    sizes[inode] = os.lstat(self.directory / name).st_size
+                    sizes[inode] = name, os.lstat(self.directory / name).st_size
                 except FileNotFoundError:
                     moved.append(inode)
             # What was renamed between listing and looking is found by its inode. Counting it as
             # nothing would let the pool grow beyond its limit.
             listed = self._listing() if moved else {}
             unknown = {inode: listed[inode] for inode in moved if inode in listed}
-        return sum(sizes.values())
+        return list(sizes.values())
 
     def _listing(self) -> dict[int, str]:
         """Names by inode."""

@@ -28,11 +28,11 @@ class ShardStore:
     """All shards (and published weights) of one run on this host.
 
     `directory` is `<dispatch.directory>/<run uid>`, made and marked on first use with mode 0700.
-    `max_bytes` and `wait_seconds` are the pool's: the bytes that all its files may have, and how
-    long a writer waits for releases when there is no room.
+    `max_bytes` and `wait_seconds` are the pool's: the bytes that its shards may have, and how long
+    a writer waits for releases when there is no room.
     """
 
-    def __init__(self, directory: Path, max_bytes: int, wait_seconds: float = 0.0) -> None:
+    def __init__(self, directory: Path, max_bytes: int | None, wait_seconds: float = 0.0) -> None:
         self.directory = Path(directory)
         self.pool = SegmentPool(self.directory, max_bytes, wait_seconds)
 

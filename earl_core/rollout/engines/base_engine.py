@@ -21,7 +21,8 @@ class EngineSettings:
     """What every engine is told.
 
     policy_version: of the model directory's weights; None: undefined until `load_weights`.
-    max_model_len: in tokens; None: the model's own position range. threads: how many of the allowed
+    max_running_requests: what the engine is built for. max_model_len: in tokens; None: the model's
+    own position range. threads: how many of the allowed
     CPU cores compute; 0: all. float32_head: compute the logits in float32.
     """
 
@@ -42,6 +43,7 @@ class BaseEngine:
         self.max_model_len = settings.max_model_len or 0
         self._directory = Path(model_directory)
         self._settings = settings
+        self._limit = settings.max_running_requests
         self._vocabulary = 0
         self._config_digest = ""
         self._lost: str | None = None
@@ -50,6 +52,10 @@ class BaseEngine:
         self._totals = dict.fromkeys(
             ("generated_tokens", "prompt_tokens", "prefix_hit_tokens", "requests"), 0.0
         )
+
+    def limit_running(self, requests: int) -> None:
+        """See `Engine.limit_running`."""
+        self._limit = min(requests, self._settings.max_running_requests)
 
     def _check_usable(self, started: object) -> None:
         """Raise `EngineLost` or `EngineError` for an engine that cannot answer. started: what

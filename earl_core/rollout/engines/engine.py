@@ -84,6 +84,10 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model. Raises `ConfigError`, `OutOfMemory` or `EngineError`."""
 
+    def limit_running(self, requests: int) -> None:
+        """Answer at most so many requests at a time from now on, and never more than the engine was
+        built for; the others wait. Changes nothing else and takes no time."""
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Sample all answers; results are in the order of the requests.
 

@@ -28,6 +28,11 @@ _NO_CACHE = re.compile(r"No available memory for the cache blocks")
 _SMALL_CACHE = re.compile(
     r"\(([\d.]+) GiB KV\s+cache is needed, which is larger than the available"
 )
+# What it says before it loads anything, when others left less than the share it is to take.
+_LITTLE_LEFT = re.compile(
+    r"Free memory on device.*is less than desired GPU memory utilization \([\d.]+, ([\d.]+) GiB"
+)
+_LEAVE_MORE = "lower rollout.vllm.gpu_memory_utilization, or end what else uses the device"
 _KILLED = re.compile(r"proc\(s\): \{[^}]*: -9\b|EngineDead|[Ee]ngine process died")
 
 
@@ -41,15 +46,16 @@ class MemoryWatch:
     def problem(self, error: BaseException, doing: str) -> OutOfMemory | None:
         """The error as an `OutOfMemory`; None when it has another cause. doing: a noun."""
         said = f"{type(error).__name__}: {error}\n{self._logged()}"
-        small = _SMALL_CACHE.search(said)
+        little = _LITTLE_LEFT.search(said)
+        lacking = little or _SMALL_CACHE.search(said)
         asked = None
-        if small is not None:
-            asked = int(float(small.group(1)) * 2**30)
+        if lacking is not None:
+            asked = int(float(lacking.group(1)) * 2**30)
         elif refused(said):
             asked = bytes_asked(said)
         elif not _NO_CACHE.search(said) and not self._killed(said):
             return None
-        return OutOfMemory("rollout", doing, asked, OUT_OF_MEMORY_ADVICE)
+        return OutOfMemory("rollout", doing, asked, _LEAVE_MORE if little else OUT_OF_MEMORY_ADVICE)
 
     def _killed(self, said: str) -> bool:
         """The count may hold kills of others, so a process of the engine must be missing too."""

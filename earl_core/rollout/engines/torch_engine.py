@@ -188,7 +188,7 @@ class TorchEngine(BaseEngine):
                 if not sampling.budget:
                     sampling.finish_reason = sampling.exhausted
             live = [sampling for sampling in samplings if sampling.finish_reason is None]
-            size = self._settings.max_running_requests
+            size = self._limit
             for first in range(0, len(live), size):
                 self._answer(live[first : first + size])
             self._cancelled.difference_update(request.sequence_id for request in requests)

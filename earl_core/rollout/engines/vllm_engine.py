@@ -17,6 +17,7 @@ import torch
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import context_length, model_config
 from earl_core.rollout.engines import vllm_environment
+from earl_core.rollout.engines.admission import Admission
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.engine import Completion, GenerationRequest, answer_budget
 from earl_core.rollout.engines.memory_watch import MemoryWatch
@@ -68,6 +69,7 @@ class VllmEngine(BaseEngine):
         self._remains = LeftoverProcesses()
         self._memory: MemoryWatch | None = None
         self._cancelled: set[str] = set()
+        self._admission = Admission()
         self._exclusive = asyncio.Lock()
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
@@ -84,6 +86,7 @@ class VllmEngine(BaseEngine):
         vllm_environment.prepare(self._sockets, self._ranks, self._settings.threads)
         vllm_environment.load()
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config = model_config(self._directory, trusted)
@@ -94,7 +97,9 @@ class VllmEngine(BaseEngine):
         )
         self._memory = MemoryWatch()
         try:
-            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._engine = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
+            )
         except Exception as error:
             self._check_memory(error, "starting vLLM")
             # The exit code of a process that a signal ended is negative.
@@ -118,17 +123,9 @@ class VllmEngine(BaseEngine):
         version = self._version()
         self._enter(requests)
         self._idle.clear()
-        queues: list[Any] = []
+        answers = [asyncio.ensure_future(self._answer(each, version)) for each in requests]
         try:
-            for request in requests:
-                queues.append(await self._submit(request))
-            return [
-                await self._collect(request, queue, version)
-                for request, queue in zip(requests, queues, strict=True)
-            ]
-        except asyncio.CancelledError:
-            await self._abort([queue.request_id for queue in queues if queue], internal=True)
-            raise
+            return await asyncio.gather(*answers)
         except EngineError:
             raise
         except Exception as error:
@@ -136,6 +133,9 @@ class VllmEngine(BaseEngine):
             self._check_memory(error, "vLLM")
             raise EngineLost(f"{self._lost}; stop the engine and start a fresh one") from error
         finally:
+            for answer in answers:
+                answer.cancel()
+            await asyncio.gather(*answers, return_exceptions=True)
             self._cancelled.difference_update(self._leave(requests))
             if not self._running:
                 self._idle.set()
@@ -144,7 +144,20 @@ class VllmEngine(BaseEngine):
         """See `Engine.cancel`."""
         names = [self._running[item] for item in sequence_ids if item in self._running]
         self._cancelled.update(names)
+        for name in names:
+            self._admission.give_up(name)
         await self._abort(names, internal=False)
+
+    def limit_running(self, requests: int) -> None:
+        """See `Engine.limit_running`.
+
+        vLLM's scheduler takes its limit when it is built and offers no call that changes it, so
+        fewer requests are let in. At the limit that it was built for it has all of them, because it
+        fills a place within the step in which it becomes free.
+        """
+        super().limit_running(requests)
+        whole = self._limit == self._settings.max_running_requests
+        self._admission.limit(None if whole else self._limit)
 
     def finish(self, sequence_ids: Collection[int]) -> None:
         """Nothing to do: vLLM evicts the blocks that were used longest ago when it needs room."""
@@ -270,6 +283,19 @@ class VllmEngine(BaseEngine):
                 yield
             finally:
                 self._open.set()
+
+    async def _answer(self, request: GenerationRequest, version: int) -> Completion:
+        name = self._running[request.sequence_id]
+        async with self._admission.entered(name):
+            if name in self._cancelled:
+                return Completion([], [], "cancelled", [VersionSpan(version, 0, 0)])
+            queue = await self._submit(request)
+            try:
+                return await self._collect(request, queue, version)
+            except asyncio.CancelledError:
+                if queue is not None:
+                    await self._abort([queue.request_id], internal=True)
+                raise
 
     async def _submit(self, request: GenerationRequest) -> Any:
         """The queue that receives the answer; none when there is no room for one."""

@@ -23,8 +23,11 @@ _GIB = 1 << 30
 _LONGEST_BASE = 107 - 36 - 10 - 2
 # A whole prefill in one step up to this many tokens; more would only cost activations.
 _CPU_STEP_TOKENS = 8192
-# vLLM's attention on CPU takes no other blocks.
+# vLLM's attention on CPU takes no other blocks than multiples of this.
 _CPU_BLOCK_TOKENS = 32
+# vLLM captures CUDA graphs for twice as many sequences as may run, but by itself for no more than
+# this; from 256 on every 16th size.
+_CAPTURED_BY_ITSELF, _CAPTURE_STEP = 512, 16
 
 
 def socket_directory(base: Path | None) -> Path:
@@ -56,6 +59,8 @@ def prepare(scratch: Path, ranks: int, threads: int) -> None:
         # One core would be kept free by default: a third of the speed on two cores.
         VLLM_CPU_NUM_OF_RESERVED_CPU="0",
         VLLM_CPU_OMP_THREADS_BIND="|".join(binding),
+        # By default vLLM forks its engine on a GPU, out of a process that has threads by then.
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
         # Socket files stay behind; here they go with the directory.
         VLLM_RPC_BASE_PATH=str(scratch),
         # What its processes listen on asks for no password.
@@ -122,7 +127,11 @@ def engine_arguments(
     max_model_len: int,
     tensor_parallel: int,
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+    """Keyword arguments of vLLM's `AsyncEngineArgs`.
+
+    For the usage context of vLLM's `LLM`, whose prefill steps are those that suit the GPU: 8,192 or
+    16,384 tokens by its memory, where `AsyncLLM` would take 2,048 on any.
+    """
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {
@@ -132,7 +141,6 @@ def engine_arguments(
         "max_num_seqs": engine.max_running_requests,
         "tensor_parallel_size": tensor_parallel,
         "trust_remote_code": engine.trust_remote_code,
-        "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
@@ -142,23 +150,45 @@ def engine_arguments(
         "worker_extension_cls": "earl_core.rollout.engines.vllm_worker.PolicyWeights",
         "disable_log_stats": True,
         "seed": 0,
+        **platform_arguments(settings, engine.max_running_requests),
     }
-    if settings.block_size is not None:
-        arguments["block_size"] = settings.block_size
     if not current_platform.is_cpu():
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
         return arguments
-    if settings.block_size is not None and settings.block_size % _CPU_BLOCK_TOKENS:
-        raise EngineError(
-            f"rollout.vllm.block_size is {settings.block_size}; without a GPU it must be a "
-            f"multiple of {_CPU_BLOCK_TOKENS}"
-        )
-    if settings.kv_cache_gib is None:
-        raise EngineError("on a machine without a GPU set rollout.vllm.kv_cache_gib")
-    arguments["kv_cache_memory_bytes"] = settings.kv_cache_gib * _GIB
     # vLLM 0.32 on CPU dies when a seeded request is prefilled in chunks ("CPU Generator does not
     # use offset"), so every prompt must fit in one step.
     arguments["enable_chunked_prefill"] = False
     arguments["max_num_batched_tokens"] = max(_CPU_STEP_TOKENS, max_model_len)
     return arguments
+
+
+def platform_arguments(settings: VllmConfig, running: int) -> dict[str, Any]:
+    """Those of the arguments whose defaults follow from the platform: graphs and compilation, and
+    the KV cache. running: most sequences at a time."""
+    from vllm.platforms import current_platform
+
+    on_cpu, block = current_platform.is_cpu(), settings.block_size
+    eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
+    arguments: dict[str, Any] = {"enforce_eager": eager}
+    if not on_cpu:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        if block is not None:
+            arguments["block_size"] = block
+        if not eager and running > _CAPTURED_BY_ITSELF:
+            # Decoding more sequences than the largest graph has would run without any.
+            most = -(-running // _CAPTURE_STEP) * _CAPTURE_STEP
+            arguments["compilation_config"] = {"max_cudagraph_capture_size": most}
+        return arguments
+    block = _CPU_BLOCK_TOKENS if block is None else block
+    if block % _CPU_BLOCK_TOKENS:
+        raise EngineError(
+            f"rollout.vllm.block_size is {block}; without a GPU it must be a multiple of "
+            f"{_CPU_BLOCK_TOKENS}"
+        )
+    if settings.kv_cache_gib is None:
+        raise EngineError("on a machine without a GPU set rollout.vllm.kv_cache_gib")
+    return {
+        **arguments,
+        "block_size": block,
+        "kv_cache_memory_bytes": settings.kv_cache_gib * _GIB,
+    }

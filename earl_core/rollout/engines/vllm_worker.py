@@ -53,6 +53,7 @@ class PolicyWeights:
     """Methods for vLLM's worker; `self` is the worker, so names must not clash with its own."""
 
     model_runner: Any
+    reload_weights: Any
 
     def earl_load_weights(self, manifest_json: str) -> dict[str, Any]:
         """Load the manifest's tensors; any exception leaves the engine's weights undefined."""
@@ -87,9 +88,9 @@ class PolicyWeights:
         # reload_weights calls it and drops the answer.
         model.load_weights = recording  # type: ignore[assignment]
         try:
-            self.model_runner.reload_weights(
-                weights_iterator=iter(weights.items()), is_checkpoint_format=True
-            )
+            # The worker's, not its model runner's: what layers do after loading on a GPU asks for
+            # vLLM's configuration, which the worker's sets.
+            self.reload_weights(weights_iterator=iter(weights.items()), is_checkpoint_format=True)
         finally:
             del model.load_weights
         return loaded

@@ -184,9 +184,10 @@ def _joint(predictor: Predictor, found: Rows, current: Combination) -> Combinati
 
 def _configured(predictor: Predictor, found: Rows) -> Combination:
     """What the configuration names, where it is on offer: a run begins with it unless more than
-    noise speaks for others."""
+    noise speaks for others. A stage that it leaves open has nothing to begin with."""
     plan = fixed_plan(predictor.given)
-    wanted = {predictor.candidate_of(plan[stage]) for stage in found}
+    named = [stage for stage in found if not predictor.given.leaves_open(stage)]
+    wanted = {predictor.candidate_of(plan[stage]) for stage in named}
     return {
         stage: row
         for stage, rows in found.items()

@@ -22,6 +22,7 @@ from earl_core.deployment.feasibility import configured
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.model.memory_model import Calibration
+from earl_core.selector.model.usual import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
 
 
@@ -131,7 +132,35 @@ class SelectionInput(Settings):
 
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
         """Those of rollout and update that the configuration names for the iteration."""
-        return configured(self.stages, self.rollout, self.update, self.hardware, self.iteration)
+        return configured(
+            self.stages, self.rollout, self.update, self.hardware, self.iteration, self._usual()
+        )
+
+    def leaves_open(self, stage: str) -> bool:
+        """Whether the stage is spread over the GPUs because the run file does not lay it out."""
+        given = self.stages.at(self.iteration)[0 if stage == "rollout" else 1]
+        return given is None and self.hardware.gpus > 0
+
+    def _usual(self) -> tuple[StageDeployment, StageDeployment] | None:
+        """What stages are that the run file leaves open; None without GPUs."""
+        if not self.hardware.gpus:
+            return None
+        fewest = self.hardware.fewest_hosts or self.hardware.hosts
+        taken = [
+            each.ranks * self.hardware.hosts // fewest if each else None
+            for each in self.stages.at(self.iteration)
+        ]
+        engines, ranks = self.stages.placed.shares(self.hardware.gpus, *taken)
+        minibatch = self.rollout.episodes_per_iteration // self.update.minibatches
+        mesh = StageDeployment(
+            "update",
+            max_tokens_per_microbatch=self.update.max_tokens_per_microbatch,
+            activation_checkpointing=self.update.activation_checkpointing,
+        )
+        return (
+            usual_engines(self.model, self.hardware, self.rollout, engines),
+            usual_mesh(self.model, self.hardware, mesh, ranks, minibatch),
+        )
 
 
 def fixed_plan(given: SelectionInput) -> DeploymentPlan:
@@ -160,6 +189,9 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
 
 def _configured(given: SelectionInput, stage: str) -> str:
     since = given.stages.since(given.iteration, stage)
+    if given.leaves_open(stage):
+        part = "all" if given.stages.placement == "colocated" else "its part of the"
+        return f"spread over {part} {given.hardware.gpus} GPUs, as `stages` leaves it open"
     text = f"as configured from iteration {since} on" if since else "as configured"
     apart = "" if given.stages.placement == "colocated" else f", {given.stages.placement}"
     return text + apart

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from earl_core.config import RunConfig
+from earl_core.config import ConfigError, RunConfig
 from earl_core.config.services import DispatchConfig
-from earl_core.run.stores import list_stores
-from earl_core.system.errors import NotOurs
+from earl_core.control.shared_memory_need import judged_room, need_of
+from earl_core.run.stores import list_stores, run_store
+from earl_core.selector.model.memory_model import gib
+from earl_core.system.errors import EarlError, NotOurs
 from earl_core.system.files import check_user_directory
 from earl_core.system.finding import Finding, Level, judged, refused
-from earl_core.system.shared_memory import ENLARGE, SMALL_BYTES, room_in
+from earl_core.system.shared_memory import SMALL_BYTES, Room, enlarge, room_in
 from flows.cli.shards import shards_command
 
 _MIB = 2**20
@@ -39,12 +42,31 @@ def check_shared_memory(config: RunConfig | None) -> Iterator[Finding]:
         yield Finding("blocks", f"{place} is not writable", advice)
     else:
         level: Level = "blocks" if room.free < _BLOCKING else "warning"
-        yield judged(room.free >= SMALL_BYTES, str(room), f"`{sweep}`, or {ENLARGE}", level)
+        yield judged(room.free >= SMALL_BYTES, str(room), f"`{sweep}`, or {enlarge()}", level)
+        if config is not None and (Path(config.model.path) / "config.json").is_file():
+            yield from _needed(config, room)
     kind = _file_system(place)
     if kind not in ("tmpfs", "ramfs", ""):
         advice = "shards work on a disk but are slow; set dispatch.directory to a folder on tmpfs"
         yield Finding("warning", f"{place} is on {kind}, not in memory", advice)
     yield from _leftovers(directory)
+
+
+def _needed(config: RunConfig, room: Room) -> Iterator[Finding]:
+    """Whether weights and samples of the run file fit."""
+    run = Path(config.runs_directory) / config.name
+    with suppress(EarlError, OSError):  # a run that cannot be opened is another part's to show
+        pool = run_store(run, config).pool
+        if pool.is_marked() and (own := pool.room_for_weights()) is not None:
+            room = room._replace(free=own)
+    try:
+        need = need_of(config)
+    except ConfigError as error:
+        yield refused(error)
+        return
+    findings = list(judged_room(need, room, config.dispatch.max_bytes))
+    text = f"two versions of the weights, {gib(need.weights)}, and {gib(need.samples)} of samples"
+    yield from findings or [Finding("good", f"{text} fit")]
 
 
 def _leftovers(directory: Path) -> Iterator[Finding]:

@@ -1,0 +1,60 @@
+"""What a run needs of the shared memory of its hosts, and whether it has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from earl_core.config import RunConfig
+from earl_core.pretrained.model_directory import published_bytes, read_model_shape
+from earl_core.selector.model.memory_model import gib
+from earl_core.system.finding import Finding
+from earl_core.system.shared_memory import VERSIONS, Need, Room, enlarge, shards_limit
+
+_TOKEN_BYTES = 13
+"""Of a token in the shards of rollout and advantage; see `trajectory.schema`."""
+_MORE_BYTES = 4
+"""Of a token in a further column of float32: reference or old log-probs."""
+
+
+def samples_bytes(episodes: int, tokens: int, columns: int = 0) -> int:
+    """Of so many episodes of so many tokens. columns: further ones, of log-probs."""
+    return episodes * tokens * (_TOKEN_BYTES + columns * _MORE_BYTES)
+
+
+def need_of(config: RunConfig) -> Need:
+    """What the run keeps, should every episode fill the context that engines are first built for.
+
+    Raises `ConfigError` for a model that is not there.
+    """
+    model, rollout = Path(config.model.path), config.rollout
+    positions = read_model_shape(model).max_positions
+    columns = int(config.needs_reference) + int(config.needs_old_logprobs)
+    tokens = min(rollout.max_model_len or positions, positions)
+    samples = samples_bytes(rollout.episodes_per_iteration, tokens, columns)
+    return Need(published_bytes(model, rollout.dtype), samples * config.checkpoint.every)
+
+
+def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:
+    """What speaks against a run that needs so much where weights have so much room. max_bytes:
+    `dispatch.max_bytes`."""
+    larger = enlarge(need.size)
+    limit = shards_limit(max_bytes, room.size, need.version)
+    weights = f"{VERSIONS} x {gib(need.version)}"
+    if need.weights > room.free:
+        text = f"two versions of the model's weights must fit, {weights}: {room}"
+        yield Finding("blocks", text, f"free some with `earl shards sweep`, or {larger}")
+    elif max_bytes is not None and need.weights + max_bytes > room.size:
+        text = (
+            f"dispatch.max_bytes is {gib(max_bytes)}, and two versions of the weights need "
+            f"{weights} beside it, but {room.place} has {gib(room.size)} in all"
+        )
+        yield Finding(
+            "blocks", text, f"lower it, or leave it out: it follows the size; or {larger}"
+        )
+    elif need.samples > limit:
+        text = (
+            f"shards may have {gib(limit)} beside the weights ({weights}) in {room.place}; should "
+            f"every episode fill its context they need {gib(need.samples)}"
+        )
+        yield Finding("warning", text, larger)

@@ -1,0 +1,100 @@
+"""What a run needs of shared memory, said with numbers before it starts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from earl_core.config import RunConfig, parse_config
+from earl_core.control.shared_memory_need import judged_room, need_of, samples_bytes
+from earl_core.pretrained.model_directory import published_bytes, read_model_shape
+from earl_core.system.shared_memory import Need, Room
+from earl_core.weights.publish import publish
+from flows.cli.checks.shared_memory import check_shared_memory
+from tests.config.test_config import with_
+from tests.engines.models import POSITIONS, make
+
+GIB = 2**30
+SEVEN_B = Need(version=15 * GIB, samples=GIB)
+
+
+def judged(need: Need, free: float, size: float, max_bytes: int | None = None) -> list[str]:
+    room = Room(Path("/dev/shm"), round(free * GIB), round(size * GIB))
+    return [
+        f"{each.level}: {each.text}: {each.advice}" for each in judged_room(need, room, max_bytes)
+    ]
+
+
+def test_the_default_takes_what_the_old_one_refused() -> None:
+    """8 GiB for all held no model above 2 B parameters; weights of 7 B and 72 B have their room."""
+    assert judged(SEVEN_B, 500, 500) == []
+    assert judged(Need(146 * GIB, 4 * GIB), 1000, 1000) == []
+
+
+def test_a_container_of_64_mb_is_refused_with_numbers() -> None:
+    (said,) = judged(SEVEN_B, 0.0625, 0.0625)
+    assert said.startswith(
+        "blocks: two versions of the model's weights must fit, 2 x 15.0 GiB: 0.06"
+    )
+    assert "--shm-size=32g" in said
+    assert "earl shards sweep" in said
+
+
+def test_samples_that_may_not_fit_are_a_warning() -> None:
+    (said,) = judged(Need(15 * GIB, 3 * GIB), 32, 32)
+    assert said.startswith("warning: shards may have 1.5 GiB beside the weights (2 x 15.0 GiB)")
+    assert "they need 3.0 GiB" in said
+    assert "size=34G" in said
+
+
+def test_a_number_is_checked_against_the_size() -> None:
+    assert judged(SEVEN_B, 40, 40, 10 * GIB) == []
+    (said,) = judged(SEVEN_B, 40, 40, 11 * GIB)
+    assert said.startswith(
+        "blocks: dispatch.max_bytes is 11.0 GiB, and two versions of the weights need 2 x 15.0 GiB "
+        "beside it, but /dev/shm has 40.0 GiB in all: lower it, or leave it out"
+    )
+
+
+def config(model: Path, tmp_path: Path, **changes: Any) -> RunConfig:
+    place = {"model": {"path": str(model)}, "dispatch": {"directory": str(tmp_path / "shm")}}
+    return parse_config(with_(**place, **changes))
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "llama_untied"])
+def test_the_need_is_that_of_what_is_published(kind: str, tmp_path: Path) -> None:
+    model = make(kind, tmp_path / "model")
+    for dtype in ("bfloat16", "float32"):
+        manifest = publish(dict(model.named_parameters()), tmp_path / "shm" / "run", 0, dtype)
+        tensors = sum(
+            math.prod(entry.shape) * (4 if dtype == "float32" else 2)
+            for entry in manifest.tensors.values()
+        )
+        assert published_bytes(tmp_path / "model", dtype) == tensors
+        assert 0 < manifest.bytes - tensors < 8192
+    made = config(tmp_path / "model", tmp_path, rollout__dtype="bfloat16", checkpoint__every=3)
+    need = need_of(made)
+    assert need.version == published_bytes(tmp_path / "model", "bfloat16")
+    episodes = made.rollout.episodes_per_iteration
+    assert need.samples == 3 * samples_bytes(episodes, POSITIONS)
+    # Without safetensors the shape tells, biases apart.
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert published_bytes(tmp_path / "model", "bfloat16") == pytest.approx(need.version, rel=0.01)
+    assert read_model_shape(tmp_path / "model").max_positions == POSITIONS
+
+
+def test_the_doctor_says_whether_the_run_file_fits(tmp_path: Path) -> None:
+    make("llama_tied", tmp_path / "model")
+    fits = config(tmp_path / "model", tmp_path)
+    texts = [finding.text for finding in check_shared_memory(fits)]
+    assert any(text.startswith("two versions of the weights, ") for text in texts)
+    dispatch = fits.dispatch.model_copy(update={"max_bytes": 2**60})
+    blocking = [
+        finding
+        for finding in check_shared_memory(fits.model_copy(update={"dispatch": dispatch}))
+        if finding.level == "blocks"
+    ]
+    assert "dispatch.max_bytes is" in blocking[0].text
