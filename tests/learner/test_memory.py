@@ -115,9 +115,9 @@ def test_parked_tensors_come_back_as_they_were_and_shared_ones_stay_shared() -> 
     views = [whole[1], whole.t()]
     alone = torch.full((5,), 2.0, dtype=torch.bfloat16)
     expected = [tensor.clone() for tensor in (whole, *views, alone)]
-    parking = memory.Parking()
-    assert parking.give([whole, *views, alone]) == 0  # there is nothing on a CUDA device
-    assert parking.give([whole, *views, alone], device_type="cpu") == 12 * 4 + 5 * 2
+    assert memory.Parking().give([whole, *views, alone]) == 0  # there is nothing on a CUDA device
+    parking = memory.Parking("cpu")
+    assert parking.give([whole, *views, alone]) == 12 * 4 + 5 * 2
     assert whole.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == 0
     parking.take()
     parking.take()
