@@ -96,7 +96,6 @@ class Parking:
                 here.copy_(there[inside], non_blocking=True)
             # Queued before it is given back, so that the next owner writes after the copy.
             storage.resize_(0)
-        self._memories[-(-sum(self._sizes) // _PARKED_BYTES) :] = []
         self._wait()
         if self._device_type == "cuda" and storages:
             # Other processes see what the allocator lets go of, not what it keeps for itself.
@@ -104,13 +103,15 @@ class Parking:
         return sum(self._sizes)
 
     def take(self) -> None:
-        """Take the memory again, and the bytes with it; nothing if none was given."""
+        """Take the memory again, and the bytes with it; nothing if none was given. Host memory that
+        this hand-over did not need goes."""
         for storage, pieces in self._pieces(0):
             storage.resize_(sum(here.numel() for _, here in pieces))
             there = _bytes_of(storage)
             for inside, here in pieces:
                 there[inside].copy_(here, non_blocking=True)
         self._wait()
+        self._memories[-(-sum(self._sizes) // _PARKED_BYTES) :] = []
         self._held.clear()
         self._sizes.clear()
 

@@ -10,6 +10,7 @@ from earl_core.learner import memory
 from earl_core.learner.model import LOGITS_PER_CHUNK
 from earl_core.selector.model.memory_model import LOGITS_AT_A_TIME
 from earl_core.system.memory import OutOfMemory, give_back_free_memory
+from earl_core.tensors.device_copies import host_memory
 
 
 def refuse_on_the_cpu() -> None:
@@ -125,3 +126,31 @@ def test_parked_tensors_come_back_as_they_were_and_shared_ones_stay_shared() -> 
         assert torch.equal(tensor, wanted)
     whole[1, 2] = 99.0
     assert views[0][2] == views[1][2, 1] == 99.0
+
+
+def test_parking_keeps_its_host_memory_for_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors larger than one host memory, and several in one, as often as they are handed over."""
+    monkeypatch.setattr(memory, "_PARKED_BYTES", 64)
+    made: list[torch.Tensor] = []
+
+    def counted(size: int, device: torch.device) -> torch.Tensor:
+        made.append(host_memory(size, device))
+        return made[-1]
+
+    monkeypatch.setattr(memory, "host_memory", counted)
+    tensors = [torch.empty(count) for count in (1, 40, 3, 17, 16)]
+    parking = memory.Parking("cpu")
+    for number in range(3):
+        for tensor in tensors:
+            tensor.copy_(torch.randn_like(tensor))
+        expected = [tensor.clone() for tensor in tensors]
+        assert parking.give(tensors[:2]) == 4 * 41
+        assert parking.give(tensors) == 4 * 77
+        assert parking.kept_bytes == 64 * 5
+        parking.take()
+        assert all(map(torch.equal, tensors, expected)), number
+    assert len(made) == 5
+    # A rank that holds less after its mesh has changed keeps no more than that.
+    assert parking.give(tensors[:1]) == 4
+    parking.take()
+    assert parking.kept_bytes == 64

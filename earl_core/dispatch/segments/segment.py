@@ -194,7 +194,6 @@ class WritableMappings:
             mapping = self._idle.pop((status.st_dev, status.st_ino), None)
         if mapping is not None:
             return mapping
-        self._drop_removed()
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             return WritableMapping(descriptor)
@@ -202,22 +201,17 @@ class WritableMappings:
             os.close(descriptor)
 
     def put_back(self, mapping: WritableMapping) -> None:
-        """Keep a mapping for the next use of its segment; the oldest one too many is unmapped."""
+        """Keep a mapping for the next use of its segment; the oldest one too many is unmapped, and
+        so is what others have removed: page-locked, it would keep its memory."""
         with self._lock:
             self._idle[mapping.inode] = mapping
             self._idle.move_to_end(mapping.inode)
-            oldest = self._idle.popitem(last=False)[1] if len(self._idle) > _MAX_IDLE else None
-        if oldest is not None:
-            oldest.close()
-
-    def _drop_removed(self) -> None:
-        """Unmap what other processes have removed: page-locked, it would keep its memory."""
-        with self._lock:
+            dropped = [self._idle.popitem(last=False)[1]] if len(self._idle) > _MAX_IDLE else []
             locked = {key for key, each in self._idle.items() if each.page_lock.held}
-            removed = locked & _nameless() if locked else set()
-            dropped = [self._idle.pop(key) for key in removed]
-        for mapping in dropped:
-            mapping.close()
+            if locked:
+                dropped += [self._idle.pop(key) for key in locked & _nameless()]
+        for each in dropped:
+            each.close()
 
     def forget_parent(self) -> None:
         """In a forked child: its own cache, without the lock that a thread may have held."""
