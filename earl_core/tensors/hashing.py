@@ -38,6 +38,10 @@ class TensorHashes:
 
         self._found[name] = self._threads.submit(hashed)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether this one was started."""
+        return name in self._found
+
     def results(self) -> dict[str, str]:
         """The hash of each tensor, in hex, once all are there."""
         return {name: each.result() for name, each in self._found.items()}

@@ -105,8 +105,8 @@ def write_shares(
     """Write this rank's parts into its host's file, cast to the file's dtypes, while parts that
     hosts lack are sent and received.
 
-    written(name, wait) is called for each tensor of which this rank is the only writer; its bytes
-    are there when `wait` returns. Collective where there are transfers. An error is raised when
+    written(name, wait) is called for each tensor of a device of which this rank is the only
+    writer; its bytes are there when `wait` returns. Collective where there are transfers. An error is raised when
     nothing is under way any more: the ranks that this one sends to would wait for it.
     """
     held = {each.name: each for each in slices}
@@ -119,7 +119,9 @@ def write_shares(
         name, part = own.popleft()
         try:
             write_part(view(memory, places[name]), held[name], part, download)
-            if written is not None and found.alone.get(name) == ranks.rank:
+            alone = found.alone.get(name) == ranks.rank
+            # What the host copies itself is not hashed meanwhile, because its cores are busy.
+            if written is not None and alone and not on_host(held[name].tensor):
                 written(name, download.so_far())
         except Exception as caught:
             error = caught
@@ -247,18 +249,20 @@ def digest_together(
 ) -> str:
     """`digest_of` all tensors of a host's file, of which its ranks read each a share, once.
 
-    hashes: has been given already what this rank alone has written. Collective; raises
+    hashes: may have been given already what this rank alone has written. Collective; raises
     `WeightsError`, on all ranks, when hosts have different bytes.
     """
     here = ranks.hosts[ranks.rank]
     loads = {rank: 0 for rank, host in enumerate(ranks.hosts) if host == here}
     sizes = {name: place.stop - place.start for name, place in places.items()}
-    for name, writer in shares.alone.items():
-        loads[writer] += sizes[name]
-    for name in sorted(places.keys() - shares.alone.keys(), key=lambda n: (-sizes[n], n)):
-        reader = min(loads, key=lambda rank: loads[rank])
+    readers = dict(shares.alone)
+    for name, reader in readers.items():
         loads[reader] += sizes[name]
-        if reader == ranks.rank:
+    for name in sorted(places.keys() - readers.keys(), key=lambda name: (-sizes[name], name)):
+        readers[name] = min(loads, key=lambda rank: loads[rank])
+        loads[readers[name]] += sizes[name]
+    for name, reader in readers.items():
+        if reader == ranks.rank and name not in hashes:
             hashes.start(name, view(memory, places[name]))
     found: dict[str, dict[str, str]] = {host: {} for host in ranks.hosts}
     for host, each in zip(ranks.hosts, ranks.gather_json(hashes.results()), strict=True):

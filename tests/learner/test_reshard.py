@@ -61,9 +61,12 @@ def test_state_that_only_others_have_is_made_where_theirs_is(there: str) -> None
     old.empty = nn.Parameter(torch.empty(0, 4))
     shell.empty = nn.Parameter(torch.empty(0, 4, device="meta"))
     mesh = replace(create_mesh(), device=torch.device("meta"))
-    described = {"empty": [["exp_avg", True, "bfloat16", there], ["step", False, "float32", there]]}
+    moment = ["exp_avg", True, "bfloat16", there, None]
+    described = {"empty": [moment, ["step", False, "float32", there, 3.0]]}
     with patch.object(Ranks, "from_first", lambda *_: described):
         state = move_state(old, {}, shell, mesh).state["empty"]
     assert {tensor.device.type for tensor in state.values()} == {there}
     assert state["exp_avg"].shape == (0, 4)
     assert state["exp_avg"].dtype == torch.bfloat16
+    assert state["step"].shape == ()
+    assert there == "meta" or state["step"].item() == 3.0

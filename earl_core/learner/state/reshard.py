@@ -31,12 +31,13 @@ State = dict[str, dict[str, torch.Tensor]]
 
 class _Entry(NamedTuple):
     """A tensor of a parameter's state. cut: whether like the parameter. dtype: its name in torch.
-    device: its type."""
+    device: its type. value: as nested lists, of what is not cut, which is alike on all ranks."""
 
     key: str
     cut: bool
     dtype: str
     device: str
+    value: Any
 
 
 @dataclass
@@ -121,7 +122,11 @@ class _Mover:
                 # mesh's device, or the host where the state is offloaded.
                 device = torch.device("cpu") if entry.device == "cpu" else self._device
                 dtype = getattr(torch, entry.dtype)
-                tensor = torch.empty(box.sizes, dtype=dtype, device=device)
+                tensor = (
+                    torch.empty(box.sizes, dtype=dtype, device=device)
+                    if entry.cut
+                    else torch.tensor(entry.value, dtype=dtype, device=device)
+                )
             if entry.cut:
                 part = self._move(name, tensor, tuple(self._before[name].shape))
                 if part is not tensor:
@@ -149,7 +154,8 @@ class _Mover:
             for key, tensor in sorted(entries.items()):
                 cut = tuple(tensor.shape) == self._slices[name].box.sizes
                 code = str(tensor.dtype).removeprefix("torch.")
-                entry = _Entry(key, cut, code, tensor.device.type)
+                value = None if cut else tensor.tolist()
+                entry = _Entry(key, cut, code, tensor.device.type, value)
                 described.setdefault(name, []).append(entry)
         return described
 
