@@ -90,13 +90,18 @@ class Parking:
         self._held += storages.values()
         first = len(self._sizes)
         self._sizes += [storage.nbytes() for storage in storages.values()]
-        for storage, pieces in self._pieces(first):
-            there = _bytes_of(storage)
-            for inside, here in pieces:
-                here.copy_(there[inside], non_blocking=True)
-            # Queued before it is given back, so that the next owner writes after the copy.
+        try:
+            for storage, pieces in self._pieces(first):
+                there = _bytes_of(storage)
+                for inside, here in pieces:
+                    here.copy_(there[inside], non_blocking=True)
+            # The memory may go to another stream, which does not know of the copies.
+            self._wait()
+        except BaseException:  # such as no host memory: these are where they were
+            del self._held[first:], self._sizes[first:]
+            raise
+        for storage in storages.values():
             storage.resize_(0)
-        self._wait()
         if self._device_type == "cuda" and storages:
             # Other processes see what the allocator lets go of, not what it keeps for itself.
             torch.cuda.empty_cache()
@@ -105,6 +110,8 @@ class Parking:
     def take(self) -> None:
         """Take the memory again, and the bytes with it; nothing if none was given. Host memory that
         this hand-over did not need goes."""
+        if not self._held:
+            return
         for storage, pieces in self._pieces(0):
             storage.resize_(sum(here.numel() for _, here in pieces))
             there = _bytes_of(storage)

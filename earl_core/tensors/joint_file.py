@@ -106,8 +106,9 @@ def write_shares(
     hosts lack are sent and received.
 
     written(name, wait) is called for each tensor of a device of which this rank is the only
-    writer; its bytes are there when `wait` returns. Collective where there are transfers. An error is raised when
-    nothing is under way any more: the ranks that this one sends to would wait for it.
+    writer; its bytes are there when `wait` returns. Collective where there are transfers. An error
+    is raised when nothing is under way any more: the ranks that this one sends to would wait for
+    it.
     """
     held = {each.name: each for each in slices}
     own = deque((name, part) for name, part in found.mine.items() if part.numel)

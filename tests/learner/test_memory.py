@@ -137,6 +137,9 @@ def test_parking_keeps_its_host_memory_for_the_next_time(monkeypatch: pytest.Mon
         made.append(host_memory(size, device))
         return made[-1]
 
+    def refused(size: int, device: torch.device) -> torch.Tensor:
+        raise MemoryError
+
     monkeypatch.setattr(memory, "host_memory", counted)
     tensors = [torch.empty(count) for count in (1, 40, 3, 17, 16)]
     parking = memory.Parking("cpu")
@@ -148,9 +151,17 @@ def test_parking_keeps_its_host_memory_for_the_next_time(monkeypatch: pytest.Mon
         assert parking.give(tensors) == 4 * 77
         assert parking.kept_bytes == 64 * 5
         parking.take()
+        parking.take()
         assert all(map(torch.equal, tensors, expected)), number
     assert len(made) == 5
     # A rank that holds less after its mesh has changed keeps no more than that.
     assert parking.give(tensors[:1]) == 4
     parking.take()
     assert parking.kept_bytes == 64
+    # What found no host memory is where it was, and stays there.
+    expected = [tensor.clone() for tensor in tensors]
+    monkeypatch.setattr(memory, "host_memory", refused)
+    with pytest.raises(MemoryError):
+        parking.give(tensors)
+    parking.take()
+    assert all(map(torch.equal, tensors, expected))
