@@ -15,21 +15,26 @@ _MOST_THREADS = 8  # more read memory no faster
 
 
 class TensorHashes:
-    """xxh3_128 of tensors, computed by as many threads as torch computes with.
+    """xxh3_128 of tensors, computed by half as many threads as torch computes with.
 
-    At the end of the context no tensor is read any more.
+    Where that is no more than one, what is on the host is hashed at once: threads would only take
+    turns. At the end of the context no tensor is read any more.
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(
-            min(_MOST_THREADS, torch.get_num_threads()), thread_name_prefix="hash"
-        )
+        count = min(_MOST_THREADS, torch.get_num_threads() // 2)
+        self._at_once = count <= 1
+        self._threads = ThreadPoolExecutor(max(1, count), thread_name_prefix="hash")
         self._found: dict[str, Future[str]] = {}
 
     def start(
         self, name: str, tensor: torch.Tensor, ready: Callable[[], None] | None = None
     ) -> None:
         """Hash the tensor as soon as `ready` has returned."""
+        if self._at_once and ready is None and on_host(tensor):
+            done = self._found[name] = Future()
+            done.set_result(tensor_hash(tensor))
+            return
 
         def hashed() -> str:
             if ready is not None:
