@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import xxhash
 
-from earl_core.tensors import device_copies
+from earl_core.tensors import device_copies, joint_file
 from earl_core.tensors.device_copies import Download, bytes_on_host, upload
-from earl_core.tensors.hashing import tensor_hash
+from earl_core.tensors.hashing import TensorHashes, tensor_hash
+from earl_core.weights.publish import publish
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +64,41 @@ def test_a_devices_bytes_are_hashed_as_the_hosts_are(size: int) -> None:
         state.update(piece.numpy().data)
     assert state.hexdigest() == tensor_hash(tensor)
     assert tensor_hash(tensor) == xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes())
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_a_publication_by_a_device_is_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Each tensor is hashed, once, when it is there, whatever computes meanwhile."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"{n}": torch.randn(n, 70, generator=generator) for n in range(1, 12)}
+    weights |= {"none": torch.empty(0), "count": torch.tensor(3)}
+    alone = publish(weights, tmp_path / "host", 1, "bfloat16")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(joint_file, "on_host", lambda tensor: False)
+    waited: list[str] = []
+    start = TensorHashes.start
+
+    def counted(self: TensorHashes, name: str, tensor: torch.Tensor, ready: Any = None) -> None:
+        if ready is not None:
+            waited.append(name)
+        start(self, name, tensor, ready)
+
+    monkeypatch.setattr(TensorHashes, "start", counted)
+    there = publish(weights, tmp_path / "device", 1, "bfloat16")
+    assert there.digest == alone.digest
+    assert sorted(waited) == sorted(weights.keys() - {"none"})
+    assert Path(there.files[0].path).read_bytes() == Path(alone.files[0].path).read_bytes()
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_a_tensor_is_hashed_once_it_is_ready(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    late, early = torch.zeros(500), torch.ones(3)
+    with TensorHashes() as hashes:
+        hashes.start("late", late, lambda: late.copy_(torch.arange(500.0)))
+        hashes.start("early", early)
+        assert "late" in hashes
+        found = hashes.results()
+    assert found == {"late": tensor_hash(torch.arange(500.0)), "early": tensor_hash(early)}
