@@ -5,8 +5,9 @@ Each way moves the same bytes of a sealed segment in shared memory to the GPU:
 - `pageable`: straight from the mapping, as the driver finds it;
 - `staged`: copied into a pinned buffer, then asynchronously on a side stream (what the update
   stage's feed does while it packs);
-- `registered`: the read-only mapping is registered once (cudaHostRegister, flag 0x08), then copied
-  asynchronously on a side stream without a copy on the host.
+- `registered`: the read-only mapping is page-locked once, as readers of published weights do it,
+  then copied asynchronously on a side stream without a copy on the host;
+- `link`: from one pinned buffer to the GPU, the most that is possible; nothing reaches the buffer.
 
 Then each is overlapped with matrix products, the way microbatches follow each other: `overlap` is
 the share of the shorter of the two that is hidden behind the longer, 1 where all of it is. Needs a
@@ -16,38 +17,23 @@ CUDA device; says so and exits with status 0 where there is none. Run it as
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.gpu.report import Row, parser, publish, shown
 from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool import SegmentPool
 
-READ_ONLY = 0x08  # cudaHostRegisterReadOnly
 LOCATIONS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 TITLE = "Host-to-device copies of a shard in shared memory"
-Row = dict[str, str | int | float | None]
-
-
-def options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    made.add_argument("--quick", action="store_true", help="64 MiB only, few repetitions")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
-    made.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
-    return made.parse_args()
 
 
 class Shard:
@@ -75,23 +61,15 @@ class Shard:
         self._mapped.close()
         self._pool.release(self._path)
 
-
-class Registration:
-    """The mapping registered with the driver, as once per process; `seconds` it took."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._address = tensor.data_ptr()
+    def page_lock(self) -> float:
+        """The seconds it took, once in a process. Raises RuntimeError where CUDA cannot."""
         began = time.perf_counter()
-        code = int(torch.cuda.cudart().cudaHostRegister(self._address, tensor.nbytes, READ_ONLY))
-        self.seconds = time.perf_counter() - began
-        if code != 0:
+        if not self._mapped.page_lock():
             raise RuntimeError(
-                f"cudaHostRegister of a read-only mapping failed with code {code}: this driver or "
-                "device cannot register read-only memory"
+                "page-locking a read-only mapping failed: this driver or device cannot register "
+                "read-only memory"
             )
-
-    def close(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self._address)
+        return time.perf_counter() - began
 
 
 @dataclass
@@ -104,7 +82,8 @@ class Way:
     once: float | None = None
 
 
-def ways(shard: Shard, device: torch.device, registration: Registration | None) -> list[Way]:
+def ways(shard: Shard, device: torch.device, once: float | None) -> list[Way]:
+    """Those of ordinary memory, or, of a shard that was page-locked in `once` seconds, that."""
     side, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     source = shard.tensor
     there = torch.empty(source.numel(), dtype=torch.uint8, device=device)
@@ -125,10 +104,17 @@ def ways(shard: Shard, device: torch.device, registration: Registration | None) 
         with torch.cuda.stream(side):
             there.copy_(source, non_blocking=True)
 
-    found = [Way("pageable", pageable, main), Way("staged", staged, side)]
-    if registration is not None:
-        found.append(Way("registered", registered, side, registration.seconds))
-    return found
+    def link() -> None:
+        with torch.cuda.stream(side):
+            there.copy_(pinned, non_blocking=True)
+
+    if once is not None:
+        return [Way("registered", registered, side, once)]
+    return [
+        Way("pageable", pageable, main),
+        Way("staged", staged, side),
+        Way("link", link, side),
+    ]
 
 
 def timed(work: Callable[[], None], repetitions: int) -> float:
@@ -165,19 +151,14 @@ class Compute:
 
 
 def measure(shard: Shard, device: torch.device, repetitions: int) -> list[Row]:
-    # Pageable is measured before the registration, which would make it registered.
+    # Pageable is measured before the mapping is page-locked, which ends with the mapping.
     rows = [row_of(way, shard, device, repetitions) for way in ways(shard, device, None)]
     try:
-        registration = Registration(shard.tensor)
+        once = shard.page_lock()
     except RuntimeError as error:
         rows.append({"way": "registered", "MiB": len(shard.tensor) >> 20, "note": str(error)})
         return rows
-    try:
-        way = ways(shard, device, registration)[-1]
-        rows.append(row_of(way, shard, device, repetitions))
-    finally:
-        registration.close()
-    return rows
+    return [*rows, *(row_of(way, shard, device, repetitions) for way in ways(shard, device, once))]
 
 
 def row_of(way: Way, shard: Shard, device: torch.device, repetitions: int) -> Row:
@@ -194,7 +175,7 @@ def row_of(way: Way, shard: Shard, device: torch.device, repetitions: int) -> Ro
     together = timed(both, repetitions)
     hidden = (copy + alone - together) / min(copy, alone)
     size = shard.tensor.nbytes
-    return {
+    row: Row = {
         "way": way.name,
         "MiB": size >> 20,
         "copy ms": copy * 1e3,
@@ -204,72 +185,43 @@ def row_of(way: Way, shard: Shard, device: torch.device, repetitions: int) -> Ro
         "overlap": min(1.0, max(0.0, hidden)),
         "once ms": None if way.once is None else way.once * 1e3,
     }
+    print("  ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)
+    return row
 
 
 def headline(rows: list[Row]) -> dict[str, float]:
     """The worst size's ratios."""
+    rates = {(row["way"], row["MiB"]): row.get("GB/s") for row in rows}
 
-    def ratio(name: str) -> float | None:
-        rates = {(row["way"], row["MiB"]): row.get("GB/s") for row in rows}
+    def ratio(name: str, base: str) -> float | None:
         found = [
-            float(rate) / float(rates["pageable", size])  # type: ignore[arg-type]
+            float(rate) / float(rates[base, size])  # type: ignore[arg-type]
             for (way, size), rate in rates.items()
             if way == name and rate is not None
         ]
         return min(found, default=None)
 
-    quoted = {f"{way}_over_pageable": ratio(way) for way in ("registered", "staged")}
+    quoted = {
+        f"{way}_over_{base}": ratio(way, base)
+        for way in ("registered", "staged")
+        for base in ("pageable", "link")
+    }
     for way in ("registered", "staged"):
         shares = [float(row["overlap"]) for row in rows if row["way"] == way and "overlap" in row]  # type: ignore[arg-type]
         quoted[f"{way}_overlap"] = min(shares, default=None)
     return {name: value for name, value in quoted.items() if value is not None}
 
 
-def publish(rows: list[Row], given: argparse.Namespace, notes: list[str]) -> None:
-    """Through the benchmarks' shared report where its packages are there, else plainly."""
-    numbers = headline(rows)
-    with suppress(ImportError):
-        from benchmarks.harness import Report
-        from benchmarks.harness import publish as shared
-
-        shared(Report("dispatch_pinned", TITLE, rows, numbers, notes), given)
-        return
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    for row in rows:
-        cells = (_shown(row.get(column)) for column in columns)
-        lines.append("| " + " | ".join(cells) + " |")
-    quoted = [f"**{name}: {_shown(value)}**  " for name, value in numbers.items()]
-    text = "\n".join([f"# {TITLE}", "", *quoted, "", *lines, "", *(f"- {note}" for note in notes)])
-    print(text)
-    if given.markdown:
-        given.markdown.parent.mkdir(parents=True, exist_ok=True)
-        given.markdown.write_text(text + "\n", encoding="utf-8")
-    if given.json:
-        machine: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-        content = {"machine": machine, "command": " ".join(sys.argv), "rows": rows}
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(
-            json.dumps({**content, "headline": numbers, "notes": notes}, indent=1) + "\n"
-        )
-
-
-def _shown(value: str | int | float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 def main() -> None:
-    given = options()
+    given = parser(__doc__ or "").parse_args()
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA device, and there is none here: nothing was measured.")
         return
     # Nothing writes through the tensors over the read-only mapping.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     device = torch.device("cuda")
-    sizes = [64] if given.quick else [16, 64, 256, 1024]
-    repetitions = 5 if given.quick else 20
+    sizes = [64] if given.quick or given.smoke else [16, 64, 256, 1024]
+    repetitions = 5 if given.quick or given.smoke else 20
     rows: list[Row] = []
     place = next(path for path in LOCATIONS if path.is_dir())
     with tempfile.TemporaryDirectory(dir=place, prefix="earl-benchmark-") as directory:
@@ -285,7 +237,7 @@ def main() -> None:
         "`once ms` is the registration, paid once per process and segment; `staged` includes the "
         "copy into the pinned buffer, which packing needs in any case.",
     ]
-    publish(rows, given, notes)
+    publish("dispatch_pinned", TITLE, rows, headline(rows), notes, given)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from earl_core.system.memory import (
     reset_peaks,
     resident_peak_bytes,
 )
+from earl_core.tensors.device_copies import host_memory, queued
 
 _ADVICE = (
     "lower update.max_tokens_per_microbatch, set update.activation_checkpointing, or give the "
@@ -54,40 +55,94 @@ def _give_back_what_is_scarce() -> None:
         give_back_free_memory()
 
 
+_PARKED_BYTES = 2**28
+"""Of one host memory: a power of two, to which torch rounds page-locked memory up."""
+
+
 class Parking:
     """Device memory of tensors, given back and taken again; their bytes wait in host memory.
 
     The tensors stay the objects they are, so that all who hold views of them hold them still; in
-    between they must not be used.
+    between they must not be used. Copies are queued piece by piece, and the host memory is kept for
+    the next time: page-locking it takes longer than a copy.
+
+    device_type: of the tensors that are meant.
     """
 
-    def __init__(self) -> None:
-        self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._device_type = device_type
+        self._held: list[torch.UntypedStorage] = []
+        self._sizes: list[int] = []
+        self._memories: list[torch.Tensor] = []
 
-    def give(self, tensors: Iterable[torch.Tensor], device_type: str = "cuda") -> int:
-        """Give the memory of those on such devices back; returns its bytes."""
+    @property
+    def kept_bytes(self) -> int:
+        """Host memory that is held, with bytes in it or for the next time."""
+        return sum(memory.numel() for memory in self._memories)
+
+    def give(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Give the memory of those on such devices back; returns its bytes, earlier ones too."""
         storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.device.type == device_type and storage.nbytes():
+            if storage.device.type == self._device_type and storage.nbytes():
                 storages[storage.data_ptr()] = storage
+        self._held += storages.values()
+        first = len(self._sizes)
+        self._sizes += [storage.nbytes() for storage in storages.values()]
+        try:
+            for storage, pieces in self._pieces(first):
+                there = _bytes_of(storage)
+                for inside, here in pieces:
+                    here.copy_(there[inside], non_blocking=True)
+            # The memory may go to another stream, which does not know of the copies.
+            self._wait()
+        except BaseException:  # such as no host memory: these are where they were
+            del self._held[first:], self._sizes[first:]
+            raise
         for storage in storages.values():
-            size, pinned = storage.nbytes(), device_type == "cuda"
-            waiting = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            waiting.copy_(_bytes_of(storage))
             storage.resize_(0)
-            self._held.append((storage, waiting))
-        if device_type == "cuda" and torch.cuda.is_available():
+        if self._device_type == "cuda" and storages:
             # Other processes see what the allocator lets go of, not what it keeps for itself.
             torch.cuda.empty_cache()
-        return sum(waiting.numel() for _, waiting in self._held)
+        return sum(self._sizes)
 
     def take(self) -> None:
-        """Take the memory again, and the bytes with it; nothing if none was given."""
-        while self._held:
-            storage, waiting = self._held.pop()
-            storage.resize_(waiting.numel())
-            _bytes_of(storage).copy_(waiting)
+        """Take the memory again, and the bytes with it; nothing if none was given. Host memory that
+        this hand-over did not need goes."""
+        if not self._held:
+            return
+        for storage, pieces in self._pieces(0):
+            storage.resize_(sum(here.numel() for _, here in pieces))
+            there = _bytes_of(storage)
+            for inside, here in pieces:
+                there[inside].copy_(here, non_blocking=True)
+        self._wait()
+        self._memories[-(-sum(self._sizes) // _PARKED_BYTES) :] = []
+        self._held.clear()
+        self._sizes.clear()
+
+    def _pieces(
+        self, first: int
+    ) -> Iterator[tuple[torch.UntypedStorage, list[tuple[slice, torch.Tensor]]]]:
+        """From that storage on: ranges of its bytes, and where in host memory each one waits."""
+        place = sum(self._sizes[:first])
+        for storage, size in zip(self._held[first:], self._sizes[first:], strict=True):
+            pieces, done = [], 0
+            while done < size:
+                number, start = divmod(place + done, _PARKED_BYTES)
+                if number == len(self._memories):
+                    self._memories.append(host_memory(_PARKED_BYTES, storage.device))
+                count = min(size - done, _PARKED_BYTES - start)
+                here = self._memories[number][start : start + count]
+                pieces.append((slice(done, done + count), here))
+                done += count
+            place += size
+            yield storage, pieces
+
+    def _wait(self) -> None:
+        for device in {storage.device for storage in self._held}:
+            queued(device)()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -48,10 +48,11 @@ from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
 from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.slices import slices_of
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
 from earl_core.weights.manifest import config_digest
-from earl_core.weights.publish import digest_of, publish
+from earl_core.weights.publish import publish
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.device_copies import Download, Wait, on_host
 from earl_core.tensors.errors import WeightsError
-from earl_core.tensors.safetensors_layout import DTYPE_CODES, TensorPlace, view
+from earl_core.tensors.hashing import TensorHashes, combine
+from earl_core.tensors.safetensors_layout import TensorPlace, view
 from earl_core.tensors.slices import Box, Slice, boxes_of_all, shares
 
 
@@ -34,10 +35,11 @@ class Transfer(NamedTuple):
 
 class Shares(NamedTuple):
     """mine: the part of each tensor that this rank writes. transfers: of all ranks, in one
-    order."""
+    order. alone: the rank of this host that writes all of a tensor, where one does."""
 
     mine: dict[str, Box]
     transfers: list[Transfer]
+    alone: dict[str, int]
 
 
 def own_shares(
@@ -59,6 +61,7 @@ def own_shares(
     every = list(dict.fromkeys(hosts))
     mine: dict[str, Box] = {}
     transfers: list[Transfer] = []
+    alone: dict[str, int] = {}
     for name, held in zip(names, boxes, strict=True):
         for host in every if writers is None else [writers[name]]:
             parts = shares(_nearest(held, hosts, host))
@@ -71,12 +74,15 @@ def own_shares(
                 )
             if host == hosts[ranks.rank]:
                 mine[name] = parts[ranks.rank]
+                sizes = [p.numel if at == host else 0 for p, at in zip(parts, hosts, strict=True)]
+                if wanted and max(sizes) == wanted:
+                    alone[name] = sizes.index(wanted)
             transfers += [
                 Transfer(name, part, rank, hosts.index(host))
                 for rank, part in enumerate(parts)
                 if hosts[rank] != host and part.numel
             ]
-    return Shares(mine, transfers)
+    return Shares(mine, transfers, alone)
 
 
 def _nearest(held: Sequence[Box], hosts: Sequence[str], host: str) -> list[Box]:
@@ -94,22 +100,30 @@ def write_shares(
     slices: Sequence[Slice],
     found: Shares,
     ranks: Ranks,
+    written: Callable[[str, Wait], None] | None = None,
 ) -> None:
     """Write this rank's parts into its host's file, cast to the file's dtypes, while parts that
     hosts lack are sent and received.
 
-    Collective where there are transfers. An error is raised when nothing is under way any more:
-    the ranks that this one sends to would wait for it.
+    written(name, wait) is called for each tensor of a device of which this rank is the only
+    writer; its bytes are there when `wait` returns. Collective where there are transfers. An error
+    is raised when nothing is under way any more: the ranks that this one sends to would wait for
+    it.
     """
     held = {each.name: each for each in slices}
     own = deque((name, part) for name, part in found.mine.items() if part.numel)
     error: Exception | None = None
+    download = Download()
 
     def write_next() -> None:
         nonlocal error
         name, part = own.popleft()
         try:
-            write_part(view(memory, places[name]), held[name], part)
+            write_part(view(memory, places[name]), held[name], part, download)
+            alone = found.alone.get(name) == ranks.rank
+            # What the host copies itself is not hashed meanwhile, because its cores are busy.
+            if written is not None and alone and not on_host(held[name].tensor):
+                written(name, download.so_far())
         except Exception as caught:
             error = caught
             own.clear()
@@ -119,13 +133,19 @@ def write_shares(
     )
     while own:
         write_next()
+    download.finish()
     if error is not None:
         raise error
 
 
-def write_part(whole: torch.Tensor, held: Slice, part: Box) -> None:
-    """Copy a part of what a rank holds to its place in the whole tensor, cast to its dtype."""
-    whole[part.index].copy_(held.tensor[part.within(held.box).index])
+def write_part(whole: torch.Tensor, held: Slice, part: Box, download: Download) -> None:
+    """Copy a part of what a rank holds to its place in the whole tensor, cast to its dtype; from a
+    device it is there when the download is."""
+    target, source = whole[part.index], held.tensor[part.within(held.box).index]
+    if on_host(source):
+        target.copy_(source)
+    else:
+        download.copy(target, source)
 
 
 _PIECE_BYTES = 4 << 20
@@ -204,7 +224,7 @@ class _Messages:
         if piece.source == self._ranks.rank:
             held = self._held[piece.name]
             part = held.tensor[piece.box.within(held.box).index]
-            return part.to("cpu", self._places[piece.name].dtype).contiguous()
+            return part.to(self._places[piece.name].dtype).cpu().contiguous()
         target = self._target(piece)
         return target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
 
@@ -221,34 +241,40 @@ class _Messages:
         return view(self._memory, self._places[piece.name])[piece.box.index]
 
 
-def digest_together(memory: memoryview, places: Mapping[str, TensorPlace], ranks: Ranks) -> str:
-    """`digest_of` all tensors of the file; each rank reads its share of them. Collective."""
-    loads = [0] * ranks.size
-    mine: dict[str, str] = {}
-    for name in sorted(places, key=lambda name: places[name].start - places[name].stop):
-        reader = loads.index(min(loads))
-        loads[reader] += places[name].stop - places[name].start
-        if reader == ranks.rank:
-            mine[name] = tensor_hash(view(memory, places[name]))
-    hashes = {name: value for each in ranks.gather_json(mine) for name, value in each.items()}
-    return combine(
-        {name: (place.dtype, place.shape, hashes[name]) for name, place in places.items()}
-    )
+def digest_together(
+    memory: memoryview,
+    places: Mapping[str, TensorPlace],
+    shares: Shares,
+    hashes: TensorHashes,
+    ranks: Ranks,
+) -> str:
+    """`digest_of` all tensors of a host's file, of which its ranks read each a share, once.
 
-
-def tensor_hash(tensor: torch.Tensor) -> str:
-    """xxh3_128 over a tensor's bytes, in hex."""
-    if not tensor.numel():
-        return xxhash.xxh3_128_hexdigest(b"")
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
-
-
-def combine(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], str]]) -> str:
-    """xxh3_128 over names, dtypes, shapes and hashes of tensors, by name; 32 hex digits."""
-    state = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        dtype, shape, value = tensors[name]
-        dimensions = ",".join(map(str, shape))
-        state.update(f"{name}|{DTYPE_CODES[dtype]}|{dimensions}|{value}|".encode())
-    return state.hexdigest()
+    hashes: may have been given already what this rank alone has written. Collective; raises
+    `WeightsError`, on all ranks, when hosts have different bytes.
+    """
+    here = ranks.hosts[ranks.rank]
+    loads = {rank: 0 for rank, host in enumerate(ranks.hosts) if host == here}
+    sizes = {name: place.stop - place.start for name, place in places.items()}
+    readers = dict(shares.alone)
+    for name, reader in readers.items():
+        loads[reader] += sizes[name]
+    for name in sorted(places.keys() - readers.keys(), key=lambda name: (-sizes[name], name)):
+        readers[name] = min(loads, key=lambda rank: loads[rank])
+        loads[readers[name]] += sizes[name]
+    for name, reader in readers.items():
+        if reader == ranks.rank and name not in hashes:
+            hashes.start(name, view(memory, places[name]))
+    found: dict[str, dict[str, str]] = {host: {} for host in ranks.hosts}
+    for host, each in zip(ranks.hosts, ranks.gather_json(hashes.results()), strict=True):
+        found[host] |= each
+    digests = {
+        combine({name: (place.dtype, place.shape, own[name]) for name, place in places.items()})
+        for own in found.values()
+    }
+    if len(digests) > 1:
+        raise WeightsError(
+            f"the hosts {', '.join(found)} have different bytes of the weights just written: "
+            "their memory or their network is at fault"
+        )
+    return digests.pop()

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,16 +109,25 @@ def open_file(path: Path, size: int | None = None) -> dict[str, torch.Tensor]:
         mapping = mmap.mmap(descriptor, found, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
+    return tensors_in(mapping, path)
+
+
+def tensors_in(mapping: mmap.mmap | memoryview, path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a mapped file of 8 bytes or more, not to be written where the mapping cannot
+    be. Raises `WeightsError` where it is damaged."""
+    found = len(mapping)
     length = int.from_bytes(mapping[:8], "little")
     if length > min(found - 8, _MAX_HEADER_BYTES):
         raise WeightsError(f"{path} is damaged: its header claims {length} bytes")
     try:
-        header = json.loads(mapping[8 : 8 + length])
+        header = json.loads(bytes(mapping[8 : 8 + length]))
         header.pop("__metadata__", None)
         places = {name: _place(entry, 8 + length, found) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is damaged: its header cannot be read ({error})") from error
-    return {name: view(mapping, place) for name, place in places.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return {name: view(mapping, place) for name, place in places.items()}
 
 
 def _open_leased(path: Path) -> int:

@@ -9,11 +9,15 @@ from types import MappingProxyType
 
 import torch
 
+from earl_core.dispatch.segments import page_lock
+from earl_core.dispatch.segments.leases import map_shared
+from earl_core.dispatch.segments.pool_directory import is_sealed
 from earl_core.pretrained.architecture import model_config
 from earl_core.tensors.errors import WeightsError
-from earl_core.tensors.safetensors_layout import DTYPE_CODES, open_file
+from earl_core.tensors.hashing import digest_of
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, open_file, tensors_in
 from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest, config_digest
-from earl_core.weights.publish import digest_of
+from earl_core.weights.seal import was_hashed
 
 
 def open_weights(
@@ -22,14 +26,16 @@ def open_weights(
     """Map every tensor of the manifest, without copying; tied names are included.
 
     Sizes, names, dtypes and shapes are always checked against the files, the bytes only with
-    `verify_digest`. Raises `WeightsError` with what differs. The tensors keep the mapping alive
-    and may be written to without changing the file (copy-on-write).
+    `verify_digest`, and only of files that were not hashed on this host when they were sealed.
+    Raises `WeightsError` with what differs. The tensors keep the mapping alive. They may be written
+    to without changing the file (copy-on-write), but for publications in a process that uses a GPU:
+    these are page-locked and read-only.
     """
     tensors: dict[str, torch.Tensor] = {}
     for index, file in enumerate(manifest.files):
         expected = {name: entry for name, entry in manifest.tensors.items() if entry.file == index}
         tensors.update(_open_file(file, expected))
-    if verify_digest:
+    if verify_digest and not _hashed_here(manifest):
         digest = digest_of(tensors)
         if digest != manifest.digest:
             raise WeightsError(
@@ -70,10 +76,25 @@ def manifest_from_directory(
     )
 
 
+def _hashed_here(manifest: WeightsManifest) -> bool:
+    """Asked while the files are mapped, so that they are those whose names are looked at."""
+    return all(was_hashed(Path(file.path), manifest.digest) for file in manifest.files)
+
+
+def _mapped(path: Path, size: int) -> dict[str, torch.Tensor]:
+    if is_sealed(path.name) and page_lock.cudart() is not None:
+        # Mapped once for all publications that use these pages; a private mapping would be copied
+        # by the lock.
+        shared = map_shared(path, size)
+        shared.page_lock()
+        return tensors_in(shared.memory, path)
+    return open_file(path, size)
+
+
 def _open_file(file: WeightFile, expected: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
     path = Path(file.path)
     try:
-        opened = open_file(path, file.bytes)
+        opened = _mapped(path, file.bytes)
     except OSError as error:
         raise WeightsError(
             f"the weights file {path} cannot be opened ({error.strerror}): publish the weights "

@@ -13,17 +13,14 @@ import torch
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.dispatch.segments.segment import Segment, writable_mappings
 from earl_core.tensors.collectives import Mesh, Ranks
+from earl_core.tensors.device_copies import Wait
 from earl_core.tensors.errors import WeightsError
-from earl_core.tensors.joint_file import (
-    combine,
-    digest_together,
-    own_shares,
-    tensor_hash,
-    write_shares,
-)
-from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, FileLayout, plan_layout
+from earl_core.tensors.hashing import TensorHashes
+from earl_core.tensors.joint_file import digest_together, own_shares, write_shares
+from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, FileLayout, plan_layout, view
 from earl_core.tensors.slices import local_part, slices_of
 from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest
+from earl_core.weights.seal import mark_hashed
 
 
 def publish(
@@ -44,7 +41,9 @@ def publish(
     mesh all its ranks call it, and all get the manifest; file and digest are those of one process.
     Where ranks are on several hosts, each host gets the whole file.
 
-    The file is a segment: the memory of a version that was released is used again. Nothing is
+    The file is a segment: the memory of a version that was released is used again. A GPU casts and
+    writes into it by itself. Each byte is hashed once a host, tensor by tensor while others are
+    written where one rank writes all of it; equal digests of all hosts are a condition. Nothing is
     visible before the file is whole; a version that is published again takes the old one's place. A
     full disk or shared memory is an `OSError` on all ranks, as is a directory that is no store.
     """
@@ -74,19 +73,6 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ValueError(f"{dtype!r} is not a floating-point dtype: use bfloat16 or float32")
     return resolved
-
-
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """xxh3_128 over names, dtypes, shapes and each tensor's own xxh3_128, in the order of names.
-
-    32 hex digits. Tensors are whole; see `digest_together` for many ranks.
-    """
-    return combine(
-        {
-            name: (tensor.dtype, tuple(tensor.shape), tensor_hash(tensor))
-            for name, tensor in tensors.items()
-        }
-    )
 
 
 def _plan(named_tensors: Mapping[str, torch.Tensor], target: torch.dtype) -> dict[str, Any]:
@@ -139,9 +125,15 @@ def _write_together(
         )
         unsealed = Path(ranks.gather_json(str(segment.path) if segment else "")[leader])
         memory = ranks.do(lambda: held.enter_context(_memory(segment, unsealed)))
-        ranks.do(lambda: write_shares(memory, layout.places, slices, parts, ranks))
-        digest = digest_together(memory, layout.places, ranks)
-        ranks.do(lambda: _seal(pool, segment, path) if segment else None)
+        # Before the memory goes, its readers do.
+        hashes = held.enter_context(TensorHashes())
+
+        def written(name: str, wait: Wait) -> None:
+            hashes.start(name, view(memory, layout.places[name]), wait)
+
+        ranks.do(lambda: write_shares(memory, layout.places, slices, parts, ranks, written))
+        digest = digest_together(memory, layout.places, parts, hashes, ranks)
+        ranks.do(lambda: _seal(pool, segment, path, digest) if segment else None)
     return digest
 
 
@@ -156,17 +148,20 @@ def _begin(pool: SegmentPool, layout: FileLayout) -> Segment:
 def _memory(segment: Segment | None, path: Path) -> Iterator[memoryview]:
     """The segment's memory, which the ranks that do not own it map by its path."""
     if segment is not None:
+        segment.page_lock()
         yield segment.memory
         return
     mapping = writable_mappings.take(path, path.lstat())
     try:
         mapping.populate()
+        mapping.page_lock.take()
         yield memoryview(mapping.memory)
     finally:
         writable_mappings.put_back(mapping)
 
 
-def _seal(pool: SegmentPool, segment: Segment, path: Path) -> None:
+def _seal(pool: SegmentPool, segment: Segment, path: Path, digest: str) -> None:
+    mark_hashed(segment.path, digest)
     if not pool.release(path):
         path.unlink()  # a version that is published again; who reads the old one keeps it
     segment.seal(path.name)

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from earl_core.learner.state.checkpoint import (
     write_training_state,
 )
 from earl_core.learner.state.reshard import move_state
+from earl_core.tensors import hashing
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import boxes_of_all, local_box, slices_of
 from earl_core.weights.manifest import WeightsManifest
@@ -140,7 +141,8 @@ def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
     host = mesh.hosts[mesh.rank] if mesh.hosts else ""
     memory = scratch / f"published-{target.name}-{host}"
     sent: list[int] = []
-    with patch.object(Ranks, "send", counting(sent)):
+    hashed: list[int] = []
+    with patch.object(Ranks, "send", counting(sent)), counting_hashes(hashed):
         manifest = publish(dict(model.named_parameters()), memory, 7, "bfloat16", mesh=mesh)
     for source in [scratch / f"{kind}-reference", *([target] if tied else [])]:
         empty = laid_out(policy(tied), mesh)
@@ -155,6 +157,8 @@ def check_files(mesh: UpdateMesh, scratch: Path, tied: bool) -> dict[str, Any]:
         "state": str(target),
         "digest": manifest.digest,
         "file": manifest.files[0].path,
+        "host": host,
+        "hashed": sum(hashed),
         "sent": sum(sent),
         "lacking": lacking(model, mesh),
     }
@@ -174,6 +178,19 @@ def counting(sent: list[int]) -> Callable[[Ranks, torch.Tensor, int], dist.Work]
         return send(self, tensor, to)
 
     return counted
+
+
+@contextlib.contextmanager
+def counting_hashes(hashed: list[int]) -> Iterator[None]:
+    """The bytes of each tensor that is hashed meanwhile."""
+    real = hashing.tensor_hash
+
+    def counted(tensor: torch.Tensor) -> str:
+        hashed.append(tensor.nbytes)
+        return real(tensor)
+
+    with patch.object(hashing, "tensor_hash", counted):
+        yield
 
 
 def lacking(model: nn.Module, mesh: UpdateMesh) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from earl_core.learner import memory
 from earl_core.system.memory import OutOfMemory, give_back_free_memory
+from earl_core.tensors.device_copies import host_memory
 
 
 def refuse_on_the_cpu() -> None:
@@ -109,9 +110,9 @@ def test_parked_tensors_come_back_as_they_were_and_shared_ones_stay_shared() -> 
     views = [whole[1], whole.t()]
     alone = torch.full((5,), 2.0, dtype=torch.bfloat16)
     expected = [tensor.clone() for tensor in (whole, *views, alone)]
-    parking = memory.Parking()
-    assert parking.give([whole, *views, alone]) == 0  # there is nothing on a CUDA device
-    assert parking.give([whole, *views, alone], device_type="cpu") == 12 * 4 + 5 * 2
+    assert memory.Parking().give([whole, *views, alone]) == 0  # there is nothing on a CUDA device
+    parking = memory.Parking("cpu")
+    assert parking.give([whole, *views, alone]) == 12 * 4 + 5 * 2
     assert whole.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == 0
     parking.take()
     parking.take()
@@ -119,3 +120,42 @@ def test_parked_tensors_come_back_as_they_were_and_shared_ones_stay_shared() -> 
         assert torch.equal(tensor, wanted)
     whole[1, 2] = 99.0
     assert views[0][2] == views[1][2, 1] == 99.0
+
+
+def test_parking_keeps_its_host_memory_for_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors larger than one host memory, and several in one, as often as they are handed over."""
+    monkeypatch.setattr(memory, "_PARKED_BYTES", 64)
+    made: list[torch.Tensor] = []
+
+    def counted(size: int, device: torch.device) -> torch.Tensor:
+        made.append(host_memory(size, device))
+        return made[-1]
+
+    def refused(size: int, device: torch.device) -> torch.Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(memory, "host_memory", counted)
+    tensors = [torch.empty(count) for count in (1, 40, 3, 17, 16)]
+    parking = memory.Parking("cpu")
+    for number in range(3):
+        for tensor in tensors:
+            tensor.copy_(torch.randn_like(tensor))
+        expected = [tensor.clone() for tensor in tensors]
+        assert parking.give(tensors[:2]) == 4 * 41
+        assert parking.give(tensors) == 4 * 77
+        assert parking.kept_bytes == 64 * 5
+        parking.take()
+        parking.take()
+        assert all(map(torch.equal, tensors, expected)), number
+    assert len(made) == 5
+    # A rank that holds less after its mesh has changed keeps no more than that.
+    assert parking.give(tensors[:1]) == 4
+    parking.take()
+    assert parking.kept_bytes == 64
+    # What found no host memory is where it was, and stays there.
+    expected = [tensor.clone() for tensor in tensors]
+    monkeypatch.setattr(memory, "host_memory", refused)
+    with pytest.raises(MemoryError):
+        parking.give(tensors)
+    parking.take()
+    assert all(map(torch.equal, tensors, expected))

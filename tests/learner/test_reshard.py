@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch import nn
 
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.state.reshard import move_state
+from earl_core.tensors.collectives import Ranks
 from tests.learner.cuts import meshes
 from tests.learner.slice_ranks import RANKS, policy, results
 
@@ -45,3 +50,23 @@ def test_another_model_is_refused_before_anything_moves() -> None:
         move_state(old, {}, shell.to("meta"), create_mesh())
     for name, parameter in old.named_parameters():
         assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("there", ["meta", "cpu"])
+def test_state_that_only_others_have_is_made_where_theirs_is(there: str) -> None:
+    """A rank with an empty part may have none; what it makes takes part in the exchange, which
+    another backend brings to a GPU than to the host, where offloaded state is. The meta device
+    stands for the GPU; rank 0's answer is given."""
+    old, shell = nn.Module(), nn.Module()
+    old.empty = nn.Parameter(torch.empty(0, 4))
+    shell.empty = nn.Parameter(torch.empty(0, 4, device="meta"))
+    mesh = replace(create_mesh(), device=torch.device("meta"))
+    moment = ["exp_avg", True, "bfloat16", there, None]
+    described = {"empty": [moment, ["step", False, "float32", there, 3.0]]}
+    with patch.object(Ranks, "from_first", lambda *_: described):
+        state = move_state(old, {}, shell, mesh).state["empty"]
+    assert {tensor.device.type for tensor in state.values()} == {there}
+    assert state["exp_avg"].shape == (0, 4)
+    assert state["exp_avg"].dtype == torch.bfloat16
+    assert state["step"].shape == ()
+    assert there == "meta" or state["step"].item() == 3.0

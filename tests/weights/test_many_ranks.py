@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from earl_core.tensors.safetensors_layout import open_file
 from tests.learner.slice_ranks import RANKS, references, results
 
 
@@ -26,3 +28,15 @@ def test_what_a_host_lacks_crosses_once(ranks: int) -> None:
     sent = {case: sum(each["files"][case]["sent"] for each in every) for case in every[0]["files"]}
     assert sent == {case: found["lacking"] for case, found in every[0]["files"].items()}
     assert any(sent.values())
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_byte_is_hashed_once_a_host(ranks: int) -> None:
+    every = results(ranks)
+    for case, found in every[0]["files"].items():
+        hosts: Counter[str] = Counter()
+        for each in every:
+            hosts[each["files"][case]["host"]] += each["files"][case]["hashed"]
+        opened = open_file(Path(found["file"]))
+        assert set(hosts.values()) == {sum(tensor.nbytes for tensor in opened.values())}, case
+        assert len(hosts) == (2 if "tied" in case else 1)

@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 
 from earl_core.dispatch import ShardStore
 from earl_core.tensors.errors import WeightsError
+from earl_core.tensors.hashing import digest_of
 from earl_core.weights.load import manifest_from_directory, match, open_weights, parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
-from earl_core.weights.publish import digest_of, publish
+from earl_core.weights.publish import publish
 from tests.engines.models import make
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from earl_core.dispatch.segments.page_lock import PageLock
 from earl_core.system.errors import EarlError
 
 _MAX_IDLE = 128  # mappings without a lease that stay cached; each costs two descriptors
@@ -43,9 +44,12 @@ class ShardMismatch(EarlError, OSError):
 class Mapped:
     """A file mapped read-only under a lease. Safe to inherit by a fork, whose lease stays ours."""
 
-    def __init__(self, memory: memoryview, source: weakref.ref[np.ndarray], path: Path) -> None:
+    def __init__(
+        self, memory: memoryview, source: weakref.ref[np.ndarray], path: Path, lock: PageLock
+    ) -> None:
         self._memory: memoryview | None = memory
         self._source = source
+        self._lock = lock
         self.path = path
         self.size = memory.nbytes
 
@@ -55,6 +59,10 @@ class Mapped:
         if self._memory is None:
             raise ValueError(f"the lease on {self.path} was given back; read it anew")
         return self._memory
+
+    def page_lock(self) -> bool:
+        """Have a GPU read the memory by itself; whether it can. Stays when the lease goes."""
+        return self._lock.take()
 
     def close(self) -> None:
         """Give the lease back. Raises `BufferError`, and keeps it, while a view is alive.
@@ -91,6 +99,7 @@ class _Entry:
         self.key = key
         self.descriptor = descriptor
         self.mapping = mapping
+        self.page_lock = PageLock(mapping, read_only=True)
         self.size = len(mapping)
         # Weak references, by id, to the arrays under the views: one dies with the last view of
         # its lease. (A reference to an array has no hash.)
@@ -102,6 +111,7 @@ class _Entry:
 
     def close(self) -> None:
         self.on_last_view = None
+        self.page_lock.release()
         self.mapping.close()
         os.close(self.descriptor)
 
@@ -152,7 +162,7 @@ class _MappingCache:
                     entry.unlock()
                 raise
             del source
-            return Mapped(memory, reference, path)
+            return Mapped(memory, reference, path, entry.page_lock)
 
     def _open(self, path: Path) -> _Entry:
         self._drop_idle(_MAX_IDLE - 1)

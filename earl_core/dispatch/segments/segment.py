@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from earl_core.dispatch.segments.page_lock import PageLock
 from earl_core.dispatch.segments.pool_directory import PoolDirectory, is_sealed
 
 POISON = 0xA5
@@ -54,6 +55,10 @@ class Segment:
         if self._memory is None:
             raise ValueError("the segment was sealed or abandoned; acquire another")
         return self._memory
+
+    def page_lock(self) -> bool:
+        """Have a GPU write the memory by itself; whether it can. Stays when the segment goes."""
+        return self._mapping is not None and self._mapping.page_lock.take()
 
     def seal(self, name: str) -> Path:
         """Publish the content under `name` and return its path; readers see it at once.
@@ -138,6 +143,7 @@ class WritableMapping:
         self.inode: Inode = (status.st_dev, status.st_ino)
         self.size = status.st_size
         self.memory = mmap.mmap(descriptor, self.size)
+        self.page_lock = PageLock(self.memory)
         self._populated = False
 
     def populate(self) -> None:
@@ -159,11 +165,13 @@ class WritableMapping:
 
         A hole, not a truncation: who wrongly looks at it reads zeros and is not killed.
         """
+        self.page_lock.release()  # locked pages would stay
         with contextlib.suppress(OSError):  # not every file system can
             self.memory.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Unmap; where a stale view is alive, the mapping goes with it."""
+        self.page_lock.release()
         with contextlib.suppress(BufferError):
             self.memory.close()
 
@@ -193,18 +201,33 @@ class WritableMappings:
             os.close(descriptor)
 
     def put_back(self, mapping: WritableMapping) -> None:
-        """Keep a mapping for the next use of its segment; the oldest one too many is unmapped."""
+        """Keep a mapping for the next use of its segment; the oldest one too many is unmapped, and
+        so is what others have removed: page-locked, it would keep its memory."""
         with self._lock:
             self._idle[mapping.inode] = mapping
             self._idle.move_to_end(mapping.inode)
-            oldest = self._idle.popitem(last=False)[1] if len(self._idle) > _MAX_IDLE else None
-        if oldest is not None:
-            oldest.close()
+            dropped = [self._idle.popitem(last=False)[1]] if len(self._idle) > _MAX_IDLE else []
+            locked = {key for key, each in self._idle.items() if each.page_lock.held}
+            if locked:
+                dropped += [self._idle.pop(key) for key in locked & _nameless()]
+        for each in dropped:
+            each.close()
 
     def forget_parent(self) -> None:
         """In a forked child: its own cache, without the lock that a thread may have held."""
         self._lock = threading.Lock()
         self._idle = OrderedDict()
+
+
+def _nameless() -> set[Inode]:
+    """The files that this process maps and that have no name any more."""
+    found = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(" (deleted)"):
+            _, _, _, device, inode, *_ = line.split()
+            major, minor = (int(part, 16) for part in device.split(":"))
+            found.add((os.makedev(major, minor), int(inode)))
+    return found
 
 
 writable_mappings = WritableMappings()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     from earl_core.learner.parallel.mesh import UpdateMesh
 
 State = dict[str, dict[str, torch.Tensor]]
+
+
+class _Entry(NamedTuple):
+    """A tensor of a parameter's state. cut: whether like the parameter. dtype: its name in torch.
+    device: its type. value: as nested lists, of what is not cut, which is alike on all ranks."""
+
+    key: str
+    cut: bool
+    dtype: str
+    device: str
+    value: Any
 
 
 @dataclass
@@ -84,8 +95,10 @@ class _Mover:
         self._held = dict(zip(names, boxes_of_all(old, names, ranks), strict=True))
         self._wanted = dict(zip(names, boxes_of_all(new, names, ranks), strict=True))
         self._state = state
+        self._device = mesh.device
         # A rank whose part of a parameter is empty may have no state for it.
-        self._entries: dict[str, list[tuple[str, bool, str]]] = ranks.from_first(self._describe)
+        described: dict[str, list[list[Any]]] = ranks.from_first(self._describe)
+        self._entries = {name: [_Entry(*e) for e in each] for name, each in described.items()}
         largest = max(parameter.nbytes for parameter in before.values())
         self._exchange = BoxExchange(mesh.group("world"), largest)
         self.moved = Moved()
@@ -102,11 +115,19 @@ class _Mover:
         del each, part
         entries = self._state.pop(name, {})
         box = self._held[name][self._rank]
-        for key, cut, code in self._entries.get(name, []):
-            tensor = entries.pop(key, None)
+        for entry in self._entries.get(name, []):
+            key, tensor = entry.key, entries.pop(entry.key, None)
             if tensor is None:
-                tensor = torch.empty(box.sizes, dtype=getattr(torch, code))
-            if cut:
+                # Where the others have theirs, because that decides which backend brings it: the
+                # mesh's device, or the host where the state is offloaded.
+                device = torch.device("cpu") if entry.device == "cpu" else self._device
+                dtype = getattr(torch, entry.dtype)
+                tensor = (
+                    torch.empty(box.sizes, dtype=dtype, device=device)
+                    if entry.cut
+                    else torch.tensor(entry.value, dtype=dtype, device=device)
+                )
+            if entry.cut:
                 part = self._move(name, tensor, tuple(self._before[name].shape))
                 if part is not tensor:
                     self._give_back(tensor, owned=False)
@@ -127,14 +148,15 @@ class _Mover:
             self._exchange.drop(tensor)
             storage.resize_(0)
 
-    def _describe(self) -> dict[str, list[tuple[str, bool, str]]]:
-        """For each name: key, whether it is cut like the parameter, dtype."""
-        described: dict[str, list[tuple[str, bool, str]]] = {}
+    def _describe(self) -> dict[str, list[_Entry]]:
+        described: dict[str, list[_Entry]] = {}
         for name, entries in self._state.items():
             for key, tensor in sorted(entries.items()):
                 cut = tuple(tensor.shape) == self._slices[name].box.sizes
                 code = str(tensor.dtype).removeprefix("torch.")
-                described.setdefault(name, []).append((key, cut, code))
+                value = None if cut else tensor.tolist()
+                entry = _Entry(key, cut, code, tensor.device.type, value)
+                described.setdefault(name, []).append(entry)
         return described
 
 

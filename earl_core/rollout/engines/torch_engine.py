@@ -29,6 +29,7 @@ from earl_core.rollout.engines.engine import (
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
 from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory
+from earl_core.tensors.device_copies import upload
 from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.publish import resolve_dtype
@@ -329,8 +330,7 @@ class TorchEngine(BaseEngine):
         pairs = self._matched(manifest, state)
         with self._lock:
             try:
-                for target, source in pairs:
-                    target.copy_(source)
+                upload(pairs)
             except Exception as error:
                 self._lost = f"loading policy version {manifest.policy_version} failed half-way"
                 if is_out_of_memory(error):

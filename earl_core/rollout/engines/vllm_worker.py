@@ -56,7 +56,11 @@ class PolicyWeights:
     reload_weights: Any
 
     def earl_load_weights(self, manifest_json: str) -> dict[str, Any]:
-        """Load the manifest's tensors; any exception leaves the engine's weights undefined."""
+        """Load the manifest's tensors; any exception leaves the engine's weights undefined.
+
+        vLLM's loaders cut a tensor before they copy it, so a rank reads its own slices; on a GPU
+        they lie in page-locked memory. The bytes are hashed only where their publisher has not.
+        """
         manifest = WeightsManifest.model_validate_json(manifest_json)
         weights = open_weights(manifest, verify_digest=True)
         model = self.model_runner.get_model()

@@ -1,0 +1,134 @@
+"""Copies between a device and the host's memory: queued in pieces, converted on the device.
+
+torch converts on the host whatever crosses, one tensor after the other and in ordinary memory.
+Here half the bytes of a bfloat16 publication cross, and the bus never waits for the host. Between
+tensors on the host they are the copies that torch makes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from earl_core.tensors.slices import BUCKET_BYTES
+
+Wait = Callable[[], None]
+_STRIDED_AHEAD = 2  # pieces that wait in memory of their own
+
+
+class Download:
+    """Copies into host memory, under way until `finish`.
+
+    Memory that is page-locked is written by the device itself. What is no range of the target goes
+    through page-locked memory of its own, and from there by the host.
+    """
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+        self._strided: deque[tuple[torch.Tensor, torch.Tensor, Wait]] = deque()
+
+    @torch.no_grad()
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy `source`, converted; both stay as they are until `finish`."""
+        self._devices.add(source.device)
+        for there, here in _pieces(target, source):
+            converted = here.to(there.dtype)
+            if there.is_contiguous():
+                there.copy_(converted, non_blocking=True)
+                continue
+            if len(self._strided) == _STRIDED_AHEAD:
+                self._finish_oldest()
+            waiting = host_memory(converted.nbytes, source.device)
+            waiting = waiting.view(converted.dtype).view(converted.shape)
+            waiting.copy_(converted, non_blocking=True)
+            self._strided.append((there, waiting, queued(source.device)))
+
+    def so_far(self) -> Wait:
+        """A function that waits, in any thread, for what was begun until now and is whole."""
+        waits = [queued(device) for device in self._devices]
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait
+
+    def finish(self) -> None:
+        """Wait for all."""
+        while self._strided:
+            self._finish_oldest()
+        self.so_far()()
+
+    def _finish_oldest(self) -> None:
+        target, waiting, wait = self._strided.popleft()
+        wait()
+        target.copy_(waiting)
+
+
+@torch.no_grad()
+def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy (target, source) each, converted on the target's device; all are there on return.
+
+    Page-locked sources are read by the device itself.
+    """
+    devices = set()
+    for target, source in pairs:
+        if not on_host(target) and source.dtype != target.dtype:
+            source = source.to(target.device, non_blocking=True)
+        target.copy_(source, non_blocking=True)
+        devices.add(target.device)
+    for device in devices:
+        queued(device)()
+
+
+def bytes_on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a device's tensor, uint8, piece by piece in one memory of this thread."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    room = getattr(_own, "room", None)
+    if room is None:
+        room = _own.room = host_memory(BUCKET_BYTES, tensor.device)
+    for piece in torch.split(flat, BUCKET_BYTES):
+        here = room[: piece.numel()]
+        here.copy_(piece, non_blocking=True)
+        queued(tensor.device)()
+        yield here
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host itself reads and writes the tensor."""
+    return tensor.device.type == "cpu"
+
+
+def host_memory(size: int, device: torch.device) -> torch.Tensor:
+    """So many bytes, uint8, that the device copies from and to by itself."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def queued(device: torch.device) -> Wait:
+    """A function that waits for what is queued on the device's current stream by now."""
+    if device.type != "cuda":
+        return _nothing
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+_own = threading.local()
+
+
+def _pieces(
+    target: torch.Tensor, source: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both cut along the first dimension, so that a piece has about `BUCKET_BYTES`."""
+    if target.nbytes <= BUCKET_BYTES:
+        yield target, source
+        return
+    rows = max(1, BUCKET_BYTES * len(target) // target.nbytes)
+    yield from zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+
+
+def _nothing() -> None:
+    pass
