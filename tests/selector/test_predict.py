@@ -86,13 +86,10 @@ def fallback(context: float) -> tuple[list[StageDeployment], NoFeasiblePlan]:
 
 def test_the_memory_fallback_on_a_cpu_begins_with_smaller_microbatches() -> None:
     seen, error = fallback(500.0)
-    sizes = [4096, 2048, 1024, 1024, 4096, 1024]
-    assert [item.max_tokens_per_microbatch for item in seen] == sizes
-    # The longest sample has 1,000 tokens; logits in smaller chunks come before checkpointing.
-    chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary, gpu=False)
-    assert [item.logits_chunk_tokens for item in seen] == [0] * 3 + [chunk] * 3
-    assert [item.activation_checkpointing for item in seen] == [False] * 4 + [True] * 2
-    assert not any(item.offload_optimizer for item in seen)
+    assert [item.max_tokens_per_microbatch for item in seen] == [4096, 2048, 1024, 1024]
+    # The longest sample has 1,000 tokens, and the policy wrote half of them: logits are few.
+    assert [item.activation_checkpointing for item in seen] == [False, False, False, True]
+    assert not any(item.logits_chunk_tokens or item.offload_optimizer for item in seen)
     nearest = error.nearest
     assert nearest is not None
     assert nearest.peak > nearest.budget
