@@ -96,7 +96,7 @@ def _positions_that_fit(width: int, device: torch.device) -> int:
     """Positions of a chunk by default; halved until a GPU's free memory holds two such chunks."""
     gpu = device.type == "cuda"
     most = positions_at_a_time(width, gpu=gpu)
-    if gpu and not torch.are_deterministic_algorithms_enabled():
+    if gpu and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
         reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + reserved - used
         while most > _FEWEST_POSITIONS and 2 * most * width * BYTES_PER_LOGIT > free:

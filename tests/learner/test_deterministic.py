@@ -12,6 +12,8 @@ import torch
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.test_policy_learner import make_learner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def trained(directory: Path) -> dict[str, torch.Tensor]:
     """Weights after an update in bf16 of samples that share a beginning."""

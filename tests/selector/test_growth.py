@@ -33,7 +33,7 @@ def test_growth_is_forecast_and_shrinking_is_not() -> None:
 
 def test_a_switch_comes_before_memory_runs_out() -> None:
     """The layout in use still fits what was seen, but not what the growth will bring."""
-    last = 11000.0
+    last = 10000.0
     steady = given(last, gpus=8, model="qwen2.5-7b", rollout={"max_model_len": None})
     plan = select(steady)
     growing = tuple(last * 1.1**step for step in range(-5, 1))

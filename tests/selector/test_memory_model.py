@@ -135,10 +135,10 @@ def test_update_on_a_cpu_by_hand() -> None:
     # Residual sums between layers are float32 also under autocast.
     lean = on_cpu(SMOL).training(layout._replace(activation_checkpointing=True), 1000, cpu)
     assert lean.activations == 2048 * (30 * 576 * 4 + 3.5 * long)
-    # 682 positions at a time; the head's gradient is summed apart.
-    assert memory.logits == 8 * 682 * 49152 + 4 * 49152 * 576
+    # 682 positions at a time, float32 twice; the head's gradients on their way.
+    assert memory.logits == 8 * 682 * 49152 + 20 * 49152 * 576
     few = on_cpu(SMOL).training(layout, 1000, cpu._replace(answered=0.25))
-    assert few.logits == 8 * 512 * 49152 + 4 * 49152 * 576
+    assert few.logits == 8 * 512 * 49152 + 7 * 49152 * 576
     assert (memory.weights, memory.optimizer) == (6 * SMOL.parameters, 8 * SMOL.parameters)
     # A model that only scores is held in float32 as well.
     scoring = on_cpu(SMOL).scoring(layout._replace(stage="reference"), 1000, cpu)

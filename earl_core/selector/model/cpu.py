@@ -87,6 +87,13 @@ class CpuMemoryModel(MemoryModel):
         wide = shape.query_size + shape.key_value_size
         return 26 * shape.hidden_size + 8 * wide + 4 * shape.feed_forward * value
 
+    def _logits(self, width: float, rows: float, several: bool, backward: bool) -> float:
+        """The head's gradient, in the dtype of its product and in float32. With several chunks this
+        is more than the learner takes, which adds them up in place; calibration brings it down."""
+        if not backward:
+            return 12 * rows * width
+        return 8 * rows * width + width * self.shape.hidden_size * (20 if several else 7)
+
     def _with_cache(self, fixed: Memory, candidate: StageDeployment, vllm: VllmConfig) -> Memory:
         runtime = _VLLM_BYTES * (1 + 2 / candidate.tensor_parallel)
         return fixed._replace(runtime=runtime, kv_cache=(vllm.kv_cache_gib or 2) * 2.0**30)

@@ -244,8 +244,11 @@ class MemoryModel:
     def _logits_of(self, candidate: StageDeployment, answers: float, backward: bool) -> float:
         width = self.shape.vocabulary / candidate.tensor_parallel
         usual = positions_at_a_time(width, gpu=not self.shared)
-        rows = min(answers, candidate.logits_chunk_tokens or usual)
-        # The gradient of the head's weight is summed in float32 over the chunks of a microbatch.
+        at_a_time = candidate.logits_chunk_tokens or usual
+        return self._logits(width, min(answers, at_a_time), answers > at_a_time, backward)
+
+    def _logits(self, width: float, rows: float, several: bool, backward: bool) -> float:
+        """A chunk, and the gradient of the head's weight, summed in float32 over a microbatch."""
         summed = 4 * width * self.shape.hidden_size if backward else 0.0
         return rows * width * BYTES_PER_LOGIT + summed
 
