@@ -136,33 +136,51 @@ def logprobs_of_trained(
     temperature: float,
     entropy: EntropyMode = "none",
     chunk_tokens: int | None = None,
-    vocabulary: VocabularyShard | None = None,
     float32_head: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (and entropies) of the trained tokens under softmax(logits / temperature).
 
-    Returns float32 [T'] and float32 [T'] or None. The head runs at the trained positions only,
-    in chunks of `chunk_tokens`, or of as many as give `LOGITS_PER_CHUNK` logits; with more than
-    one chunk each is recomputed in the backward pass, so memory holds one chunk whatever T' is.
-    vocabulary: this rank's part where the head is split over ranks; the result is the whole one.
-    float32_head: the logits are computed in float32 also under autocast.
+    Returns float32 [T'] and float32 [T'] or None. chunk_tokens, float32_head: see `Scoring`.
     """
-    decoder = decoder_of(model)
-    output = decoder(
-        input_ids=packed.tokens[None],
-        position_ids=packed.position_ids[None],
-        use_cache=False,
-        sample_boundaries=packed.boundaries,
-    )
-    hidden = output[0][0].index_select(0, packed.predictors)
-    head = head_of(model)
-    settings = packed.targets, temperature, entropy, chunk_tokens, vocabulary
-    if not float32_head:
-        return _score_in_chunks(head, hidden, *settings)
-    device = hidden.device.type
-    rounded = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    with torch.autocast(device, enabled=False):
-        return _score_in_chunks(Float32Head(head, rounded), hidden.float(), *settings)
+    scoring = Scoring(head_of(model), chunk_tokens=chunk_tokens, float32_head=float32_head)
+    return PolicyModule(model, scoring)(packed, temperature, entropy)  # type: ignore[no-any-return]
+
+
+class Scoring(nn.Module):
+    """A model's head and what is made of its logits, so that what wraps modules gathers the head
+    once, whatever the chunks.
+
+    The head runs at the trained positions only, in chunks of `chunk_tokens`, or of as many as give
+    `LOGITS_PER_CHUNK` logits; with more than one chunk each is recomputed in the backward pass, so
+    memory holds one chunk whatever T' is. vocabulary: this rank's part where the head is split over
+    ranks; the result is the whole one. float32_head: the logits are computed in float32 also where
+    the parameters are bf16.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        *,
+        chunk_tokens: int | None = None,
+        vocabulary: VocabularyShard | None = None,
+        float32_head: bool = False,
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.chunk_tokens = chunk_tokens
+        self.vocabulary = vocabulary
+        self.float32_head = float32_head
+
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: EntropyMode
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `logprobs_of_trained`. hidden [T', hidden]: at the trained positions."""
+        head: nn.Module | Float32Head = self.head
+        if self.float32_head:
+            head, hidden = Float32Head(self.head), hidden.float()
+        return _score_in_chunks(
+            head, hidden, targets, temperature, entropy, self.chunk_tokens, self.vocabulary
+        )
 
 
 def _score_in_chunks(
@@ -210,32 +228,22 @@ def _score_positions(
 
 
 class PolicyModule(nn.Module):
-    """`logprobs_of_trained` as a module, so that what wraps modules can wrap all of it."""
+    """A model and its scoring: log-probs of a microbatch's trained tokens."""
 
-    def __init__(
-        self,
-        causal_lm: PreTrainedModel,
-        *,
-        chunk_tokens: int | None = None,
-        vocabulary: VocabularyShard | None = None,
-        float32_head: bool = False,
-    ) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, scoring: Scoring) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.chunk_tokens = chunk_tokens
-        self.float32_head = float32_head
-        self.vocabulary = vocabulary
+        self.scoring = scoring
 
     def forward(
         self, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `logprobs_of_trained`."""
-        return logprobs_of_trained(
-            self.causal_lm,
-            packed,
-            temperature=temperature,
-            entropy=entropy,
-            chunk_tokens=self.chunk_tokens,
-            float32_head=self.float32_head,
-            vocabulary=self.vocabulary,
+        output = decoder_of(self.causal_lm)(
+            input_ids=packed.tokens[None],
+            position_ids=packed.position_ids[None],
+            use_cache=False,
+            sample_boundaries=packed.boundaries,
         )
+        hidden = output[0][0].index_select(0, packed.predictors)
+        return self.scoring(hidden, packed.targets, temperature, entropy)  # type: ignore[no-any-return]

@@ -17,8 +17,6 @@ from typing import cast
 import transformers.utils
 
 __all__ = [
-    "Accelerator",
-    "AcceleratorState",
     "AttentionInterface",
     "AutoModelForCausalLM",
     "GradientCheckpointingLayer",
@@ -52,8 +50,6 @@ def _unused_packages_hidden() -> Iterator[None]:
 
 
 with _unused_packages_hidden():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
     from transformers import (
         AttentionInterface,
         AutoModelForCausalLM,
