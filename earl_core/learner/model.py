@@ -143,7 +143,7 @@ def logprobs_of_trained(
     Returns float32 [T'] and float32 [T'] or None. chunk_tokens, float32_head: see `Scoring`.
     """
     scoring = Scoring(head_of(model), chunk_tokens=chunk_tokens, float32_head=float32_head)
-    return PolicyModule(model, scoring)(packed, temperature, entropy)  # type: ignore[no-any-return]
+    return PolicyModule(model, scoring)(packed, temperature, entropy)
 
 
 class Scoring(nn.Module):
@@ -246,4 +246,4 @@ class PolicyModule(nn.Module):
             sample_boundaries=packed.boundaries,
         )
         hidden = output[0][0].index_select(0, packed.predictors)
-        return self.scoring(hidden, packed.targets, temperature, entropy)  # type: ignore[no-any-return]
+        return self.scoring(hidden, packed.targets, temperature, entropy)
