@@ -11,21 +11,18 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from earl_core.config.model import ModelConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention
+from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.data.packing import PackedMicrobatch
+from earl_core.learner.few_layers import few_layers
 from earl_core.learner.head import EntropyMode, decoder_of, head_of
-from earl_core.learner.packing_check import check_packing, without_interface
+from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
-from earl_core.pretrained.architecture import model_config
 from earl_core.pretrained.float32_head import Float32Head
 from earl_core.pretrained.huggingface import (
-    AutoModelForCausalLM,
     GradientCheckpointingLayer,
     PreTrainedModel,
 )
-from earl_core.pretrained.model_directory import model_directory
 
 # Logits held at a time: 2**25 float32 numbers are 128 MiB. More are computed in chunks.
 LOGITS_PER_CHUNK = 2**25
@@ -59,42 +56,6 @@ class PackedTensors:
         )
 
 
-def load_policy(config: ModelConfig, *, activation_checkpointing: bool = False) -> PreTrainedModel:
-    """Load a causal language model for packed training, in float32, dropout off.
-
-    Raises ConfigError when it is missing or when its architecture cannot be trained packed.
-    """
-    path = model_directory(config)
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=model_config(path, config.trust_remote_code),
-            dtype=torch.float32,
-            attn_implementation=register_attention(),
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-        )
-    except KeyError as error:
-        if error.args != (ATTENTION_NAME,):
-            raise
-        raise without_interface(f"The model at {path}") from error
-    model = cast(PreTrainedModel, loaded)
-    _own_memory(model)
-    prepare_for_packing(model)
-    if activation_checkpointing:
-        checkpoint_activations(model)
-    return model
-
-
-def _own_memory(model: PreTrainedModel) -> None:
-    """Copy weights that are views of the mapped file: those could not be given back one by one
-    when the ranks are laid out anew or a device is left.
-    """
-    for parameter in model.parameters():
-        if not parameter.untyped_storage().resizable():
-            parameter.data = parameter.data.clone()
-
-
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep each layer's input only, and compute the rest again in the backward pass."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -107,7 +68,8 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
     head.
     """
     settle(model)
-    check_packing(model, decoder_of(model), head_of(model))
+    small = few_layers(model)
+    check_packing(small, decoder_of(small), head_of(small))
 
 
 def settle(model: PreTrainedModel) -> None:

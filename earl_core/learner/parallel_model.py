@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from earl_core.learner.few_layers import decoder_layers
 from earl_core.learner.head import decoder_of, head_of
 from earl_core.learner.model import PolicyModule, Scoring, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
@@ -105,7 +106,7 @@ def _shard(module: PolicyModule, mesh: UpdateMesh, mixed: bool) -> None:
     else:
         fully_shard(embedding, **options)
         fully_shard(scoring, **options, reshard_after_forward=False)
-    for layer in _layers(model):
+    for layer in decoder_layers(model):
         fully_shard(layer, **options)
     for norm in _last_norm(model):
         # A unit of its own, because FSDP2 keeps the buffer in which a unit's gradients are summed
@@ -142,12 +143,6 @@ def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
         chunk_tokens=scoring.chunk_tokens,
         float32_head=scoring.float32_head,
     )
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers; none are known where the model names none."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _last_norm(model: PreTrainedModel) -> list[nn.Module]:

@@ -21,11 +21,11 @@ from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
 from earl_core.learner.head import EntropyMode
+from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
-from earl_core.learner.model import load_policy
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
-from earl_core.learner.parallel_model import ParallelModel, parallelize
+from earl_core.learner.parallel_model import ParallelModel
 from earl_core.learner.state.checkpoint import read_training_state, write_training_state
 from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
 from earl_core.pretrained.huggingface import PreTrainedModel
@@ -76,16 +76,15 @@ class PolicyLearner:
         self.iterations = iterations
         self.seed = seed
         self._algorithm = Algorithm(algorithm)
-        loaded = load_policy(model, activation_checkpointing=update.activation_checkpointing)
-        self.tokenizer = load_tokenizer(model)
-        self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
-        parallel = parallelize(
-            loaded,
+        parallel = load_policy(
+            model,
             mesh,
+            activation_checkpointing=update.activation_checkpointing,
             mixed=update.precision == "bf16",
             chunk_tokens=logits_chunk_tokens,
-            float32_head=model.float32_head,
         )
+        self.tokenizer = load_tokenizer(model)
+        self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
         self.adopt(parallel, {})
 
     def adopt(

@@ -26,6 +26,7 @@ __all__ = [
     "PreTrainedTokenizerBase",
     "PreTrainedTokenizerFast",
     "custom_object_save",
+    "init_empty_weights",
 ]
 
 _QUESTIONS = ("is_scipy_available", "is_sklearn_available")
@@ -50,6 +51,7 @@ def _unused_packages_hidden() -> Iterator[None]:
 
 
 with _unused_packages_hidden():
+    from accelerate import init_empty_weights
     from transformers import (
         AttentionInterface,
         AutoModelForCausalLM,

@@ -11,7 +11,9 @@ from earl_core.config import ConfigError, parse_config
 from earl_core.config.model import ModelConfig
 from earl_core.learner.data.packing import pack
 from earl_core.learner.head import decoder_of
-from earl_core.learner.model import PackedTensors, load_policy, logprobs_of_trained
+from earl_core.learner.loading import load_policy
+from earl_core.learner.model import PackedTensors, logprobs_of_trained
+from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.pretrained.architecture import model_config
 from earl_core.pretrained.float32_head import Float32Head
 from earl_core.rollout.engines.torch_engine import TorchEngine
@@ -24,7 +26,9 @@ from tests.learner.helpers import random_samples, save_model
 
 
 def test_only_the_head_is_in_float32_and_gradients_flow(tmp_path: Path) -> None:
-    model = load_policy(ModelConfig(path=str(save_model("llama", tmp_path)))).bfloat16()
+    model = load_policy(
+        ModelConfig(path=str(save_model("llama", tmp_path))), create_mesh()
+    ).model.bfloat16()
     packed = PackedTensors.from_microbatch(pack(random_samples(4), range(4)))
     found, _ = logprobs_of_trained(model, packed, temperature=0.8, float32_head=True)
     chunked, _ = logprobs_of_trained(
