@@ -1,8 +1,9 @@
 """Loading a policy on a mesh: each rank reads its own parts of the files.
 
 transformers opens the files, with the names and layouts that a family has, and gives views of the
-mapped bytes. The model that trains is made on the meta device and laid out, and each of its parts
-is copied out of such a view, so that a rank's own memory never holds more than its parts.
+mapped bytes; only what it has to convert, such as experts that it joins, is memory of the rank.
+The model that trains is made on the meta device and laid out, and each of its parts is copied out
+of such a view, so that otherwise a rank's own memory never holds more than its parts.
 """
 
 from __future__ import annotations
