@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from earl_core.learner.loading import load_policy
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import ParallelModel
 from earl_core.selector.model.catalogue import MODELS
-from earl_core.system.memory import private_peak_bytes, reset_peaks
 from earl_core.tensors.safetensors_layout import plan_layout
 from earl_core.tensors.slices import local_box, local_part
 from earl_core.weights.load import parameters_of
@@ -78,13 +78,40 @@ def expected(places: torch.Tensor) -> torch.Tensor:
     return places.remainder(PRIME).to(torch.bfloat16)
 
 
-def took(parallel: ParallelModel, before: int) -> dict[str, Any]:
-    """Bytes of the parts, of the largest tensor in float32, and of private memory at the peak."""
-    parameters = list(parallel.model.parameters())
+class Anonymous:
+    """The most anonymous memory of this process inside the context, beyond that before, bytes:
+    what a look every few milliseconds sees. Pages of mapped files, which the kernel may drop, are
+    not in it.
+    """
+
+    def __enter__(self) -> Anonymous:
+        gc.collect()
+        self._before = self.most = _anonymous_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.most -= self._before
+
+    def _look(self) -> None:
+        while not self._over.wait(0.005):
+            self.most = max(self.most, _anonymous_bytes())
+
+
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+def took(parallel: ParallelModel, memory: Anonymous) -> dict[str, Any]:
+    """Bytes of the parts, and of memory at the peak."""
     return {
-        "parts": sum(local_part(each).nbytes for each in parameters),
-        "largest": max(4 * each.numel() for each in parameters),
-        "private": private_peak_bytes([os.getpid()]) - before,
+        "parts": sum(local_part(each).nbytes for each in parallel.model.parameters()),
+        "anonymous": memory.most,
     }
 
 
@@ -92,11 +119,9 @@ def load_sharded(scratch: Path) -> dict[str, Any]:
     """Load a rank's parts, check some of them, and say what it took."""
     torch.set_num_threads(1)
     mesh = create_mesh(mesh_of(1, int(os.environ["WORLD_SIZE"]), 1, 1))
-    gc.collect()
-    reset_peaks([os.getpid()])
-    before = private_peak_bytes([os.getpid()])
-    parallel = load_policy(ModelConfig(path=str(scratch.parent / "model")), mesh, mixed=True)
-    found = took(parallel, before)
+    with Anonymous() as memory:
+        parallel = load_policy(ModelConfig(path=str(scratch.parent / "model")), mesh, mixed=True)
+    found = took(parallel, memory)
     for parameter in parallel.model.parameters():
         box, part = local_box(parameter), local_part(parameter)
         width = parameter.numel() // parameter.shape[0]
@@ -119,7 +144,6 @@ def load_the_largest(scratch: Path) -> dict[str, Any]:
     dist.init_process_group("fake", rank=77, world_size=128)
     mesh = UpdateMesh(mesh_of(1, 128, 1, 1), 77, torch.device("cpu"))
     mesh._connect()
-    reset_peaks([os.getpid()])
-    before = private_peak_bytes([os.getpid()])
-    parallel = load_policy(ModelConfig(path=str(scratch / "model")), mesh, mixed=True)
-    return took(parallel, before)
+    with Anonymous() as memory:
+        parallel = load_policy(ModelConfig(path=str(scratch / "model")), mesh, mixed=True)
+    return took(parallel, memory)
