@@ -43,7 +43,8 @@ from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample, pack
-from earl_core.learner.model import PackedTensors, load_policy, logprobs_of_trained
+from earl_core.learner.loading import load_policy
+from earl_core.learner.model import PackedTensors, logprobs_of_trained
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 
@@ -159,7 +160,7 @@ def model_rows(shape: Shape, directory: Path, device: torch.device, *, smoke: bo
         directory, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
     plain.eval()
-    ours = load_policy(ModelConfig(path=str(directory))).to(device)  # type: ignore[arg-type]
+    ours = load_policy(ModelConfig(path=str(directory)), create_mesh()).model.to(device)  # type: ignore[arg-type]
     rows: list[Row] = []
     for name, samples in packs(shape.vocabulary, smoke=smoke).items():
         reference = alone(plain, samples, bf16=False)

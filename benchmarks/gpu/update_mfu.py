@@ -1,7 +1,7 @@
 """Model FLOPs utilisation of the update on one GPU, from 4K to 32K tokens of context.
 
 Random models in the shapes of known ones are updated by the `PolicyLearner`, as in a run: bf16
-autocast over float32 weights, packed samples with variable-length attention, log-probs of the
+copies of float32 weights compute, packed samples with variable-length attention, log-probs of the
 trained tokens, policy loss, gradient clipping and one AdamW step for all microbatches. Each cell is
 the median of several updates, from the call to the idle device, after one that warms up (and
 compiles). `MFU` is the model's FLOPs (printed with the table) over time and over the GPU's

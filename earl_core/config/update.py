@@ -13,7 +13,8 @@ class UpdateConfig(Settings):
     """How the policy is updated from one iteration's episodes."""
 
     precision: Literal["bf16", "fp32"] = Field(
-        default="bf16", description="bf16: fp32 master weights under bf16 autocast."
+        default="bf16",
+        description="bf16: fp32 master weights and sums of gradients, bf16 copies that compute.",
     )
     learning_rate: float = Field(
         default=1e-6, gt=0, description="AdamW's step size after the warm-up; 1e-6 suits 1B and up."

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
 
-from earl_core.config.model import ModelConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention
+from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.data.packing import PackedMicrobatch
+from earl_core.learner.few_layers import few_layers
 from earl_core.learner.head import EntropyMode, decoder_of, head_of
-from earl_core.learner.packing_check import check_packing, without_interface
+from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.token_logprobs import HeadScore
-from earl_core.pretrained.architecture import model_config
 from earl_core.pretrained.huggingface import (
-    AutoModelForCausalLM,
     GradientCheckpointingLayer,
     PreTrainedModel,
 )
-from earl_core.pretrained.model_directory import model_directory
 
 
 @dataclass(frozen=True)
@@ -53,42 +49,6 @@ class PackedTensors:
         )
 
 
-def load_policy(config: ModelConfig, *, activation_checkpointing: bool = False) -> PreTrainedModel:
-    """Load a causal language model for packed training, in float32, dropout off.
-
-    Raises ConfigError when it is missing or when its architecture cannot be trained packed.
-    """
-    path = model_directory(config)
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=model_config(path, config.trust_remote_code),
-            dtype=torch.float32,
-            attn_implementation=register_attention(),
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-        )
-    except KeyError as error:
-        if error.args != (ATTENTION_NAME,):
-            raise
-        raise without_interface(f"The model at {path}") from error
-    model = cast(PreTrainedModel, loaded)
-    _own_memory(model)
-    prepare_for_packing(model)
-    if activation_checkpointing:
-        checkpoint_activations(model)
-    return model
-
-
-def _own_memory(model: PreTrainedModel) -> None:
-    """Copy weights that are views of the mapped file: those could not be given back one by one
-    when the ranks are laid out anew or a device is left.
-    """
-    for parameter in model.parameters():
-        if not parameter.untyped_storage().resizable():
-            parameter.data = parameter.data.clone()
-
-
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep each layer's input only, and compute the rest again in the backward pass."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -101,7 +61,8 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
     head.
     """
     settle(model)
-    check_packing(model, decoder_of(model), head_of(model))
+    small = few_layers(model)
+    check_packing(small, decoder_of(small), head_of(small))
 
 
 def settle(model: PreTrainedModel) -> None:
@@ -130,7 +91,6 @@ def logprobs_of_trained(
     temperature: float,
     entropy: EntropyMode = "none",
     chunk_tokens: int | None = None,
-    vocabulary: VocabularyShard | None = None,
     float32_head: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (and entropies) of the trained tokens under softmax(logits / temperature).
@@ -138,44 +98,59 @@ def logprobs_of_trained(
     Returns float32 [T'] and float32 [T'] or None. The head runs at the trained positions only, in
     chunks, so that memory holds one chunk whatever T' is; see `HeadScore` for the settings.
     """
-    decoder = decoder_of(model)
-    output = decoder(
-        input_ids=packed.tokens[None],
-        position_ids=packed.position_ids[None],
-        use_cache=False,
-        sample_boundaries=packed.boundaries,
-    )
-    score = HeadScore(temperature, entropy, chunk_tokens, vocabulary, float32_head)
-    return score(head_of(model), output[0][0], packed.predictors, packed.targets)
+    scoring = Scoring(head_of(model), chunk_tokens=chunk_tokens, float32_head=float32_head)
+    return PolicyModule(model, scoring)(packed, temperature, entropy)
 
 
-class PolicyModule(nn.Module):
-    """`logprobs_of_trained` as a module, so that what wraps modules can wrap all of it."""
+class Scoring(nn.Module):
+    """A model's head and what is made of its logits, so that what wraps modules gathers the head
+    once, whatever the chunks. See `HeadScore` for the settings.
+    """
 
     def __init__(
         self,
-        causal_lm: PreTrainedModel,
+        head: nn.Module,
         *,
         chunk_tokens: int | None = None,
         vocabulary: VocabularyShard | None = None,
         float32_head: bool = False,
     ) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.head = head
         self.chunk_tokens = chunk_tokens
-        self.float32_head = float32_head
         self.vocabulary = vocabulary
+        self.float32_head = float32_head
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        packed: PackedTensors,
+        temperature: float,
+        entropy: EntropyMode,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `logprobs_of_trained`. states: [T, hidden], of all positions."""
+        score = HeadScore(
+            temperature, entropy, self.chunk_tokens, self.vocabulary, self.float32_head
+        )
+        return score(self.head, states, packed.predictors, packed.targets)
+
+
+class PolicyModule(nn.Module):
+    """A model and its scoring: log-probs of a microbatch's trained tokens."""
+
+    def __init__(self, causal_lm: PreTrainedModel, scoring: Scoring) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.scoring = scoring
 
     def forward(
         self, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `logprobs_of_trained`."""
-        return logprobs_of_trained(
-            self.causal_lm,
-            packed,
-            temperature=temperature,
-            entropy=entropy,
-            chunk_tokens=self.chunk_tokens,
-            float32_head=self.float32_head,
-            vocabulary=self.vocabulary,
+        output = decoder_of(self.causal_lm)(
+            input_ids=packed.tokens[None],
+            position_ids=packed.position_ids[None],
+            use_cache=False,
+            sample_boundaries=packed.boundaries,
         )
+        return self.scoring(output[0][0], packed, temperature, entropy)

@@ -1,22 +1,29 @@
 """A policy on a mesh: split over tensor ranks, then sharded with FSDP2.
 
-Tensor parallelism first, which cuts matrices, then `fully_shard` of each decoder layer and of the
-rest over the shard and context ranks: each gathers a layer's parameters when it computes it, and
-the gradients are summed where the parts live. With nothing to split or shard a model stays what it
-was, and no process group is asked for anything.
+Tensor parallelism first, which cuts matrices, then `fully_shard` over the shard and context ranks
+of the embedding, of each decoder layer, of the last norm, of the output layer, and of the rest:
+each gathers a unit's parameters when it computes it, and the gradients are summed where the parts
+live.
+
+Mixed precision is FSDP2's: what is gathered is bf16, the parts and the sums of gradients are
+float32, and nothing is cast but the parameters. A copy lives no longer than its unit computes. A
+model that nobody shares is therefore wrapped too, over a mesh of one rank, which communicates
+nothing; in float32 it stays what it was, and no process group is asked for anything.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from earl_core.learner.model import PolicyModule, checkpoint_activations, settle
+from earl_core.learner.few_layers import decoder_layers
+from earl_core.learner.head import decoder_of, head_of
+from earl_core.learner.model import PolicyModule, Scoring, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
 from earl_core.pretrained.huggingface import PreTrainedModel
@@ -27,15 +34,19 @@ class ParallelModel:
     """A causal language model on one rank of a mesh.
 
     model: its parameters are plain tensors or DTensors, under their usual names. module: scores
-    packs with it (`PolicyModule`); call it and nothing below it.
+    packs with it (`PolicyModule`); call it and nothing below it. mixed: it computes in bf16.
     """
 
     model: PreTrainedModel
     module: PolicyModule
     mesh: UpdateMesh
+    mixed: bool
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Call it before each microbatch: copies of the model exchange sums in the last only."""
+        """Call it before each microbatch: copies of the model exchange sums in the last only.
+
+        Shards exchange theirs in each, because sums of whole gradients would have to be kept.
+        """
         if isinstance(self.module, FSDPModule) and self.mesh.deployment.replicas > 1:
             self.module.set_requires_all_reduce(last)
 
@@ -51,36 +62,65 @@ def parallelize(
     model: PreTrainedModel,
     mesh: UpdateMesh,
     *,
+    mixed: bool = False,
     chunk_tokens: int | None = None,
     float32_head: bool = False,
 ) -> ParallelModel:
     """Lay a model out in place on the mesh's device.
 
     The model may be on the meta device and stays there; else every rank has the same whole
-    weights, of which it keeps its parts. chunk_tokens, float32_head: as in
-    `logprobs_of_trained`.
+    float32 weights, of which it keeps its parts. mixed: bf16 copies compute. chunk_tokens,
+    float32_head: as in `Scoring`.
 
     Raises ConfigError, with the degrees that work, when it cannot be split so often.
     """
     vocabulary = None
     if mesh.deployment.tensor_parallel > 1:
         vocabulary = split_over_ranks(model, mesh.submesh("tensor_parallel"))
-    module = PolicyModule(
-        model, chunk_tokens=chunk_tokens, vocabulary=vocabulary, float32_head=float32_head
+    scoring = Scoring(
+        head_of(model),
+        chunk_tokens=chunk_tokens,
+        vocabulary=vocabulary,
+        float32_head=float32_head,
     )
-    if mesh.group("parameters") is not None:
-        parameters = mesh.parameter_mesh
-        for layer in _layers(model):
-            fully_shard(layer, mesh=parameters)
-        fully_shard(module, mesh=parameters)
-        for part in cast(nn.Module, module).modules():
-            if isinstance(part, FSDPModule):
-                # The loss has the denominators of the whole minibatch: gradients are sums.
-                part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)
+    module = PolicyModule(model, scoring)
+    if mixed or mesh.group("parameters") is not None:
+        _shard(module, mesh, mixed)
     elif not next(model.parameters()).is_meta:
         module.to(mesh.device)
-    return ParallelModel(model, module, mesh)
+    return ParallelModel(model, module, mesh, mixed)
+
+
+def _shard(module: PolicyModule, mesh: UpdateMesh, mixed: bool) -> None:
+    """Wrap the model's units in place."""
+    options: dict[str, Any] = {"mesh": mesh.parameter_mesh}
+    if mixed:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, cast_forward_inputs=False
+        )
+    model, scoring = module.causal_lm, module.scoring
+    embedding: Any = model.get_input_embeddings()
+    # The backward pass begins with the last units.
+    if scoring.head.weight is embedding.weight:
+        fully_shard([embedding, scoring], **options, reshard_after_forward=False)
+    else:
+        fully_shard(embedding, **options)
+        fully_shard(scoring, **options, reshard_after_forward=False)
+    for layer in decoder_layers(model):
+        fully_shard(layer, **options)
+    for norm in _last_norm(model):
+        # A unit of its own, because FSDP2 keeps the buffer in which a unit's gradients are summed
+        # until the next one's are there: the head's would stay for all of the last layer.
+        fully_shard(norm, **options, reshard_after_forward=False)
+    # The model has its head in a second place, which does not make it a part of the rest.
+    fully_shard(module, **options, ignored_params=set(scoring.head.parameters()))
+    if mesh.group("parameters") is None:
+        return
+    for part in cast(nn.Module, module).modules():
+        if isinstance(part, FSDPModule):
+            # The loss has the denominators of the whole minibatch: gradients are sums.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
 
 
 def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
@@ -95,13 +135,21 @@ def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
     settle(model)
     if source.model.is_gradient_checkpointing:
         checkpoint_activations(model)
-    module = source.module
+    scoring = source.module.scoring
     return parallelize(
-        model, mesh, chunk_tokens=module.chunk_tokens, float32_head=module.float32_head
+        model,
+        mesh,
+        mixed=source.mixed,
+        chunk_tokens=scoring.chunk_tokens,
+        float32_head=scoring.float32_head,
     )
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers; none are known where the model names none."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+def _last_norm(model: PreTrainedModel) -> list[nn.Module]:
+    """The norm after the layers; none where the model has none that looks like one."""
+    norms = [
+        module
+        for module in decoder_of(model).children()
+        if "norm" in type(module).__name__.lower() and next(module.parameters(), None) is not None
+    ]
+    return norms[-1:]

@@ -22,14 +22,14 @@ from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
 from earl_core.learner.head import EntropyMode
+from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
-from earl_core.learner.model import load_policy
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
-from earl_core.learner.parallel_model import ParallelModel, parallelize
+from earl_core.learner.parallel_model import ParallelModel
 from earl_core.learner.state.checkpoint import read_training_state, write_training_state
 from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
-from earl_core.pretrained.huggingface import Accelerator, AcceleratorState, PreTrainedModel
+from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.system.memory import keep_freed_memory
 from earl_core.tensors.collectives import Ranks
@@ -78,13 +78,15 @@ class PolicyLearner:
         self.iterations = iterations
         self.seed = seed
         self._algorithm = Algorithm(algorithm)
-        self._accelerator = _accelerator(update.precision)
-        loaded = load_policy(model, activation_checkpointing=update.activation_checkpointing)
+        parallel = load_policy(
+            model,
+            mesh,
+            activation_checkpointing=update.activation_checkpointing,
+            mixed=update.precision == "bf16",
+            chunk_tokens=logits_chunk_tokens,
+        )
         self.tokenizer = load_tokenizer(model)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
-        parallel = parallelize(
-            loaded, mesh, chunk_tokens=logits_chunk_tokens, float32_head=model.float32_head
-        )
         self.adopt(parallel, {})
 
     def adopt(
@@ -280,8 +282,7 @@ class PolicyLearner:
         self, fed: FedMicrobatch, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies of the whole microbatch's trained tokens, [T']."""
-        with self._accelerator.autocast():
-            logprobs, entropies = self.parallel.module(fed.tensors, self.temperature, entropy)
+        logprobs, entropies = self.parallel.module(fed.tensors, self.temperature, entropy)
         if entropies is not None:
             entropies = gather_trained(entropies, fed.context)
         return gather_trained(logprobs, fed.context), entropies
@@ -356,11 +357,3 @@ def _choose_algorithms(*, deterministic: bool) -> None:
         # Nothing here reads memory before it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(deterministic)
-
-
-def _accelerator(precision: str) -> Accelerator:
-    wanted = "bf16" if precision == "bf16" else "no"
-    # accelerate keeps one precision per process; a learner of another precision starts it afresh.
-    if AcceleratorState._shared_state.get("_mixed_precision", wanted) != wanted:
-        AcceleratorState._reset_state(reset_partial_state=False)
-    return Accelerator(mixed_precision=wanted, cpu=not torch.cuda.is_available())

@@ -56,7 +56,7 @@ def _take_settings(
 ) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    parallel.module.chunk_tokens = deployment.logits_chunk_tokens or None
+    parallel.module.scoring.chunk_tokens = deployment.logits_chunk_tokens or None
     if settings.activation_checkpointing:
         checkpoint_activations(parallel.model)
     else:

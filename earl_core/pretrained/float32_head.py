@@ -10,7 +10,8 @@ from torch import nn
 
 class Float32Head:
     """From hidden states to float32 logits, whatever the model's dtype is; to be made anew when the
-    weights change.
+    weights change. Both sides have the weights in the model's dtype, and so multiply with the same
+    numbers.
     """
 
     def __init__(self, head: nn.Module) -> None:

@@ -17,8 +17,6 @@ from typing import cast
 import transformers.utils
 
 __all__ = [
-    "Accelerator",
-    "AcceleratorState",
     "AttentionInterface",
     "AutoModelForCausalLM",
     "GradientCheckpointingLayer",
@@ -28,6 +26,7 @@ __all__ = [
     "PreTrainedTokenizerBase",
     "PreTrainedTokenizerFast",
     "custom_object_save",
+    "init_empty_weights",
 ]
 
 _QUESTIONS = ("is_scipy_available", "is_sklearn_available")
@@ -52,8 +51,7 @@ def _unused_packages_hidden() -> Iterator[None]:
 
 
 with _unused_packages_hidden():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
+    from accelerate import init_empty_weights
     from transformers import (
         AttentionInterface,
         AutoModelForCausalLM,

@@ -142,6 +142,14 @@ CASES = {
     "norms_of_heads": Case(kind="qwen3"),
 }
 
+# A sample a microbatch, so that ranks which share no sample compute what one process does, bit for
+# bit, and add the same numbers up in float32.
+MIXED = Case(
+    kind="qwen2",
+    algorithm={"entropy_coefficient": 0.01},
+    update={"precision": "bf16", "max_tokens_per_microbatch": 1, "activation_checkpointing": True},
+)
+
 # Of time and memory, and of the cut into microbatches.
 UNEQUAL = (
     "microbatches",
@@ -157,7 +165,8 @@ def prepare(scratch: Path) -> None:
     """Write the models, and what one process computes in each case."""
     for kind in ("llama", "qwen2", "qwen3"):
         save_model(model(kind), scratch / kind)
-    for name, case in CASES.items():
+    exact = dataclasses.replace(MIXED, update={**MIXED.update, "precision": "fp32"})
+    for name, case in (CASES | {"mixed": MIXED, "exact": exact}).items():
         learner = case.learner(scratch)
         before = {name: weight.clone() for name, weight in learner.named_weights().items()}
         found = result_of(case, learner)
@@ -254,6 +263,42 @@ def compare(scratch: Path) -> dict[str, float]:
             check_behaviour(learner, scratch.parent)
         if shape.tensor_parallel == shape.ranks:
             found |= compare_vocabularies(mesh)
+        mesh.close()
+    return found
+
+
+def compare_mixed(scratch: Path) -> dict[str, dict[str, float]]:
+    """Meshes in bf16: how far gradients and scores are from one process's, of their norm; the same
+    of one process's from float32's ("rounding"). By mesh, then by kind; `exact`: no sample and no
+    matrix is shared.
+    """
+    torch.set_num_threads(1)
+    mixed, exact = (
+        load_file(scratch.parent / f"{name}.safetensors") for name in ("mixed", "exact")
+    )
+    found = {}
+    for shape in meshes(int(os.environ["WORLD_SIZE"])):
+        if shape.ranks == 4 and max(shape.axes) == 4 and shape.shard == 1:
+            continue  # as with two
+        mesh = create_mesh(shape)
+        learner = MIXED.learner(scratch.parent, mesh)
+        assert {weight.dtype for weight in learner.named_weights().values()} == {torch.float32}
+        result = result_of(MIXED, learner)
+        boxes = {each.name: each.box for each in slices_of(learner.named_weights())}
+        parts: dict[str, list[torch.Tensor]] = {}
+        for key, value in result.items():
+            kind, _, what = key.partition(" ")
+            if kind.startswith("gradient") or kind == "score":
+                index = boxes[what].index if what in boxes else slice(None)
+                row = (value, mixed[key][index], exact[key][index])
+                parts.setdefault(kind, []).append(torch.stack([x.double().view(-1) for x in row]))
+        distances = {"exact": float(shape.context_parallel == shape.tensor_parallel == 1)}
+        for kind, several in parts.items():
+            ours, theirs, unrounded = torch.cat(several, dim=1)
+            distances[kind] = float((ours - theirs).norm() / theirs.norm())
+            distances[f"{kind} rounding"] = float((theirs - unrounded).norm() / theirs.norm())
+        found[str(shape)] = distances
+        check_shell(learner, mesh)
         mesh.close()
     return found
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from earl_core.config import ConfigError, parse_config
-from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
-from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import pack
 from earl_core.learner.head import decoder_of
+from earl_core.learner.loading import load_policy
 from earl_core.learner.model import PackedTensors, logprobs_of_trained
-from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.pretrained.architecture import model_config
 from earl_core.pretrained.float32_head import Float32Head
 from earl_core.rollout.engines.torch_engine import TorchEngine
@@ -26,28 +25,23 @@ from tests.engines.models import make
 from tests.learner.helpers import random_samples, save_model
 
 
-def _learner(directory: Path, float32_head: bool) -> PolicyLearner:
-    model = ModelConfig(path=str(directory), float32_head=float32_head)
-    return PolicyLearner(model, UpdateConfig(precision="bf16"), AlgorithmConfig())
-
-
 def test_only_the_head_is_in_float32_and_gradients_flow(tmp_path: Path) -> None:
-    learner = _learner(save_model("llama", tmp_path), float32_head=True)
+    model = load_policy(
+        ModelConfig(path=str(save_model("llama", tmp_path))), create_mesh()
+    ).model.bfloat16()
     packed = PackedTensors.from_microbatch(pack(random_samples(4), range(4)))
-    model = learner.model
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, _ = logprobs_of_trained(model, packed, temperature=0.8, float32_head=True)
-        chunked, _ = logprobs_of_trained(
-            model, packed, temperature=0.8, float32_head=True, chunk_tokens=5
-        )
-        rough, _ = logprobs_of_trained(model, packed, temperature=0.8)
-        hidden = decoder_of(model)(
-            input_ids=packed.tokens[None],
-            position_ids=packed.position_ids[None],
-            use_cache=False,
-            sample_boundaries=packed.boundaries,
-        )[0][0][packed.predictors]
-    weight = model.lm_head.weight.bfloat16().float()
+    found, _ = logprobs_of_trained(model, packed, temperature=0.8, float32_head=True)
+    chunked, _ = logprobs_of_trained(
+        model, packed, temperature=0.8, float32_head=True, chunk_tokens=5
+    )
+    rough, _ = logprobs_of_trained(model, packed, temperature=0.8)
+    hidden = decoder_of(model)(
+        input_ids=packed.tokens[None],
+        position_ids=packed.position_ids[None],
+        use_cache=False,
+        sample_boundaries=packed.boundaries,
+    )[0][0][packed.predictors]
+    weight = model.lm_head.weight.float()
     logits = hidden.float() @ weight.T / 0.8
     expected = logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from earl_core.config import ConfigError
-from earl_core.learner import model as learner_model
+from earl_core.learner import loading
 from tests.engines.starting import ENGINES, start
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.test_families import build
@@ -108,7 +108,7 @@ def test_factors_that_nobody_pins_are_refused(
     from transformers import AutoConfig
 
     monkeypatch.setattr(
-        learner_model, "model_config", lambda path, trust: AutoConfig.from_pretrained(path)
+        loading, "model_config", lambda path, trust: AutoConfig.from_pretrained(path)
     )
     with pytest.raises(ConfigError, match="chooses its position factors by the longest sample"):
         make_learner(phi3[0])

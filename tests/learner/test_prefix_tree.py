@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.data.packing import TrainingSample, build_tree, pack, plan_shared
-from earl_core.learner.model import PackedTensors, load_policy, logprobs_of_trained
+from earl_core.learner.loading import load_policy
+from earl_core.learner.model import PackedTensors, logprobs_of_trained
+from earl_core.learner.parallel.mesh import create_mesh
 from tests.learner.helpers import save_model
 
 
@@ -93,7 +95,7 @@ def test_the_plan_keeps_every_sample_and_the_budget(
 def test_logprobs_and_gradients_equal_those_of_single_samples(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
-    model = load_policy(ModelConfig(path=str(save_model(kind, tmp_path))))
+    model = load_policy(ModelConfig(path=str(save_model(kind, tmp_path))), create_mesh()).model
     samples = branching(seed, 10)
     # A stem longer than the block of queries that one masked call takes.
     stem = np.random.default_rng(seed).integers(1, 40, size=300).astype(np.int32)

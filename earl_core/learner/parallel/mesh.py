@@ -106,9 +106,14 @@ class UpdateMesh:
 
     @property
     def parameter_mesh(self) -> DeviceMesh:
-        """What FSDP2 shards parameters over, (copies of them,) parts; needs several parts."""
+        """What FSDP2 shards parameters over: (copies of them,) parts. With a single part a mesh of
+        this rank alone, whatever copies there are."""
         from torch.distributed.device_mesh import DeviceMesh
 
+        if self.device_mesh is None:
+            return _mesh_of_one(self.device)
+        if "parameters" not in self._meshes:
+            return self.device_mesh["shard"]
         parts = self._meshes["parameters"]
         copies = self._meshes.get("replicas")
         return parts if copies is None else DeviceMesh._concatenate([copies, parts])
@@ -197,6 +202,8 @@ def _process_state(ranks: int) -> tuple[torch.device, int]:
         with _without("LOCAL_RANK", *_WORLD_SIZES):
             return torch.device(PartialState(cpu=not cuda).device), 0
     backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        leave_world()
     if not dist.is_initialized():
         # A mesh of one rank may have been made before, and accelerate keeps what it found then.
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -207,6 +214,17 @@ def _process_state(ranks: int) -> tuple[torch.device, int]:
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
         state = PartialState(cpu=not cuda, backend=backend)
     return torch.device(state.device), dist.get_rank()
+
+
+def _mesh_of_one(device: torch.device) -> DeviceMesh:
+    """For what wants a mesh where nobody is to be reached: its group connects to nothing."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=1)
+    alone = dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True)
+    return DeviceMesh.from_group(alone, device.type, mesh_dim_names=("shard",))
 
 
 @contextlib.contextmanager

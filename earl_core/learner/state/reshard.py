@@ -68,7 +68,7 @@ def move_state(
     before = dict(old.named_parameters())
     after = dict(shell.named_parameters())
     ranks.do(lambda: _check_same(before, after))
-    mover = _Mover(before, after, state, _places(shell), ranks, mesh)
+    mover = _Mover(before, after, state, places_of(shell), ranks, mesh)
     for name in before:
         mover.move(name)
     _take_buffers(old, shell)
@@ -83,7 +83,7 @@ class _Mover:
         before: dict[str, nn.Parameter],
         after: dict[str, nn.Parameter],
         state: State,
-        places: dict[str, list[tuple[nn.Module, str]]],
+        places: dict[str, Places],
         ranks: Ranks,
         mesh: UpdateMesh,
     ) -> None:
@@ -107,9 +107,7 @@ class _Mover:
         """A parameter and its optimizer state."""
         each = self._slices.pop(name)
         part = self._move(name, each.tensor, each.shape)
-        parameter = _filled(self._after[name], part)
-        for module, leaf in self._places[name]:
-            module._parameters[leaf] = parameter
+        fill(self._places[name], self._after[name], part)
         if part is not each.tensor:
             self._give_back(each.tensor, owned=is_distributed(self._before[name]))
         del each, part
@@ -170,10 +168,14 @@ def _check_same(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Te
         )
 
 
-def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+Places = list[tuple[nn.Module, str]]
+"""Modules and the attribute under which each has a parameter."""
+
+
+def places_of(model: nn.Module) -> dict[str, Places]:
     """Where the model uses each parameter: module and attribute; twice for tied weights."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    places: dict[str, Places] = {name: [] for name in names.values()}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
@@ -181,8 +183,8 @@ def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return places
 
 
-def _filled(empty: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
-    """A parameter like one on the meta device, of which this rank holds `part`."""
+def fill(places: Places, empty: nn.Parameter, part: torch.Tensor) -> None:
+    """Put a parameter in place of one on the meta device, of which this rank holds `part`."""
     whole = part
     if is_distributed(empty):
         from torch.distributed.tensor import DTensor
@@ -196,7 +198,9 @@ def _filled(empty: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
             shape=meta.shape,
             stride=meta.stride(),
         )
-    return nn.Parameter(whole, requires_grad=empty.requires_grad)
+    parameter = nn.Parameter(whole, requires_grad=empty.requires_grad)
+    for module, leaf in places:
+        module._parameters[leaf] = parameter
 
 
 def _take_buffers(old: nn.Module, shell: nn.Module) -> None:

@@ -1,0 +1,103 @@
+"""Loading a policy on a mesh: each rank reads its own parts of the files.
+
+transformers opens the files, with the names and layouts that a family has, and gives views of the
+mapped bytes; only what it has to convert, such as experts that it joins, is memory of the rank.
+The model that trains is made on the meta device and laid out, and each of its parts is copied out
+of such a view, so that otherwise a rank's own memory never holds more than its parts.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import cast
+
+import torch
+
+from earl_core.config.model import ModelConfig
+from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention
+from earl_core.learner.model import checkpoint_activations, prepare_for_packing, settle
+from earl_core.learner.packing_check import without_interface
+from earl_core.learner.parallel.mesh import UpdateMesh
+from earl_core.learner.parallel_model import ParallelModel, parallelize
+from earl_core.learner.state.reshard import fill, places_of
+from earl_core.pretrained.architecture import model_config
+from earl_core.pretrained.huggingface import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    init_empty_weights,
+)
+from earl_core.pretrained.model_directory import model_directory
+from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.safetensors_layout import open_file
+from earl_core.tensors.slices import local_box
+from earl_core.weights.load import tensor_files
+
+
+def load_policy(
+    config: ModelConfig,
+    mesh: UpdateMesh,
+    *,
+    activation_checkpointing: bool = False,
+    mixed: bool = False,
+    chunk_tokens: int | None = None,
+) -> ParallelModel:
+    """Load a causal language model for packed training on a mesh, in float32, dropout off. Rank 0
+    tries whether packing is exact. mixed, chunk_tokens: as in `parallelize`. Collective.
+
+    Raises ConfigError when the model is missing, when its architecture cannot be trained packed,
+    or not on this mesh.
+    """
+    stored = _open(config)
+    settle(stored)
+    Ranks(mesh).on_first(lambda: prepare_for_packing(stored))
+    # Buffers that no file has, such as rotary frequencies, are computed as the model is made.
+    with init_empty_weights(include_buffers=False):
+        empty = type(stored)(copy.deepcopy(stored.config))
+    empty.tie_weights()
+    empty.generation_config = stored.generation_config
+    settle(empty)
+    if activation_checkpointing:
+        checkpoint_activations(empty)
+    parallel = parallelize(
+        empty, mesh, mixed=mixed, chunk_tokens=chunk_tokens, float32_head=config.float32_head
+    )
+    _take(stored, parallel.model, mesh.device)
+    return parallel
+
+
+@torch.no_grad()
+def _take(stored: PreTrainedModel, model: PreTrainedModel, device: torch.device) -> None:
+    weights, places = dict(stored.named_parameters()), places_of(model)
+    for name, parameter in dict(model.named_parameters()).items():
+        box = local_box(parameter)
+        part = torch.empty(box.sizes, dtype=torch.float32, device=device)
+        if box.numel:
+            part.copy_(weights[name][box.index])
+        fill(places[name], parameter, part)
+    kept = dict(stored.named_buffers())
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                buffer = kept[f"{prefix}.{leaf}".lstrip(".")].to(buffer.dtype)
+            module._buffers[leaf] = buffer.to(device)
+
+
+def _open(config: ModelConfig) -> PreTrainedModel:
+    """The model with views of its files' bytes, in their widest dtype."""
+    path = model_directory(config)
+    found = {t.dtype for file in tensor_files(path, "model") for t in open_file(file).values()}
+    widths = [each for each in found if each.is_floating_point]
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=model_config(path, config.trust_remote_code),
+            dtype=max(widths, key=lambda each: each.itemsize, default=torch.float32),
+            attn_implementation=register_attention(),
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+        )
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        raise without_interface(f"The model at {path}") from error
+    return cast(PreTrainedModel, loaded)
