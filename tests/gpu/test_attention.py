@@ -14,7 +14,9 @@ from earl_core.learner.attention import varlen_cuda
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample, pack
-from earl_core.learner.model import PackedTensors, load_policy, logprobs_of_trained
+from earl_core.learner.loading import load_policy
+from earl_core.learner.model import PackedTensors, logprobs_of_trained
+from earl_core.learner.parallel.mesh import create_mesh
 from tests.learner.helpers import save_model
 from tests.learner.test_prefix_tree import branching
 
@@ -77,7 +79,8 @@ def test_attention_and_its_gradients_equal_plain_products(
 def test_shared_prefixes_give_the_gradients_of_single_samples(
     device: torch.device, kind: str, tmp_path: Path
 ) -> None:
-    model = load_policy(ModelConfig(path=str(save_model(kind, tmp_path)))).to(device)
+    model = load_policy(ModelConfig(path=str(save_model(kind, tmp_path))), create_mesh()).model
+    assert model.device.type == device.type
     samples = branching(1, 6)
     stem = np.random.default_rng(1).integers(1, 40, size=300).astype(np.int32)
     for number in range(3):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.dispatch_pinned import Registration, Shard
+from benchmarks.gpu.dispatch_pinned import Shard
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.learner.data.packing import pack, plan_microbatches
 from earl_core.learner.memory import Parking
@@ -63,8 +63,8 @@ def test_parked_memory_is_given_back_and_comes_again_as_it_was(device: torch.dev
     copies = [tensor.cpu().clone() for tensor in tensors]
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
-    parking = Parking()
-    assert parking.give(tensors, device.type) == 32_000_000
+    parking = Parking(device.type)
+    assert parking.give(tensors) == 32_000_000
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     if cuda:
         assert before - torch.cuda.memory_allocated() >= 32_000_000
@@ -82,12 +82,12 @@ def test_a_learner_that_was_parked_updates_as_one_that_was_not(
     learners = [make_learner(tmp_path, epsilon=1e-2, learning_rate=0.1) for _ in range(2)]
     for learner in learners:
         learner.update(samples[0], iteration=0)
-    parked, parking = learners[0], Parking()
+    parked, parking = learners[0], Parking(device.type)
     # As the worker of the update gives its memory back.
     weights = [each.tensor for each in slices_of(parked.named_weights())]
     states = [tensor for entry in parked.optimizer.state.values() for tensor in entry.values()]
     assert states
-    assert parking.give([*weights, *states], device.type) > 0
+    assert parking.give([*weights, *states]) > 0
     parking.take()
     norms = [learner.update(samples[1], iteration=1)["grad_norm"] for learner in learners]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
@@ -100,11 +100,10 @@ def test_a_learner_that_was_parked_updates_as_one_that_was_not(
 @pytest.mark.parametrize("size", [4096, 3 * 2**20 + 64])
 def test_a_shard_goes_over_as_it_lies(device: torch.device, size: int, tmp_path: Path) -> None:
     shard = Shard(SegmentPool(tmp_path, 2**26), size)
-    registration = None
     try:
         assert shard.array is not None
         if device.type == "cuda":
-            registration = Registration(shard.tensor)
+            shard.page_lock()
             assert shard.tensor.is_pinned(), "torch would copy it as pageable memory"
         there = shard.tensor.to(device, non_blocking=True)
         if device.type == "cuda":
@@ -113,6 +112,4 @@ def test_a_shard_goes_over_as_it_lies(device: torch.device, size: int, tmp_path:
         np.testing.assert_array_equal(there.cpu().numpy(), shard.array)
         del there
     finally:
-        if registration is not None:
-            registration.close()
         shard.close()

@@ -17,7 +17,8 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.catalogue import MODELS, cluster
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import cluster
 from tests.config.test_config import with_
 
 
