@@ -115,7 +115,8 @@ class Memory(NamedTuple):
 class TrainingNeeds(NamedTuple):
     """What the algorithm asks of the training stages.
 
-    mixed: bf16 autocast over float32 master weights; else all float32. trained: share of the
+    mixed: bf16 over float32 master weights, counted as under autocast, which keeps more than the
+    learner does (docs/selector.md); else all float32. trained: share of the
     parameters that has gradients and optimizer state (1 without adapters). answered: share of the
     tokens that the policy wrote, the only ones with logits.
     """
