@@ -1,7 +1,7 @@
 """Whole iterations on EARL and on TRL: same model, game, number of games and update.
 
 Both sides play tic-tac-toe with the same model in groups of the same size, train on every game once
-with GRPO in bfloat16 autocast over full-precision weights, and take one optimizer step. EARL runs
+with GRPO in bfloat16 over full-precision weights, and take one optimizer step. EARL runs
 as `earl train` does; TRL runs `GRPOTrainer` with the `rollout_func` of `benchmarks.trl_rollout`, in
 an environment of its own, with the fastest of the settings tried here. Rounds alternate.
 """

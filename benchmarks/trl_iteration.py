@@ -158,7 +158,7 @@ def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
         for prompt in range(settings["prompts"] * settings["iterations"])
     ]
     return GRPOTrainer(
-        # Full-precision weights under bfloat16 autocast, as on EARL's side.
+        # Full-precision weights, as on EARL's side; bfloat16 by autocast, which is how TRL has it.
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
         reward_funcs=game_reward,
         args=grpo_arguments(settings, output),

@@ -63,23 +63,17 @@ class HeadScore:
         float32 [T'].
 
         head: a linear layer [vocabulary, hidden], maybe with a bias. states: [T, hidden].
-        predictors, targets: int64 [T'], rows of the states and tokens. Products are in autocast's
-        dtype where it is on, else in the weight's. Collective where the vocabulary is split, in the
-        backward pass too.
+        predictors, targets: int64 [T'], rows of the states and tokens. Products are in the weight's
+        dtype, unless `float32`. Collective where the vocabulary is split, in the backward pass too.
         """
         weight = cast(torch.Tensor, head.weight)
         bias = cast("torch.Tensor | None", getattr(head, "bias", None))
         if self.vocabulary is not None:
             weight = self.vocabulary.local(weight)
             bias = None if bias is None else self.vocabulary.local(bias)
-        kind = states.device.type
-        rounded = (
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            states, weight, bias, predictors, targets, self
         )
-        with torch.autocast(kind, enabled=False):
-            logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-                states, weight, bias, predictors, targets, self, rounded
-            )
         return logprobs, None if self.entropy == "none" else entropies
 
     def chunks(self, positions: int, width: int, device: torch.device) -> list[slice]:
@@ -114,10 +108,8 @@ class _TokenLogprobs(torch.autograd.Function):
         predictors: torch.Tensor,
         targets: torch.Tensor,
         score: HeadScore,
-        rounded: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        factor = weight.to(rounded)
-        head = _Head(factor.float() if score.float32 else factor, bias, score.temperature)
+        head = _Head(weight.float() if score.float32 else weight, bias, score.temperature)
         width = score.vocabulary.most if score.vocabulary is not None else len(weight)
         # A rank without rows has nothing to compute.
         chunks = score.chunks(len(predictors), width, states.device) if len(weight) else []
@@ -189,7 +181,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if score.vocabulary is not None:
             score.vocabulary.sum(to_rows)
         to_states = sum_rows(to_rows, predictors, len(states)).to(states.dtype)
-        return to_states, to_weight, to_bias, None, None, None, None
+        return to_states, to_weight, to_bias, None, None, None
 
 
 class _Head(NamedTuple):

@@ -39,12 +39,11 @@ def gradients(head: nn.Linear, states: torch.Tensor) -> Found:
     return {"states": states.grad, **{name: g for name, g in found.items() if g is not None}}
 
 
-def ours(head: nn.Linear, score: HeadScore, *, bf16: bool = False, copies: int = 1) -> Found:
+def ours(head: nn.Linear, score: HeadScore, *, copies: int = 1) -> Found:
     states, predictors, targets, *towards = inputs(head.out_features, copies=copies)
     head.zero_grad()
     states.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        logprobs, entropies = score(head, states, predictors, targets)
+    logprobs, entropies = score(head, states, predictors, targets)
     loss = (logprobs * towards[0]).sum()
     found = {"logprobs": logprobs.detach()}
     assert (entropies is None) == (score.entropy == "none")
@@ -101,11 +100,11 @@ def test_chunks_and_copies_do_not_add_to_the_error_of_bf16(
     """128 chunks against one; and where 64 tokens are predicted from one state, as those after a
     shared prefix are, against one from each.
     """
-    head = linear(2000, bias=True)
+    head = linear(2000, bias=True).bfloat16()
     score = HeadScore(0.9, entropy)
-    one = errors(ours(head, score, bf16=True), exact(head, score))
+    one = errors(ours(head, score), exact(head, score))
     many = HeadScore(0.9, entropy, chunk_tokens=TOKENS // 128)
-    cut = errors(ours(head, many, bf16=True, copies=copies), exact(head, many, copies=copies))
+    cut = errors(ours(head, many, copies=copies), exact(head, many, copies=copies))
     assert one["weight"] > 1e-4
     for name in ("weight", "states"):
         assert cut[name] <= 1.2 * one[name], name

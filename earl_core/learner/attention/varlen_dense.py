@@ -34,8 +34,8 @@ def attend_bucket(
     short = _SHORT if rows == columns else _SHORT_AFTER_PREFIX
     if query.device.type == "cpu" and columns <= short:
         return _short_attention(query, key, value, scale, window)
-    # Rotary embeddings leave query and key in float32 under autocast; the fused kernels want one
-    # dtype, and the value's is the one that autocast chose.
+    # Some families leave query and key in float32 after their rotary embeddings; the fused kernels
+    # want one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     width = value.shape[3]
     if query.device.type == "cpu" and query.shape[3] != width:
@@ -68,14 +68,13 @@ def _short_attention(
     count, heads, rows, dim = query.shape
     kv_heads, columns = key.shape[1], key.shape[2]
     # The query heads that share a key head are stacked along the rows, so keys are not repeated.
-    with torch.autocast(query.device.type, enabled=False):
-        q = query.float().reshape(count * kv_heads, heads // kv_heads * rows, dim)
-        k = key.float().reshape(count * kv_heads, columns, dim)
-        v = value.float().reshape(count * kv_heads, columns, value.shape[3])
-        mask = _causal_mask(rows, columns, columns - rows, window, q.device)
-        mask = mask.repeat(heads // kv_heads, 1)
-        scores = torch.baddbmm(mask[None], q, k.transpose(1, 2), alpha=scale)
-        attended = torch.bmm(torch.softmax(scores, dim=-1), v)
+    q = query.float().reshape(count * kv_heads, heads // kv_heads * rows, dim)
+    k = key.float().reshape(count * kv_heads, columns, dim)
+    v = value.float().reshape(count * kv_heads, columns, value.shape[3])
+    mask = _causal_mask(rows, columns, columns - rows, window, q.device)
+    mask = mask.repeat(heads // kv_heads, 1)
+    scores = torch.baddbmm(mask[None], q, k.transpose(1, 2), alpha=scale)
+    attended = torch.bmm(torch.softmax(scores, dim=-1), v)
     return attended.view(count, heads, rows, value.shape[3]).to(value.dtype)
 
 
