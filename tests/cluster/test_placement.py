@@ -107,7 +107,9 @@ def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expe
         "arguments": {"word": "here"},
     }
     try:
-        group.start({}, arguments)
+        # An engine counts its GPUs itself. A fork server that has loaded torch for another test
+        # would have any other role's rank refuse GPUs that this host may lack.
+        group.start({"stage": "rollout"}, arguments)
         (found,) = group.call("look", stage="", iteration=0, deadline_seconds=30)
     finally:
         group.stop()
