@@ -296,7 +296,8 @@ class Predictor:
         update, only = self.given.update, candidate.stage == "reference"
         steps = update.epochs * update.minibatches
         epochs = 1 if only else update.epochs
-        return self.roofline.training_seconds(candidate, load, epochs, steps, only)
+        value = 2 if update.precision == "bf16" else 4
+        return self.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
         """Why the host cannot hold the optimizer state of its ranks; empty when it can."""
