@@ -146,7 +146,7 @@ class Profiler:
                 f"contexts of {longest} tokens were asked for, but the model's range ends at "
                 f"{model.max_positions}: ask for less"
             )
-        held = dict.fromkeys(STAGES, 0.0 if self.hardware.gpus else float(memory_in_use()))
+        held = {} if self.hardware.gpus else dict.fromkeys(STAGES, float(memory_in_use()))
         self.given = SelectionInput.of(config, self.hardware, model, reserved_bytes=held)
         try:
             self.grid = grid_of(self.given, longest)

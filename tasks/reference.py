@@ -15,6 +15,7 @@ _RULES: dict[str, Rule] = {
     "tokens_per_second": "sum",
     "peak_rss_bytes": "max",
     "peak_cuda_bytes": "max",
+    "other_cuda_bytes": "max",
     **READ_RULES,
 }
 

@@ -175,10 +175,11 @@ def _statistics(
 
 
 def _reserved(controller: RunController, observed: Sequence[Observation]) -> dict[str, float]:
-    """What others held when each stage last ended; of one that has not run yet, what they hold."""
-    if controller.hardware.gpus:
-        return {}
+    """What others held when each stage last ended; of one that has not run yet, what they hold,
+    unless it is on GPUs, which only their processes can ask."""
     known = {seen.stage: seen.reserved_bytes for seen in observed if seen.reserved_bytes > 0}
+    if controller.hardware.gpus:
+        return known
     stages = ["rollout", "update"] + (["reference"] if controller.config.needs_reference else [])
     return {
         stage: known[stage] if stage in known else reserved_bytes(controller, stage)

@@ -134,8 +134,10 @@ class StageWatch:
 
     def measured(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Outputs by which `observe` knows the stage that has just ended; also adds to its metrics
-        the bytes that others held of the host."""
-        metrics["reserved_bytes"] = reserved_bytes(self._controller, self._stage)
+        the bytes that others held of the host, or of the fullest GPU."""
+        metrics["reserved_bytes"] = metrics.get(
+            "other_cuda_bytes", reserved_bytes(self._controller, self._stage)
+        )
         return {"deployment": self._deployment._asdict()}
 
     def switched(self, seconds: float, kind: Kind = "switched") -> None:

@@ -178,7 +178,7 @@ class WorkerGroups:
             name,
             _IN_ITS_PLACE,
             log_directory=self._logs,
-            environment=_worker_environment(deployment.threads),
+            environment=worker_environment(role, deployment.threads, self.hardware),
             start_timeout_seconds=self._config.deadlines.start,
             heartbeat_timeout_seconds=self._config.deadlines.heartbeat,
         )
@@ -374,9 +374,15 @@ class WorkerGroups:
                 list(pool.map(lambda group: group.stop(grace_seconds), groups))
 
 
-def _worker_environment(threads: int) -> dict[str, str]:
+def worker_environment(role: str, threads: int, hardware: Hardware) -> dict[str, str]:
     """Of a rank that computes with this many CPU threads."""
-    return {
+    allocator = {}
+    told = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if hardware.gpus and role in ("update", "reference") and not told:
+        # Contexts grow, and no block of the last iteration fits the next one's; vLLM's memory that
+        # sleeps cannot be had so.
+        allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return allocator | {
         "OMP_NUM_THREADS": str(threads),
         **NATIVE_RUNTIMES,
         "MKL_NUM_THREADS": str(threads),

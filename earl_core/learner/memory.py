@@ -157,8 +157,12 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> dict[str, float]:
-    """`peak_rss_bytes` of this process since the reset, and `peak_cuda_bytes` with a GPU."""
+    """`peak_rss_bytes` of this process since the reset. With a GPU `peak_cuda_bytes`, the most that
+    torch's allocator took, and `other_cuda_bytes`, what is taken beside it now: by libraries, by
+    communication, and by other processes, asleep or not."""
     peaks = {"peak_rss_bytes": float(resident_peak_bytes([os.getpid()]))}
     if torch.cuda.is_available():
-        peaks["peak_cuda_bytes"] = float(torch.cuda.max_memory_allocated())
+        peaks["peak_cuda_bytes"] = float(torch.cuda.max_memory_reserved())
+        free, total = torch.cuda.mem_get_info()
+        peaks["other_cuda_bytes"] = float(max(0, total - free - torch.cuda.memory_reserved()))
     return peaks

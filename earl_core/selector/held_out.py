@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from earl_core.selector.choice.predict import STAGES, Predictor
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.memory_model import Calibration, Peak
+from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.roofline import Load
 from earl_core.selector.profile.profile_table import (
     ProfilePoint,

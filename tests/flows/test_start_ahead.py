@@ -15,9 +15,10 @@ from earl_core.cluster.fork_server import fork_server
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
 from earl_core.control import worker_groups as groups_module
-from earl_core.control.worker_groups import WorkerGroups
+from earl_core.control.worker_groups import WorkerGroups, worker_environment
 from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
+from earl_core.selector.model.devices import cluster
 from earl_core.system.errors import Cancelled
 from earl_core.system.processes import inspect
 
@@ -180,3 +181,22 @@ def _is_rank(process: psutil.Process) -> bool:
         return "earl_core.cluster" in " ".join(process.cmdline())
     except psutil.Error:
         return False
+
+
+@pytest.mark.parametrize("own", ["", "max_split_size_mb:128"])
+def test_learners_on_gpus_take_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    if own:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", own)
+    eight = cluster("h100-80gb", 1, 8)
+    found = {
+        role: worker_environment(role, 2, eight).get("PYTORCH_ALLOC_CONF")
+        for role in ("rollout", "reference", "update")
+    }
+    theirs = None if own else "expandable_segments:True"
+    assert found == {"rollout": None, "reference": theirs, "update": theirs}
+    here = Hardware(cpu_cores=2, memory_bytes=2**34)
+    assert "PYTORCH_ALLOC_CONF" not in worker_environment("update", 2, here)

@@ -94,5 +94,7 @@ def test_the_memory_formula_is_within_a_tenth_of_what_torch_reserves(
         "update", max_tokens_per_microbatch=context, activation_checkpointing=checkpointing
     )
     model = ModelShape.from_config(shape.config(context).to_dict())
-    formula = memory_model(model, hardware).training(layout, float(context), TrainingNeeds())
-    assert formula.total - formula.runtime == pytest.approx(measured, rel=0.1)
+    formula = memory_model(model, hardware).training(
+        layout, float(context), TrainingNeeds(answered=0.5)
+    )
+    assert formula.total == pytest.approx(measured, rel=0.1)

@@ -1,19 +1,24 @@
 """Peak memory of an update on many ranks, from fake tensors: their sizes are real, and no data is.
 
 One process stands for rank 0; its process group only says that it has the others. What is counted
-are storages, so that views are free and what FSDP2 frees and takes again is seen.
+are storages, so that views are free and what FSDP2 frees and takes again is seen. Head and chunks
+are a GPU's, all else a CPU's, whose attention keeps what a GPU's does.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -21,12 +26,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import ModelShape
+from earl_core.learner import token_logprobs
 from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
+from earl_core.learner.data.packing import separate
 from earl_core.learner.model import PackedTensors, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.sizes import positions_at_a_time
 from earl_core.tensors.slices import local_part
 
 MICROBATCHES = 2
@@ -72,6 +81,9 @@ class Held(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            # Its own operators, on local tensors, are what is counted.
+            return NotImplemented
         found = function(*args, **(kwargs or {}))
         for each in tree_iter(found):
             if isinstance(each, torch.Tensor):
@@ -79,7 +91,89 @@ class Held(TorchDispatchMode):
         return found
 
 
-def update_peak(shape: ModelShape, deployment: StageDeployment) -> int:
+class Case(NamedTuple):
+    """A rank's update: of `layers` layers of a known shape."""
+
+    model: str
+    layers: int
+    deployment: StageDeployment
+    mixed: bool = True
+
+    @property
+    def shape(self) -> ModelShape:
+        return MODELS[self.model].model_copy(update={"layers": self.layers})
+
+    def __str__(self) -> str:
+        precision = "bf16" if self.mixed else "fp32"
+        return f"{self.model} {self.layers} {precision} {self.deployment.label}"
+
+
+def _case(
+    model: str, tokens: int, layers: int = 4, mixed: bool = True, full: bool = True, **mesh: int
+) -> Case:
+    deployment = StageDeployment(
+        "update", max_tokens_per_microbatch=tokens, activation_checkpointing=full, **mesh
+    )
+    return Case(model, layers, deployment, mixed)
+
+
+SEVEN_BILLION = _case("qwen2.5-7b", 16384, layers=28, shard=8)
+CASES = [
+    SEVEN_BILLION,
+    _case("qwen2.5-0.5b", 8192, full=False),
+    _case("qwen2.5-0.5b", 16384, shard=4),
+    _case("qwen2.5-1.5b", 4096, full=False, shard=2),
+    _case("qwen2.5-1.5b", 4096),
+    _case("qwen2.5-7b", 16384, full=False, shard=8),
+    _case("qwen2.5-7b", 4096, shard=64),
+    _case("qwen2.5-7b", 8192, tensor_parallel=2, shard=4),
+    _case("qwen2.5-7b", 32768, context_parallel=2, shard=4),
+    _case("qwen2.5-32b", 16384, shard=8),
+    _case("qwen2.5-72b", 8192, shard=64),
+    _case("qwen2.5-72b", 16384, tensor_parallel=8, shard=8),
+    _case("qwen2.5-72b", 16384, full=False, tensor_parallel=4, shard=8),
+    _case("qwen2.5-72b", 65536, tensor_parallel=4, context_parallel=4, shard=8),
+    _case("llama-3.1-8b", 131072, context_parallel=8),
+    _case("llama-3.1-8b", 8192, mixed=False, full=False, shard=8),
+]
+"""One whole depth, which says that the others, of four layers, tell of all."""
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """What the head holds on a GPU, whose products need no copy in 16 bits; and meshes that are
+    joined while tensors are fake, which asks real ones for their numbers."""
+
+    def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
+
+    def join(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return joined(meshes)
+
+    joined = DeviceMesh._concatenate
+    with (
+        patch.object(token_logprobs, "_multiply", multiply),
+        patch.object(token_logprobs, "_LOGITS_PER_STEP", token_logprobs._LOGITS_PER_STEP_OF_A_GPU),
+        patch.object(DeviceMesh, "_concatenate", staticmethod(join)),
+    ):
+        yield
+
+
+def all_peaks(scratch: Path) -> dict[str, int]:
+    """The peak of every case, bytes."""
+    return {str(case): _peak(case) for case in CASES}
+
+
+def _peak(case: Case) -> int:
+    try:
+        with _as_on_a_gpu():
+            return update_peak(case.shape, case.deployment, case.mixed)
+    finally:
+        dist.destroy_process_group()
+
+
+def update_peak(shape: ModelShape, deployment: StageDeployment, mixed: bool = True) -> int:
     """Bytes of rank 0 in the microbatches of a later step: parts, moments, gradients and what is
     made on the way. One sample fills a microbatch, and all of it is trained.
     """
@@ -100,7 +194,10 @@ def update_peak(shape: ModelShape, deployment: StageDeployment) -> int:
         settle(model)
         if deployment.activation_checkpointing:
             checkpoint_activations(model)
-        parallel = parallelize(model, mesh, mixed=True)
+        chunk = deployment.logits_chunk_tokens or positions_at_a_time(
+            shape.vocabulary / deployment.tensor_parallel, gpu=True
+        )
+        parallel = parallelize(model, mesh, mixed=mixed, chunk_tokens=chunk)
         with Held() as held:
             for parameter in model.parameters():
                 held.count(local_part(parameter).untyped_storage())
@@ -112,11 +209,13 @@ def _compute(parallel: ParallelModel, held: Held, deployment: StageDeployment) -
     named = dict(parallel.model.named_parameters())
     optimizer = PolicyOptimizer(named.items(), UpdateConfig())
     optimizer._make_state(list(named))
-    tokens = deployment.max_tokens_per_microbatch // deployment.context_parallel
-    places = torch.zeros(tokens, dtype=torch.int64)
-    packed = PackedTensors(
-        places, places, SampleBoundaries.from_lengths([tokens]), places[1:], places[1:]
-    )
+    tree, exchange = separate([deployment.max_tokens_per_microbatch]), None
+    place = ContextGroup.of(parallel.mesh)
+    if place is not None:
+        exchange = PackExchange(place, ContextCut.even(tree.size, place.size))
+    boundaries = SampleBoundaries.from_tree(tree, exchange=exchange)
+    places = torch.zeros(tree.size // deployment.context_parallel, dtype=torch.int64)
+    packed = PackedTensors(places, places, boundaries, places[1:], places[1:])
     for number in range(1, MICROBATCHES + 1):
         parallel.begin_microbatch(last=number == MICROBATCHES)
         logprobs, _ = parallel.module(packed, 1.0, "none")
@@ -125,11 +224,3 @@ def _compute(parallel: ParallelModel, held: Held, deployment: StageDeployment) -
     for parameter in named.values():
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
-
-
-def seven_billion(scratch: Path) -> int:
-    """Qwen2.5-7B on eight shards, 16,384 tokens, with activation checkpointing."""
-    deployment = StageDeployment(
-        "update", shard=8, max_tokens_per_microbatch=16384, activation_checkpointing=True
-    )
-    return update_peak(MODELS["qwen2.5-7b"], deployment)

@@ -8,19 +8,8 @@ import torch
 
 from earl_core.learner.parallel_model import ParallelModel
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
-from tests.learner.launched import launch
 from tests.learner.test_policy_learner import make_learner
 from tests.learnt import assert_learnt
-
-AUTOCAST_PEAK = 40.32 * 2**30
-"""Bytes of the same update when autocast kept bf16 copies of all layers and the embedding and the
-head were gathered together in float32: `fake_peaks.seven_billion`'s microbatches at b0b0948."""
-
-
-def test_a_7b_model_needs_at_most_three_fifths_of_its_peak_under_autocast(tmp_path: Path) -> None:
-    (peak,) = launch("tests.learner.fake_peaks", "seven_billion", 1, tmp_path)
-    # Weights, moments and gradients in float32 are 14.2 GiB of a rank.
-    assert 14.2 * 2**30 < peak <= 0.6 * AUTOCAST_PEAK
 
 
 def test_bf16_copies_compute_and_live_no_longer_than_their_layer(tmp_path: Path) -> None:

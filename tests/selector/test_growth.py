@@ -68,7 +68,7 @@ def test_loads_that_come_and_go_find_a_layout_that_fits_both() -> None:
 
 def test_growth_that_would_fit_nowhere_ends_no_run_before_it_is_there() -> None:
     growing = tuple(250.0 * step for step in range(1, 9))
-    host = Hardware(cpu_cores=2, memory_bytes=19 * 2**28)
+    host = Hardware(cpu_cores=2, memory_bytes=27 * 2**27)
     item = given(
         growing, model="smollm2-135m", episodes=8, hardware=host,
         rollout={"max_model_len": None, "engine": "torch"},

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.cpu import CpuMemoryModel
-from earl_core.selector.model.cpu import layer_activation_bytes as cpu_layer_activation_bytes
 from earl_core.selector.model.devices import cluster
 from earl_core.selector.model.memory_model import (
-    Calibration,
     MemoryModel,
-    Peak,
     TrainingNeeds,
     kv_bytes_per_token,
     layer_activation_bytes,
@@ -71,23 +69,27 @@ def test_the_papers_batches_follow_from_the_standard_formula_for_the_8b_shape_on
 
 
 def test_one_layer_by_hand() -> None:
-    # Norms: input and normalised input in float32, five bf16 copies; query and output 2 x 2 x 4096,
+    # Norms: input in float32, normalised input and output in bf16; query and output 2 x 2 x 4096,
     # key and value 2 x 2 x 1024, log-sums 4 x 32; four products of 14336 in bf16.
-    shared, split = 26 * 4096, 4 * 4096 + 4 * 1024 + 128 + 8 * 14336
-    assert layer_activation_bytes(LLAMA) == shared + split == 241792
+    shared, split = 16 * 4096, 4 * 4096 + 4 * 1024 + 128 + 8 * 14336
+    assert layer_activation_bytes(LLAMA) == shared + split == 200832
     assert layer_activation_bytes(LLAMA, tensor=4) == shared + split / 4
+    plain = 24 * 4096 + 8 * 4096 + 8 * 1024 + 128 + 16 * 14336
+    assert layer_activation_bytes(LLAMA, mixed=False) == plain
 
 
 def test_update_by_hand() -> None:
     plain = on_gpu(LLAMA).training(
         StageDeployment("update", max_tokens_per_microbatch=8192), 4096, TrainingNeeds()
     )
-    count = LLAMA.parameters
-    assert plain.weights == 4 * count + 2 * count
-    assert (plain.gradients, plain.optimizer) == (4 * count, 8 * count)
-    assert plain.activations == 8192 * 32 * 241792
-    # A GPU computes 2,048 positions or 2**28 logits at a time; the head's gradient is summed apart.
-    assert plain.logits == 2092 * 128256 * 8 + 4 * 128256 * 4096
+    count, table = LLAMA.parameters, 128256 * 4096
+    # The most is held in the head's backward pass: its copy, and its gradient in float32.
+    assert plain.weights == 4 * count + 2 * table
+    assert (plain.gradients, plain.optimizer) == (4 * count + 4 * table, 8 * count)
+    # All layers; the last norm, and the states that the head reads.
+    assert plain.activations == 8192 * (32 * 200832 + 8 * 4096 + 2 * 4096)
+    # A GPU computes 2,048 positions or 2**28 logits at a time.
+    assert plain.logits == 2092 * 128256 * 8
     # A sample is never cut: a longer one than the budget makes the microbatch longer.
     longer = on_gpu(LLAMA).training(
         StageDeployment("update", max_tokens_per_microbatch=8192), 16384, TrainingNeeds()
@@ -97,53 +99,40 @@ def test_update_by_hand() -> None:
     split = on_gpu(LLAMA).training(mesh, 4096, TrainingNeeds())
     # Tensor, context and shard ranks all hold parts of the parameters.
     assert split.optimizer == plain.optimizer / (2 * 4 * 8)
-    assert split.gradients == plain.gradients / (2 * 4 * 8)
-    # Autocast copies all weights that a rank computes with; they are gathered in float32.
-    gathered = 4 * max(2 * LLAMA.layer_parameters, LLAMA.embedding_parameters) / 2
-    assert split.weights == 4 * count / 64 + 2 * count / 2 + gathered
-    assert split.logits == 2048 * 64128 * 8 + 4 * 64128 * 4096
+    assert split.logits == 2048 * 64128 * 8
     lean = mesh._replace(
         activation_checkpointing=True, logits_chunk_tokens=32, offload_optimizer=True
     )
     least = on_gpu(LLAMA).training(lean, 4096, TrainingNeeds())
     assert least.optimizer == 0
-    assert least.logits == 32 * 64128 * 8 + 4 * 64128 * 4096
-    # Residual sums between layers, in float32, and one layer that is computed again.
-    assert least.activations == 2048 * (32 * 4096 * 4 + layer_activation_bytes(LLAMA, 2))
-    # The copies are gone by then.
-    assert split.weights - least.weights == 2048 * layer_activation_bytes(LLAMA, 2)
-    assert on_gpu(LLAMA).scoring(mesh, 4096, TrainingNeeds()).total < split.total / 2
+    # Between layers stands the residual stream. The few logits matter less than that the head's
+    # gradient is there in bf16 too, as its backward pass ends.
+    assert least.activations == 2048 * (32 * 2 * 4096 + 8 * 4096 + 2 * 4096)
+    assert least.logits == 32 * 64128 * 4
+    assert least.gradients == 4 * count / 64 + (4 + 2) * table / 2
+    # One that only scores has neither gradients nor moments.
+    scoring = on_gpu(LLAMA).scoring(mesh, 4096, TrainingNeeds())
+    assert (scoring.gradients, scoring.optimizer) == (0, 0)
+    assert scoring.total < split.total / 2
 
 
 def test_update_on_a_cpu_by_hand() -> None:
     """SmolLM2-135M, the tensors that autograd keeps of one layer, counted one by one."""
-    wide, cpu = 576 + 192, TrainingNeeds(mixed=True)
-    # Norms: twice input and normalised input in float32, and five bf16 copies for the matrices.
-    norms = 576 * (2 * 4 + 2 * 4 + 5 * 2)
-    long = norms + 2 * 2 * wide + 4 * 9 + 2 * 576 + 4 * 2 * 1536
-    assert cpu_layer_activation_bytes(SMOL, 1000) == long
-    # Up to 128 tokens the scores are kept, and what goes into them in float32.
-    short = norms + 4 * (576 + 2 * 192) + 4 * 9 * 100 + 2 * 576 + 4 * 2 * 1536
-    assert cpu_layer_activation_bytes(SMOL, 100) == short
-    # In float32 the matrices share the norm's output.
-    plain = 576 * 24 + 2 * 4 * wide + 4 * 9 + 4 * 576 + 4 * 4 * 1536
-    assert cpu_layer_activation_bytes(SMOL, 1000, mixed=False) == plain
     layout = StageDeployment("update", max_tokens_per_microbatch=2048)
-    memory = on_cpu(SMOL).training(layout, 1000, cpu)
-    # All layers, and what the backward pass has under way.
-    assert memory.activations == 2048 * (30 + 2.5) * long
-    # Residual sums between layers are float32 also under autocast.
-    lean = on_cpu(SMOL).training(layout._replace(activation_checkpointing=True), 1000, cpu)
-    assert lean.activations == 2048 * (30 * 576 * 4 + 3.5 * long)
-    # 682 positions at a time, float32 twice; the head's gradients on their way.
-    assert memory.logits == 8 * 682 * 49152 + 20 * 49152 * 576
-    few = on_cpu(SMOL).training(layout, 1000, cpu._replace(answered=0.25))
-    assert few.logits == 8 * 512 * 49152 + 7 * 49152 * 576
-    assert (memory.weights, memory.optimizer) == (6 * SMOL.parameters, 8 * SMOL.parameters)
+    model = on_cpu(SMOL)
+    long = 16 * 576 + 2 * 2 * (576 + 192) + 4 * 9 + 4 * 2 * 1536
+    assert model.layer_bytes(layout, 1000, mixed=True) == long
+    # Up to 128 tokens the scores are kept.
+    assert model.layer_bytes(layout, 100, mixed=True) == long + 4 * 9 * 100
+    memory = model.training(layout, 1000, TrainingNeeds())
+    assert (memory.weights, memory.optimizer) == (
+        4 * SMOL.parameters + 2 * SMOL.embedding_parameters,
+        8 * SMOL.parameters,
+    )
     # A model that only scores is held in float32 as well.
-    scoring = on_cpu(SMOL).scoring(layout._replace(stage="reference"), 1000, cpu)
+    scoring = model.scoring(layout._replace(stage="reference"), 1000, TrainingNeeds())
     assert scoring.weights == memory.weights
-    assert scoring.total < memory.total / 2.5
+    assert scoring.total < memory.total / 2
 
 
 def test_a_chunk_of_logits_is_an_eighth_of_what_is_usual() -> None:
@@ -245,64 +234,51 @@ TINY = ModelShape(
 )
 BUDGETS = (1024, 3072, 8192)
 MEASURED = {
-    ("bf16", False, 100): ((623, 762, 1286), (562, 613, 731)),
-    ("bf16", False, 1000): ((655, 787, 1145), (586, 616, 713)),
-    ("bf16", True, 100): ((589, 702, 983), (566, 613, 735)),
-    ("bf16", True, 1000): ((626, 705, 899), (587, 618, 721)),
-    ("fp32", False, 100): ((622, 843, 1406), (544, 577, 662)),
-    ("fp32", False, 1000): ((646, 825, 1278), (549, 585, 654)),
-    ("fp32", True, 100): ((589, 726, 1156), (545, 596, 659)),
-    ("fp32", True, 1000): ((608, 756, 1105), (550, 569, 653)),
+    ("bf16", False, 100): ((403, 549, 941), (337, 367, 437)),
+    ("bf16", False, 1000): ((393, 511, 822), (342, 367, 403)),
+    ("bf16", True, 100): ((365, 439, 602), (334, 370, 459)),
+    ("bf16", True, 1000): ((368, 425, 564), (342, 362, 396)),
+    ("fp32", False, 100): ((451, 715, 1356), (342, 391, 534)),
+    ("fp32", False, 1000): ((443, 677, 1247), (331, 393, 453)),
+    ("fp32", True, 100): ((393, 523, 914), (333, 382, 497)),
+    ("fp32", True, 1000): ((386, 514, 881), (338, 382, 509)),
 }
-"""Peaks of the demo's tic-tac-toe model on a CPU, resident megabytes (10**6), as the learner
-measured them in one process: (precision, checkpointing, tokens of a sample) to those of updates and
-of scorings at the three token budgets. Half of the tokens were trained."""
+"""Peaks of the demo's tic-tac-toe model on a CPU, private megabytes (10**6), measured in a process
+for each: (precision, checkpointing, tokens of a sample) to those of updates and of scorings at the
+three token budgets. Of short samples 36 % of the tokens were trained, of long ones 49 %."""
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stage", ["update", "reference"])
-def test_two_measured_peaks_predict_those_held_out(precision: str, stage: str) -> None:
-    """Calibrated at two token budgets, without checkpointing and at one length of samples: the
-    largest budget, the other length and checkpointing come out within 10 %."""
-    needs = TrainingNeeds(mixed=precision == "bf16", answered=0.5)
-    known, held_out = [], []
-    for (kind, checkpointing, length), sizes in MEASURED.items():
-        for budget, megabytes in zip(BUDGETS, sizes[stage == "reference"], strict=True):
-            layout = StageDeployment(
-                stage,
-                max_tokens_per_microbatch=budget // length * length,
-                activation_checkpointing=checkpointing,
-            )
-            if stage == "update":
-                formula = on_cpu(TINY).training(layout, length, needs).total
-            else:
-                # These learners held an optimizer's state besides.
-                formula = on_cpu(TINY).scoring(layout, length, needs).total
-                formula += 8 * TINY.parameters
-            peak = Peak(stage=stage, predicted=formula, measured=1e6 * megabytes)
-            if kind == precision:
-                easy = length == 1000 and budget < 8192 and not checkpointing
-                (known if easy else held_out).append(peak)
-    correct = Calibration(peaks=tuple(known)).corrector(stage)
-    assert (len(known), len(held_out)) == (2, 10)
-    for peak in held_out:
-        assert correct(peak.predicted) == pytest.approx(peak.measured, rel=0.1)
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_the_formula_alone_comes_near_a_small_models_peaks(case: tuple[str, bool, int]) -> None:
+    precision, checkpointing, length = case
+    needs = TrainingNeeds(precision == "bf16", answered=0.36 if length == 100 else 0.49)
+    for budget, update, score in zip(BUDGETS, *MEASURED[case], strict=True):
+        layout = StageDeployment(
+            "update",
+            max_tokens_per_microbatch=budget // length * length,
+            activation_checkpointing=checkpointing,
+        )
+        found = on_cpu(TINY).training(layout, length, needs).total
+        assert found == pytest.approx(1e6 * update, rel=0.12)
+        # These learners held an optimizer's state besides.
+        found = on_cpu(TINY).scoring(layout, length, needs).total + 8 * TINY.parameters
+        assert found == pytest.approx(1e6 * score, rel=0.12)
 
 
 @pytest.mark.parametrize(
     ("checkpointing", "budget", "update", "score"),
     [
-        (False, 256, 3484, 2561),
-        (False, 768, 4210, 2731),
-        (True, 256, 3288, 2490),
-        (True, 1024, 3639, 2737),
-        (True, 2048, 4095, 2868),
+        (False, 256, 3110, 2101),
+        (False, 768, 3719, 2154),
+        (True, 256, 2927, 2059),
+        (True, 1024, 3133, 2228),
+        (True, 2048, 3277, 2287),
     ],
 )
 def test_the_formula_alone_comes_near_a_large_vocabularys_peaks(
     checkpointing: bool, budget: int, update: int, score: int
 ) -> None:
-    """SmolLM2-135M under bf16 autocast, samples of 256 tokens; megabytes measured likewise."""
+    """SmolLM2-135M in bf16, samples of 256 tokens; megabytes measured likewise."""
     needs = TrainingNeeds(mixed=True, answered=0.5)
     layout = StageDeployment(
         "update", max_tokens_per_microbatch=budget, activation_checkpointing=checkpointing

@@ -297,7 +297,7 @@ def test_candidates_use_every_device(model: str, machine: tuple[int, int], episo
 @pytest.mark.parametrize("hosts", [3, 6])
 def test_all_of_three_hosts_share_a_model(hosts: int) -> None:
     """Powers of two alone would leave copies of parts that three hosts could share."""
-    given_hosts = given(1024.0, model="qwen2.5-72b", hosts=hosts, selector={"stages": ("update",)})
+    given_hosts = given(16384.0, model="qwen2.5-72b", hosts=hosts, selector={"stages": ("update",)})
     update = select(given_hosts)["update"]
     assert update.shard % 3 == 0
     assert update.world_size == 8 * hosts
@@ -336,7 +336,7 @@ def test_settings_are_checked_against_the_rollout() -> None:
 def test_the_host_must_hold_what_is_offloaded() -> None:
     roomy = given(16384.0, model="qwen2.5-72b", hosts=16, episodes=4096)
     assert select(roomy)["update"].offload_optimizer
-    machine = roomy.hardware.model_copy(update={"memory_bytes": 64 * 2**30})
+    machine = roomy.hardware.model_copy(update={"memory_bytes": 32 * 2**30})
     choice = considered(roomy.model_copy(update={"hardware": machine}))
     assert not choice.plan["update"].offload_optimizer
     problems = [row.problem for row in choice.predictions["update"] if row.problem]

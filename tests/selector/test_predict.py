@@ -18,9 +18,10 @@ from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
 from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import cluster
-from earl_core.selector.model.memory_model import Calibration, Peak, gib
+from earl_core.selector.model.memory_model import gib
 from earl_core.selector.model.sizes import (
     coarse,
     coarse_above,
@@ -87,10 +88,13 @@ def fallback(context: float) -> tuple[list[StageDeployment], NoFeasiblePlan]:
 
 def test_the_memory_fallback_on_a_cpu_begins_with_smaller_microbatches() -> None:
     seen, error = fallback(500.0)
-    assert [item.max_tokens_per_microbatch for item in seen] == [4096, 2048, 1024, 1024]
-    # The longest sample has 1,000 tokens, and the policy wrote half of them: logits are few.
-    assert [item.activation_checkpointing for item in seen] == [False, False, False, True]
-    assert not any(item.logits_chunk_tokens or item.offload_optimizer for item in seen)
+    # The longest sample has 1,000 tokens.
+    assert [item.max_tokens_per_microbatch for item in seen[:4]] == [4096, 2048, 1024, 1024]
+    chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary, gpu=False)
+    means = [(item.logits_chunk_tokens, item.activation_checkpointing) for item in seen]
+    assert list(dict.fromkeys(means)) == [(0, False), (chunk, False), (chunk, True)]
+    assert min(item.max_tokens_per_microbatch for item in seen) == 1024
+    assert not any(item.offload_optimizer for item in seen)
     nearest = error.nearest
     assert nearest is not None
     assert nearest.peak > nearest.budget
@@ -104,7 +108,9 @@ def test_the_memory_fallback_of_long_samples_has_logits_in_chunks_before_checkpo
     # No smaller microbatch holds the longest sample.
     assert min(item.max_tokens_per_microbatch for item in seen) == 4096
     means = [(item.logits_chunk_tokens, item.activation_checkpointing) for item in seen]
-    assert list(dict.fromkeys(means)) == [(0, False), (chunk, False), (chunk, True)]
+    assert means[:2] == [(0, False), (chunk, False)]
+    assert all(item.activation_checkpointing for item in seen[2:])
+    assert means[-1] == (chunk, True)
 
 
 def test_what_others_hold_is_not_there() -> None:
@@ -120,9 +126,19 @@ def test_what_others_hold_is_not_there() -> None:
         NoFeasiblePlan, match=r"\d MiB are available.*\(6\.5 GiB are used by other processes"
     ):
         select(full)
-    # Devices have memory of their own.
-    gpu = given(8192.0, reserved_bytes={"update": 1e15, "rollout": 1e15})
-    assert select(gpu) == select(given(8192.0))
+
+
+def test_what_sleepers_keep_of_a_gpu_is_not_there() -> None:
+    free = given(8192.0)
+    # Until it was measured: libraries of the update and of the engine that sleeps.
+    assert Predictor(free).budget("update") == pytest.approx(0.9 * 80 * GIB - 2 * GIB)
+    apart = free.model_copy(update={"stages": StagesConfig(placement="separate")})
+    assert Predictor(apart).budget("update") == pytest.approx(0.9 * 80 * GIB - 1 * GIB)
+    measured = free.model_copy(update={"reserved_bytes": {"update": 30.0 * GIB}})
+    assert Predictor(measured).budget("update") == pytest.approx(0.9 * 80 * GIB - 30 * GIB)
+    full = free.model_copy(update={"reserved_bytes": {"update": 71.0 * GIB}})
+    with pytest.raises(NoFeasiblePlan, match=r"on a device \(71\.0 GiB are libraries' and others'"):
+        select(full)
 
 
 def test_more_engines_cost_more_memory() -> None:

@@ -129,6 +129,19 @@ def test_context_ranks_gather_parameters_as_shard_ranks_do() -> None:
     assert line.republish_seconds(mixed, StageDeployment("rollout", 16, 8)) > 0.0
 
 
+def test_weights_travel_as_they_compute_and_gradients_in_float32() -> None:
+    """Two hosts whose network is what takes longest: the forward and the backward pass gather."""
+    line, load = roofline(), Load(episodes=16, context=64, longest=64, generated=32)
+    shards = StageDeployment("update", shard=16, max_tokens_per_microbatch=64)
+    sent = QWEN.parameters * 15 / 16 / line.group_bandwidth(16, 1)
+
+    def seconds(value: int, only: bool = False) -> float:
+        return line.training_seconds(shards, load, 1, 0, only, value)
+
+    assert seconds(4) - seconds(2) == pytest.approx((12 - 8) * sent)
+    assert seconds(4, True) - seconds(2, True) == pytest.approx((4 - 2) * sent)
+
+
 def test_tool_waits_and_prompts_lengthen_a_rollout() -> None:
     layout = StageDeployment("rollout", 16, 8, max_running_requests=64)
     line, load = roofline(), Load(1024, 8192, 8192, 4096, turns=4)

@@ -196,8 +196,8 @@ def test_skipped_places_and_layouts_beyond_the_memory_are_left_out() -> None:
     other = next_point(given, GRID, ProfileTable(), math.inf, skipped={first.place})
     assert other is not None
     assert other.place != first.place
-    # Half a GiB holds not even an idle process.
-    tight = cpu_host(hardware=Hardware(cpu_cores=2, memory_bytes=2**29))
+    # A quarter of a GiB holds not even an idle process.
+    tight = cpu_host(hardware=Hardware(cpu_cores=2, memory_bytes=2**28))
     assert next_point(tight, GRID, ProfileTable(), math.inf) is None
 
 

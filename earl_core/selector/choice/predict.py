@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import PLACEMENTS, StageDeployment
 from earl_core.selector.choice.selection import WINDOW, SelectionInput, forecast, model_length
 from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_model
 from earl_core.selector.model.devices import device_of
@@ -142,9 +142,9 @@ class Predictor:
         self._commons: dict[str, Common] = {}
         self._correctors = {stage: given.calibration.corrector(stage) for stage in STAGES}
         self._starving: dict[str, float] = {}
-        fraction, reserved = given.selector.memory_fraction, given.reserved_bytes
+        fraction = given.selector.memory_fraction
         self._budgets = {
-            stage: self.memory.budget(fraction, reserved.get(stage, 0.0)) for stage in STAGES
+            stage: self.memory.budget(fraction, self._reserved(stage)) for stage in STAGES
         }
         self._peaks: dict[StageDeployment, float] = {}
         self._engines: dict[tuple[int, float, Load], Memory] = {}
@@ -259,7 +259,18 @@ class Predictor:
         return candidate.stage != "rollout" or self.memory.shared or self._torch_engine
 
     def _short_of(self, stage: str, peak: float, budget: float) -> str:
-        return self.memory.short_of(peak, budget, self.given.reserved_bytes.get(stage, 0.0))
+        return self.memory.short_of(peak, budget, self._reserved(stage))
+
+    def _reserved(self, stage: str) -> float:
+        """What others than the stage's tensors hold; until that was measured on a GPU, the
+        libraries of all processes that take turns there."""
+        given = self.given
+        turns = [
+            role
+            for role in PLACEMENTS[given.stages.placement].gives_way(stage)
+            if role != "reference" or given.needs_reference
+        ]
+        return given.reserved_bytes.get(stage, self.memory.outside * (1 + len(turns)))
 
     # Predictions
 
@@ -285,7 +296,8 @@ class Predictor:
         update, only = self.given.update, candidate.stage == "reference"
         steps = update.epochs * update.minibatches
         epochs = 1 if only else update.epochs
-        return self.roofline.training_seconds(candidate, load, epochs, steps, only)
+        value = 2 if update.precision == "bf16" else 4
+        return self.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
         """Why the host cannot hold the optimizer state of its ranks; empty when it can."""

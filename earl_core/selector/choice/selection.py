@@ -21,7 +21,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.feasibility import configured
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
-from earl_core.selector.model.memory_model import Calibration
+from earl_core.selector.model.calibration import Calibration
 from earl_core.selector.model.usual import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
 
@@ -72,10 +72,11 @@ class SelectionInput(Settings):
 
     attempt: how often the iteration's choice was made before, because a stage was infeasible.
     current: the plan that the running worker groups follow. forbidden: what ran out of memory in
-    this run. reserved_bytes: by stage, bytes of the host that others hold while it runs (on CPU
-    hosts, where nothing is given back between stages). context_overflow: the most tokens that an
-    engine of this run was built too small for. trained_share: part of the parameters that has
-    gradients (1 without adapters).
+    this run. reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU
+    hosts, where nothing is given back between stages, else of a GPU, where sleepers keep their
+    libraries; what is not there was not measured. context_overflow: the most tokens that an engine
+    of this run was built too small for. trained_share: part of the parameters that has gradients
+    (1 without adapters).
 
     A worked example, a 7B model on 8 GPUs after episodes of at most 8,000 tokens, then 100,000:
 
@@ -98,7 +99,7 @@ class SelectionInput(Settings):
         'TP 1, CP 2, shard 4, 8 threads, microbatch 8192'
         >>> longer = Statistics(context_mean=(60000.0,), context_max=(100000.0,))
         >>> select(given.model_copy(update={"statistics": longer}))["update"].label
-        'TP 1, CP 2, shard 4, 8 threads, microbatch 100352, checkpointing, logits by 256'
+        'TP 1, shard 8, 8 threads, microbatch 100352, checkpointing'
     """
 
     iteration: int = Field(default=0, ge=0)

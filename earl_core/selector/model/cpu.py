@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
-from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
-from earl_core.selector.model.memory_model import Memory, MemoryModel, gib, norm_bytes
+from earl_core.deployment.shapes import DeviceFigures, Hardware
+from earl_core.selector.model.memory_model import (
+    Memory,
+    MemoryModel,
+    gib,
+    layer_activation_bytes,
+)
 from earl_core.selector.model.sizes import powers
 
-_RUNTIME_BYTES = 0.52 * 2**30
+_RUNTIME_BYTES = 0.3 * 2**30
 """Libraries of a process that computes on a CPU, measured; other processes share a part of it."""
 
 _ENGINE_BYTES = 0.57 * 2**30
@@ -16,6 +21,13 @@ _ENGINE_BYTES = 0.57 * 2**30
 
 _VLLM_BYTES = 0.83 * 2**30
 """The same for each of vLLM's processes on a CPU: two for an engine and one for each rank."""
+
+_UNDER_WAY = 2.3, 4.0
+"""Layers' worth of intermediate results and of blocks that the C library's allocator keeps, and
+bytes for each number of the embedding: the two constants of the update that are measured."""
+
+_LOGIT_BYTES = 12
+"""Of a logit: a product of 16 bits is made in these first, and then copied."""
 
 _SHORT_TOKENS = 128
 """Samples up to this length have their attention scores stored on a CPU."""
@@ -60,7 +72,9 @@ class CpuMemoryModel(MemoryModel):
     """Of one process, counted with every tensor that autograd keeps there."""
 
     shared = True
+    outside = 0.0
     runtime, engine_runtime = _RUNTIME_BYTES, _ENGINE_BYTES
+    under_way, logit_bytes = _UNDER_WAY, _LOGIT_BYTES
 
     def budget(self, fraction: float, reserved: float) -> float:
         return max(1.0, fraction * self.hardware.memory_bytes - reserved)
@@ -70,43 +84,14 @@ class CpuMemoryModel(MemoryModel):
         text = f"needs {gib(peak)}, but only {gib(budget)} are available on {host}"
         return text + (f" ({gib(reserved)} are used by other processes)" if reserved else "")
 
-    def _kept(self, candidate: StageDeployment, longest: float, mixed: bool) -> tuple[float, float]:
-        """Between layers stand residual sums in float32. How many layers' worth of gradients and
-        intermediate results are under way besides is measured, with a layer that is computed again
-        and without: the only constants here that are not counted."""
-        per_layer = layer_activation_bytes(self.shape, longest, mixed)
-        if candidate.activation_checkpointing:
-            between = 4 * self.shape.layers * self.shape.hidden_size
-            return between + (3.5 if mixed else 4.0) * per_layer, 0.0
-        return (self.shape.layers + (2.5 if mixed else 1.5)) * per_layer, 0.0
-
-    def _scored(self, candidate: StageDeployment, mixed: bool) -> float:
-        """Sums, norms and what the matrices read; queries and keys before and after they are
-        turned; four feed-forward products."""
-        shape, value = self.shape, 2 if mixed else 4
-        wide = shape.query_size + shape.key_value_size
-        return 26 * shape.hidden_size + 8 * wide + 4 * shape.feed_forward * value
-
-    def _logits(self, width: float, rows: float, several: bool, backward: bool) -> float:
-        """The head's gradient, in the dtype of its product and in float32. With several chunks this
-        is more than the learner takes, which adds them up in place; calibration brings it down."""
-        if not backward:
-            return 12 * rows * width
-        return 8 * rows * width + width * self.shape.hidden_size * (20 if several else 7)
+    def layer_bytes(self, candidate: StageDeployment, longest: float, mixed: bool) -> float:
+        """Short samples' attention stores its scores, and is computed in float32."""
+        shape = self.shape
+        kept = layer_activation_bytes(shape, candidate.tensor_parallel, mixed)
+        if longest > _SHORT_TOKENS:
+            return kept
+        return kept + 4 * shape.attention_heads * longest
 
     def _with_cache(self, fixed: Memory, candidate: StageDeployment, vllm: VllmConfig) -> Memory:
         runtime = _VLLM_BYTES * (1 + 2 / candidate.tensor_parallel)
         return fixed._replace(runtime=runtime, kv_cache=(vllm.kv_cache_gib or 2) * 2.0**30)
-
-
-def layer_activation_bytes(shape: ModelShape, longest: float, mixed: bool = True) -> float:
-    """As `memory_model.layer_activation_bytes`, with what a CPU's attention kernels keep. longest:
-    of a sample, tokens."""
-    value = 2 if mixed else 4
-    wide = shape.query_size + shape.key_value_size
-    if longest <= _SHORT_TOKENS:
-        attention = 4 * (wide + shape.key_value_size) + 4 * shape.attention_heads * longest
-    else:
-        attention = 2 * value * wide + 4 * shape.attention_heads
-    products = (4 if shape.gated_mlp else 2) * shape.feed_forward * value
-    return norm_bytes(shape, mixed) + attention + value * shape.query_size + products

@@ -8,82 +8,14 @@ matrix; `standard_activation_bytes` is the older formula that does store it (Kor
 
 from __future__ import annotations
 
-import bisect
+from collections.abc import Iterator
+from operator import add
 from typing import NamedTuple
-
-import numpy as np
-from pydantic import Field
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
-from earl_core.config.settings import Settings
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
-
-
-class Peak(Settings):
-    """One measured peak beside what the formula said, bytes on one device."""
-
-    stage: str
-    predicted: float = Field(gt=0)
-    measured: float = Field(gt=0)
-    out_of_memory: bool = Field(
-        default=False, description="The measured bytes were not enough: the true peak is above."
-    )
-
-
-_OOM_MARGIN = 1.02
-
-
-class Calibration(Settings):
-    """Corrects the formula by what was measured, stage by stage, without losing its order.
-
-    With peaks at different sizes the correction is measured = a + b · predicted, b between 1/2
-    and 3, by least squares of relative errors, and at least a quarter of the prediction; with one
-    size only, a factor. Never measured: 1.
-    """
-
-    peaks: tuple[Peak, ...] = ()
-
-    def correct(self, stage: str, predicted: float) -> float:
-        """The calibrated peak. Never decreases as `predicted` grows."""
-        return self.corrector(stage)(predicted)
-
-    def corrector(self, stage: str) -> _Corrector:
-        """The stage's correction, worked out once for many candidates."""
-        return _Corrector([peak for peak in self.peaks if peak.stage == stage])
-
-
-class _Corrector:
-    def __init__(self, peaks: list[Peak]) -> None:
-        self._offset, self._slope = _line([p for p in peaks if not p.out_of_memory])
-        failed = sorted((p.predicted, p.measured * _OOM_MARGIN) for p in peaks if p.out_of_memory)
-        self._failed = [predicted for predicted, _ in failed]
-        self._floors: list[float] = []
-        for _, floor in failed:
-            self._floors.append(max([floor, *self._floors[-1:]]))
-
-    def __call__(self, predicted: float) -> float:
-        # A steep line has a negative offset, which must not make small candidates free of charge.
-        value = max(self._offset + self._slope * predicted, predicted / 4)
-        # What once ran out of memory needs more than there was, and so does all that is larger.
-        place = bisect.bisect_right(self._failed, predicted * (1 + 1e-9))
-        return max(value, self._floors[place - 1]) if place else value
-
-
-def _line(peaks: list[Peak]) -> tuple[float, float]:
-    if not peaks:
-        return 0.0, 1.0
-    factor = sum(p.measured / p.predicted for p in peaks) / len(peaks)
-    sizes = [p.predicted for p in peaks]
-    if max(sizes) < 1.1 * min(sizes):
-        return 0.0, factor
-    measured = np.array([p.measured for p in peaks])
-    slope, _ = np.polyfit(sizes, measured, 1, w=1 / measured)
-    slope = min(3.0, max(0.5, float(slope)))
-    offset = np.average(measured - slope * np.array(sizes), weights=measured**-2)
-    return float(offset), slope
-
 
 RUNTIME_BYTES = 2**30
 """Libraries, kernels and communication buffers of one process: an assumption."""
@@ -111,12 +43,15 @@ class Memory(NamedTuple):
         """Everything together."""
         return sum(self)
 
+    def plus(self, other: Memory) -> Memory:
+        """Both, use by use."""
+        return Memory(*map(add, self, other))
+
 
 class TrainingNeeds(NamedTuple):
     """What the algorithm asks of the training stages.
 
-    mixed: bf16 over float32 master weights, counted as under autocast, which keeps more than the
-    learner does (docs/selector.md); else all float32. trained: share of the
+    mixed: bf16 copies compute, of float32 weights; else all is float32. trained: share of the
     parameters that has gradients and optimizer state (1 without adapters). answered: share of the
     tokens that the policy wrote, the only ones with logits.
     """
@@ -127,54 +62,54 @@ class TrainingNeeds(NamedTuple):
 
 
 class MemoryModel:
-    """Of one GPU. shared: whether all ranks of a host share one memory, so that theirs add up."""
+    """Of one GPU. shared: whether all ranks of a host share one memory, so that theirs add up.
+    outside: bytes that each process takes of it beside its tensors. runtime, engine_runtime: what
+    counts as a part of the peak besides. under_way: layers' worth of what a layer leaves that comes
+    and goes besides, and bytes of each number of the embedding. logit_bytes: of a logit whose
+    gradient is made in bf16; on a GPU itself in float32, and the gradients of two chunks."""
 
     shared = False
-    runtime = engine_runtime = float(RUNTIME_BYTES)
+    outside = float(RUNTIME_BYTES)
+    runtime = engine_runtime = 0.0
+    under_way = 0.0, 0.0
+    logit_bytes = BYTES_PER_LOGIT
 
     def __init__(self, shape: ModelShape, device: DeviceFigures, hardware: Hardware) -> None:
         self.shape, self.device, self.hardware = shape, device, hardware
 
     def budget(self, fraction: float, reserved: float) -> float:
-        """Bytes that a stage may use: of one device, or of the host that its ranks share, what
-        others hold (reserved) taken off."""
-        return fraction * self.device.memory_bytes
+        """Bytes that a stage may use: of one device or of the host that its ranks share, less those
+        that others hold (reserved)."""
+        return max(1.0, fraction * self.device.memory_bytes - reserved)
 
     def short_of(self, peak: float, budget: float, reserved: float) -> str:
         """Such as `needs 3.0 GiB, but only 2.0 GiB are available on a device`."""
-        return f"needs {gib(peak)}, but only {gib(budget)} are available on a device"
+        text = f"needs {gib(peak)}, but only {gib(budget)} are available on a device"
+        return text + (f" ({gib(reserved)} are libraries' and others')" if reserved else "")
 
     def training(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.
 
-        float32 weights, gradients and two Adam moments, divided by tensor, shard and context ranks;
-        copies of the weights in bf16, and those gathered layer by layer when sharded.
+        Float32 weights, gradients and two Adam moments, divided by tensor, shard and context ranks,
+        and beside them the most that a backward pass holds at a time.
         """
         own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        tokens = _tokens(candidate, longest)
-        kept, dropped = self._kept(candidate, longest, needs.mixed)
-        copies = max(0.0, self._copied(candidate, needs.mixed) - tokens * dropped)
-        return Memory(
-            weights=4 * own + copies + self._gathered(candidate),
+        state = Memory(
+            weights=4 * own,
             gradients=4 * own * needs.trained,
             optimizer=0.0 if candidate.offload_optimizer else 8 * own * needs.trained,
-            activations=tokens * kept,
-            logits=self._logits_of(candidate, tokens * needs.answered, backward=True),
             runtime=self.runtime,
         )
+        work = _Work(self, candidate, longest, needs)
+        return max((state.plus(moment) for moment in work.backward()), key=lambda m: m.total)
 
     def scoring(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one rank that only scores (reference, value): float32 weights, and a forward pass
         that keeps no activations."""
-        tokens = _tokens(candidate, longest)
         own = 4 * self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        copies = self._copied(candidate, needs.mixed)
-        return Memory(
-            weights=own + copies + self._gathered(candidate),
-            activations=tokens * self._scored(candidate, needs.mixed),
-            logits=self._logits_of(candidate, tokens * needs.answered, backward=False),
-            runtime=self.runtime,
-        )
+        state = Memory(weights=own, runtime=self.runtime)
+        work = _Work(self, candidate, longest, needs)
+        return max((state.plus(moment) for moment in work.forward()), key=lambda m: m.total)
 
     def vllm(self, candidate: StageDeployment, settings: VllmConfig, value: int = 2) -> Memory:
         """One rank of a vLLM engine; the cache gets what weights and workspace leave of the share
@@ -188,7 +123,7 @@ class MemoryModel:
             activations=float(value) * tokens * width,
             # Rows of the sampler in the engine's dtype and in float32.
             logits=(4.0 + value) * running * shape.vocabulary / tensor,
-            runtime=self.runtime,
+            runtime=RUNTIME_BYTES,
         )
         return self._with_cache(fixed, candidate, settings)
 
@@ -213,53 +148,138 @@ class MemoryModel:
             kv_cache=1.5 * sequences * longest * kv_bytes_per_token(shape, 1, value),
         )
 
-    def _kept(self, candidate: StageDeployment, longest: float, mixed: bool) -> tuple[float, float]:
-        """Bytes that each token leaves for the backward pass, and those of autocast's copies that
-        are dropped before it needs them."""
-        shape = self.shape
-        per_layer = layer_activation_bytes(shape, candidate.tensor_parallel, mixed)
-        if not candidate.activation_checkpointing:
-            return shape.layers * per_layer, 0.0
-        # Residual sums between layers are float32; a layer is computed again once autocast has
-        # dropped its copies.
-        return 4 * shape.layers * shape.hidden_size + per_layer, per_layer
-
-    def _scored(self, candidate: StageDeployment, mixed: bool) -> float:
-        """Bytes of each token in a forward pass that keeps nothing."""
+    def layer_bytes(self, candidate: StageDeployment, longest: float, mixed: bool) -> float:
+        """What a token leaves in one layer for the backward pass."""
         return layer_activation_bytes(self.shape, candidate.tensor_parallel, mixed)
 
-    def _copied(self, candidate: StageDeployment, mixed: bool) -> float:
-        """The bf16 copies that autocast makes of all weights that a rank computes with, its own or
-        gathered: they live until the forward pass ends, where autograd needs them until it is
-        back."""
-        return 2 * self.shape.parameters / candidate.tensor_parallel if mixed else 0.0
-
-    def _gathered(self, candidate: StageDeployment) -> float:
-        """Parameters of other ranks, gathered in float32 as they are stored."""
-        if candidate.parts == 1:
-            return 0.0
-        # One layer in use and the next one on its way; the largest table is gathered alone.
-        largest = max(2 * self.shape.layer_parameters, self.shape.embedding_parameters)
-        return 4 * largest / candidate.tensor_parallel
-
-    def _logits_of(self, candidate: StageDeployment, answers: float, backward: bool) -> float:
+    def rows_at_a_time(self, candidate: StageDeployment) -> int:
+        """Positions whose logits exist at a time."""
         width = self.shape.vocabulary / candidate.tensor_parallel
-        usual = positions_at_a_time(width, gpu=not self.shared)
-        at_a_time = candidate.logits_chunk_tokens or usual
-        return self._logits(width, min(answers, at_a_time), answers > at_a_time, backward)
-
-    def _logits(self, width: float, rows: float, several: bool, backward: bool) -> float:
-        """A chunk, and the gradient of the head's weight, summed in float32 over a microbatch."""
-        summed = 4 * width * self.shape.hidden_size if backward else 0.0
-        return rows * width * BYTES_PER_LOGIT + summed
+        return candidate.logits_chunk_tokens or positions_at_a_time(width, gpu=not self.shared)
 
     def _with_cache(self, fixed: Memory, candidate: StageDeployment, vllm: VllmConfig) -> Memory:
         given = vllm.gpu_memory_utilization * self.device.memory_bytes
         return fixed._replace(kv_cache=max(0.0, given - fixed.total))
 
 
-def _tokens(candidate: StageDeployment, longest: float) -> float:
-    return max(float(candidate.max_tokens_per_microbatch), longest) / candidate.context_parallel
+class _Work:
+    """What a rank holds beside its parts of the state while it computes a microbatch, bytes.
+
+    A unit, which is a layer, the embedding or the head, is gathered where others hold parts of it,
+    and cast where bf16 computes (FSDP2, `fully_shard`): then there are its copy, the buffer that
+    the next unit is gathered in, its gradient, and the float32 buffer in which the gradient of the
+    unit before is summed over the ranks. wrapped: that there are copies at all.
+    """
+
+    def __init__(
+        self, model: MemoryModel, candidate: StageDeployment, longest: float, needs: TrainingNeeds
+    ) -> None:
+        shape, tensor = model.shape, candidate.tensor_parallel
+        self.value = 2 if needs.mixed else 4
+        self.mixed, self.tied, self.layers = needs.mixed, shape.tied_embeddings, shape.layers
+        self.shared, self.wrapped = candidate.parts > 1, needs.mixed or candidate.parts > 1
+        self.checkpointing = candidate.activation_checkpointing
+        self.layer = shape.layer_parameters / tensor
+        self.table = shape.embedding_parameters / tensor
+        budget = max(float(candidate.max_tokens_per_microbatch), longest)
+        self.tokens = budget / candidate.context_parallel
+        # A token's states between two layers, and what it leaves in one.
+        self.state = self.value * shape.hidden_size
+        self.kept = model.layer_bytes(candidate, longest, needs.mixed)
+        layers, numbers = model.under_way
+        self.layers_under_way, self.table_under_way = layers * self.kept, numbers * self.table
+        self.logit_bytes = model.logit_bytes if needs.mixed else 4
+        self.norms = norm_bytes(shape, needs.mixed)
+        self.normalising = 18 * shape.hidden_size
+        self.wide = self.value * shape.feed_forward / tensor
+        self.products = feed_forward_bytes(shape, tensor, needs.mixed)
+        self.matrix = shape.hidden_size * shape.feed_forward / tensor
+        # Keys and values of a whole pack, of which a context rank has a part.
+        whole = 2 * self.value * shape.key_value_size * candidate.context_parallel / tensor
+        self.whole = whole if candidate.context_parallel > 1 else 0.0
+        answers = self.tokens * needs.answered
+        self.logits = min(answers, model.rows_at_a_time(candidate)) * shape.vocabulary / tensor
+
+    def backward(self) -> Iterator[Memory]:
+        """The moments that may hold the most: the head's backward pass, which comes first, those of
+        the last two layers and of the first one, and the embedding's."""
+        yield self._head()
+        between = self.state if self.checkpointing else self.kept
+        again = self.kept if self.checkpointing else 0.0
+        kept = self.layers * between + again
+        yield from self._in_layer(kept, summed=0.0, fetched=self.layer)
+        if self.layers > 1:
+            yield from self._in_layer(kept - between, self.layer, self.layer)
+        if not self.tied:
+            yield from self._in_layer(self.kept, self.layer, self.table)
+        yield self._embedding()
+
+    def forward(self) -> Iterator[Memory]:
+        """The same of a pass that keeps nothing: in a layer, and in the head."""
+        width = max(3 * self.wide + 2 * self.state, self.norms) + self.layers_under_way / 4
+        table = self._copy(self.table)
+        whole = table if self.tied else 0.0
+        gathered = self._copy(self.layer) + self._buffer(self.layer) + whole
+        yield Memory(weights=gathered, activations=self.tokens * width)
+        logits = self.logits * BYTES_PER_LOGIT
+        yield Memory(
+            weights=max(table, whole), activations=self.tokens * 2 * self.state, logits=logits
+        )
+
+    def _copy(self, unit: float) -> float:
+        return self.value * unit if self.wrapped else 0.0
+
+    def _buffer(self, unit: float) -> float:
+        return self.value * unit if self.shared else 0.0
+
+    def _head(self) -> Memory:
+        """The gradient of the head's weight is summed in float32 and cast at the end, when all but
+        the last chunk of logits is gone."""
+        kept = self.layers * (self.state if self.checkpointing else self.kept) + self.norms / 2
+        summed = 4 * self.table
+        chunk = self.logits * self.logit_bytes
+        cast = self.value * self.table if self.mixed else 0.0
+        gradients, logits = max((summed, chunk), (summed + cast, 4 * self.logits), key=sum)
+        return Memory(
+            weights=self._copy(self.table),
+            gradients=gradients + self.table_under_way,
+            activations=self.tokens * (kept + self.state),
+            logits=logits,
+        )
+
+    def _in_layer(self, kept: float, summed: float, fetched: float) -> Iterator[Memory]:
+        """Where the products of the feed-forward part are undone, when only the first matrix has a
+        gradient; where a norm is, which computes in float32; and where context ranks exchange keys,
+        values and their gradients. kept: bytes a token. summed, fetched: parameters of the units
+        that come before and after it in the backward pass."""
+        weights = self._copy(self.layer) + self._buffer(fetched)
+        gradients = 4 * summed if self.wrapped else 0.0
+        if self.tied:
+            # The head's copy and gradient wait for the embedding's.
+            weights += self._copy(self.table)
+            gradients += self._copy(self.table)
+        # Two products' gradients, and those of the residual stream before and after them.
+        moving = 2 * self.wide + 2 * self.state + self.layers_under_way
+        unit = self.layer if self.wrapped else self.matrix
+        # A layer that is computed again keeps what it gathered.
+        gathered = self.whole if self.checkpointing else 0.0
+        rest = kept - self.products
+        for written, tokens in (
+            (self.matrix, kept + moving + gathered),
+            (unit, rest + self.normalising + gathered),
+            (unit, rest + 3 * self.whole),
+        ):
+            yield Memory(
+                weights=weights,
+                gradients=gradients + self.value * written,
+                activations=self.tokens * tokens,
+            )
+
+    def _embedding(self) -> Memory:
+        if not self.wrapped:
+            return Memory(gradients=4 * self.table)
+        units = 2 if self.tied else 1
+        return Memory(gradients=(units * self.value + 4) * self.table)
 
 
 def standard_activation_bytes(shape: ModelShape, tokens: int) -> float:
@@ -277,15 +297,20 @@ def layer_activation_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = Tru
     """
     value = 2 if mixed else 4
     attention = 2 * (shape.query_size + shape.key_value_size) * value + 4 * shape.attention_heads
-    products = (4 if shape.gated_mlp else 2) * shape.feed_forward * value
-    return norm_bytes(shape, mixed) + (attention + products) / tensor
+    split = attention / tensor + feed_forward_bytes(shape, tensor, mixed)
+    return norm_bytes(shape, mixed) + split
+
+
+def feed_forward_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
+    """What a token leaves in the feed-forward part of a layer: the inputs and outputs of its
+    activation, and with a gate both factors of the product."""
+    return (4 if shape.gated_mlp else 2) * shape.feed_forward * (2 if mixed else 4) / tensor
 
 
 def norm_bytes(shape: ModelShape, mixed: bool) -> int:
-    """What the two norms of a layer keep of a token, whose residual sums are float32 also under
-    autocast: input and normalised input, and what the matrices read. Under bf16 autocast each of
-    five matrices keeps a copy of its own; otherwise they share the norm's output."""
-    return shape.hidden_size * (2 * (4 + 4) + (5 * 2 if mixed else 2 * 4))
+    """What the two norms of a layer keep of a token: input and normalised input in float32 (in bf16
+    the latter is rounded), and the output, which the matrices read."""
+    return 2 * shape.hidden_size * (4 + 2 + 2 if mixed else 4 + 4 + 4)
 
 
 def kv_bytes_per_token(shape: ModelShape, tensor: int, value: int = 2) -> float:

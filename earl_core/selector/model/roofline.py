@@ -152,8 +152,10 @@ class Roofline:
         epochs: int,
         steps: int,
         forward_only: bool = False,
+        value: int = 2,
     ) -> float:
-        """Seconds of an update (or of scoring alone) over all samples. steps: optimizer steps."""
+        """Seconds of an update (or of scoring alone) over all samples. steps: optimizer steps.
+        value: bytes of a number that computes."""
         shape, device = self.shape, self.device
         samples = math.ceil(load.episodes / candidate.data_parallel)
         tokens = samples * load.context
@@ -172,7 +174,7 @@ class Roofline:
         computing = max(computing, microbatches * passes * shape.layers * device.layer_seconds)
         communicating = self._tensor_seconds(candidate, tokens, microbatches, passes)
         communicating += self._context_seconds(candidate, tokens, passes)
-        gathering = self._gather_seconds(candidate, microbatches, forward_only)
+        gathering = self._gather_seconds(candidate, microbatches, forward_only, value)
         seconds = epochs * (max(computing, gathering) + communicating)
         if forward_only:
             return seconds
@@ -219,13 +221,13 @@ class Roofline:
         return passes * moved * share / bandwidth
 
     def _gather_seconds(
-        self, candidate: StageDeployment, microbatches: int, forward_only: bool
+        self, candidate: StageDeployment, microbatches: int, forward_only: bool, value: int
     ) -> float:
         if candidate.parts == 1:
             return 0.0
-        # Weights and gradients travel in float32, as they are stored.
+        # Weights travel for the forward and for the backward pass, gradients in float32.
         moved = (
-            4.0
+            (value if forward_only else 2.0 * value + 4.0)
             * self._parameters
             / candidate.tensor_parallel
             * (candidate.parts - 1)
@@ -234,7 +236,7 @@ class Roofline:
         bandwidth = self.group_bandwidth(
             candidate.tensor_parallel * candidate.parts, candidate.tensor_parallel
         )
-        return microbatches * (1 if forward_only else 3) * moved / bandwidth
+        return microbatches * moved / bandwidth
 
     def _optimizer_seconds(self, candidate: StageDeployment) -> float:
         own = self._parameters / (candidate.tensor_parallel * candidate.parts)

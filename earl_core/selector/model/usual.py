@@ -65,5 +65,5 @@ def usual_mesh(
         return within
     memory = memory_model(shape, hardware)
     peak = memory.training(within, mesh.max_tokens_per_microbatch, TrainingNeeds()).total
-    fits = peak <= memory.budget(_TRAINING_SHARE, 0.0)
+    fits = peak <= memory.budget(_TRAINING_SHARE, 2 * memory.outside)
     return within if fits else mesh._replace(replicas=1, shard=ranks)

@@ -17,8 +17,8 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.settings import Settings
 from earl_core.deployment.plan import Forbidden
 from earl_core.deployment.shapes import Hardware
+from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.candidates import candidate_of
-from earl_core.selector.model.memory_model import Calibration, Peak
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 
@@ -48,8 +48,8 @@ class Observation(Settings):
     tokens that the engine had no room for). requests: episodes offered to one engine, or samples of
     a training stage. tokens_per_second: as `ProfilePoint` has it. seconds: of the stage's work, or
     of the switch. peak_bytes: of one device or rank; of `out_of_memory`: what was not enough.
-    formula_bytes: what the uncalibrated memory formula said for the same. reserved_bytes: host
-    bytes that others held.
+    formula_bytes: what the uncalibrated memory formula said for the same. reserved_bytes: of
+    the host or of a GPU, what others held.
     """
 
     iteration: int = Field(ge=0)
