@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 from earl_core.tensors.slices import BUCKET_BYTES
 
 Wait = Callable[[], None]
+_T = TypeVar("_T")
 _STRIDED_AHEAD = 2  # pieces that wait in memory of their own
 
 
@@ -82,6 +84,71 @@ def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         devices.add(target.device)
     for device in devices:
         queued(device)()
+
+
+def on_device(
+    buckets: Iterable[_T],
+    tensors_of: Callable[[_T], Sequence[torch.Tensor]],
+    act: Callable[[_T, Sequence[torch.Tensor]], None],
+    device: torch.device,
+) -> None:
+    """Let `act` change copies of each bucket's host tensors on the device; on return they are back.
+
+    While it works on one, the next one comes and the one before goes back, each on a stream of its
+    own, where the host's memory is page-locked. The device holds three buckets at most.
+    """
+    waiting, incoming, outgoing = iter(buckets), _Lane(device), _Lane(device)
+
+    def bring() -> tuple[_T, list[torch.Tensor], torch.cuda.Event | None] | None:
+        for bucket in waiting:
+            # Memory of the current stream: whoever gets it next writes there behind the rest.
+            here = [torch.empty_like(each, device=device) for each in tensors_of(bucket)]
+            return bucket, here, incoming.copy(zip(here, tensors_of(bucket), strict=True))
+        return None
+
+    coming, leaving = bring(), None
+    try:
+        while coming is not None:
+            (bucket, here, arrived), coming = coming, bring()
+            if arrived is not None:
+                torch.cuda.current_stream(device).wait_event(arrived)
+            act(bucket, here)
+            gone = outgoing.copy(zip(tensors_of(bucket), here, strict=True))
+            if leaving is not None and leaving[1] is not None:
+                # The copies of the bucket before are held until here.
+                leaving[1].synchronize()
+            leaving = here, gone
+        if leaving is not None and leaving[1] is not None:
+            leaving[1].synchronize()
+    finally:
+        # After an error, too, the memory of what is on its way goes to nobody before it is there.
+        incoming.join()
+        outgoing.join()
+
+
+class _Lane:
+    """Copies on a stream beside the device's current one; without streams they are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
+        """Begin to copy (target, source) each, behind what is on the current stream by now. Both
+        must be held until the event."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return None if self._stream is None else self._stream.record_event()
+
+    def join(self) -> None:
+        """Let what the current stream does from now on wait for all copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def bytes_on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention import varlen_cuda
 from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.kernels import kernels_of
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.loading import load_policy
@@ -73,6 +74,51 @@ def test_attention_and_its_gradients_equal_plain_products(
         assert float(other.abs().max()) > 0.1
         error = float((one.cpu().double() - other).norm() / other.norm())
         assert error < TOLERANCE[kind]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["usual", "deterministic"])
+@pytest.mark.parametrize("lengths", [[700], [512, 512]], ids=len)
+def test_long_samples_of_one_length_have_the_gradients_of_plain_products(
+    cuda: torch.device, lengths: list[int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through cuDNN where that was chosen. Deterministic: the same bits twice, and without it."""
+    monkeypatch.setattr(varlen_cuda, "_LONG", 512)
+    taken: list[int] = []
+    fused = varlen_cuda.attend_alike
+    monkeypatch.setattr(
+        varlen_cuda, "attend_alike", lambda *given: taken.append(1) or fused(*given)
+    )
+    torch.manual_seed(3)
+    total = sum(lengths)
+    states = [torch.randn(n, total, WIDTH).bfloat16() for n in (HEADS, PAIRS, PAIRS)]
+    direction = torch.randn(total, HEADS, WIDTH).bfloat16()
+
+    def computed() -> list[torch.Tensor]:
+        ours = [each.to(cuda)[None].requires_grad_() for each in states]
+        found, _ = varlen_attention(
+            torch.nn.Identity(), *ours, None,
+            sample_boundaries=SampleBoundaries.from_lengths(lengths, cuda),
+        )  # fmt: skip
+        (found[0] * direction.to(cuda)).sum().backward()
+        return [found[0].detach().cpu(), *(each.grad[0].cpu() for each in ours)]
+
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        expects_cudnn = kernels_of(cuda).cudnn
+        once, again = computed(), computed()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(taken) == (2 if expects_cudnn else 0)
+    if deterministic:
+        assert not expects_cudnn
+        assert all(map(torch.equal, once, again))
+    theirs = [each.double().requires_grad_() for each in states]
+    expected = dense(*theirs, lengths, None)
+    (expected * direction.double()).sum().backward()
+    for one, other in zip(once, [expected.detach(), *(e.grad for e in theirs)], strict=True):
+        assert float(other.abs().max()) > 0.1
+        assert float((one.double() - other).norm() / other.norm()) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from benchmarks.gpu.dispatch_pinned import Shard
+from earl_core.config.update import UpdateConfig
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.learner.data.packing import pack, plan_microbatches
 from earl_core.learner.memory import Parking
 from earl_core.learner.microbatches import Feed
 from earl_core.learner.staging import Staging
+from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.tensors.slices import slices_of
 from tests.learner.helpers import random_samples, save_model
 from tests.learner.test_feed import assert_same
@@ -95,6 +97,36 @@ def test_a_learner_that_was_parked_updates_as_one_that_was_not(
     theirs = learners[1].named_weights()
     for name, weight in parked.named_weights().items():
         assert torch.allclose(weight, theirs[name], atol=1e-6), name
+
+
+@pytest.mark.gpu
+def test_offloaded_steps_are_resident_ones_bit_for_bit(cuda: torch.device) -> None:
+    """Six buckets of matrices and one of vectors, one of them larger than a bucket should be."""
+    torch.manual_seed(0)
+    shapes = [(4096, 3072)] * 5 + [(8192, 4096), (1000,), (1,)]
+    first = [torch.randn(shape, device=cuda) for shape in shapes]
+    optimizers, weights = [], []
+    for offload in (False, True):
+        mine = [torch.nn.Parameter(each.clone()) for each in first]
+        named = [(str(number), each) for number, each in enumerate(mine)]
+        config = UpdateConfig(weight_decay=0.1, learning_rate=1e-2)
+        optimizers.append(PolicyOptimizer(named, config, offload=offload))
+        weights.append(mine)
+    for _ in range(3):
+        gradients = [torch.randn_like(each) for each in first]
+        for optimizer, mine in zip(optimizers, weights, strict=True):
+            for weight, gradient in zip(mine, gradients, strict=True):
+                weight.grad = gradient.clone()
+            optimizer.step()
+    resident, offloaded = optimizers
+    for name, state in resident.state.items():
+        for key, value in state.items():
+            there = offloaded.state[name][key]
+            assert there.is_pinned()
+            assert torch.equal(there, value.cpu()), (name, key)
+    for before, one, other in zip(first, *weights, strict=True):
+        assert not torch.equal(one, before)
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("size", [4096, 3 * 2**20 + 64])

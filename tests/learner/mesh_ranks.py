@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import fsdp  # noqa: F401  (imported before the ranks part)
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -308,6 +308,8 @@ def check_behaviour(learner: PolicyLearner, scratch: Path) -> None:
     mesh, case = learner.mesh, CASES["gspo_tied"]
     check_parts(learner)
     check_shell(learner, mesh)
+    if mesh.deployment.tensor_parallel > 1:
+        check_tokens(learner, case.dealt_to(mesh))
     samples = case.dealt_to(mesh)
     if mesh.data_rank == 0:
         broken = np.full_like(samples[0].advantages, np.inf)
@@ -321,6 +323,29 @@ def check_behaviour(learner: PolicyLearner, scratch: Path) -> None:
         torn = [dataclasses.replace(sample, episode_id=0) for sample in samples]
         with pytest.raises(ValueError, match="Episode 0 has samples on several ranks"):
             learner.update(torn, iteration=0)
+
+
+def check_tokens(learner: PolicyLearner, samples: list[TrainingSample]) -> None:
+    """Between the matrices a tensor rank has its part of the tokens; the matrices see all."""
+    mesh, layer = learner.mesh, learner.model.model.layers[-1]
+    seen: dict[str, list[int]] = {"norm": [], "matrix": [], "layer": []}
+    handles = [
+        module.register_forward_hook(
+            lambda _, given, found, name=name: seen[name].append(found.shape[1])
+        )
+        for name, module in (
+            ("norm", layer.post_attention_layernorm),
+            ("matrix", layer.mlp.up_proj),
+            ("layer", layer),
+        )
+    ]
+    learner.score(samples)
+    for handle in handles:
+        handle.remove()
+    assert max(seen["matrix"]) > 1
+    for norm, matrix, left in zip(*seen.values(), strict=True):
+        most = -(-matrix // mesh.deployment.tensor_parallel)
+        assert norm == left == min(most, max(0, matrix - mesh.tensor_rank * most))
 
 
 def check_parts(learner: PolicyLearner) -> None:
@@ -380,7 +405,7 @@ def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
             ours = score(head, both[1], torch.arange(positions), targets)
             table = torch.nn.Embedding(1, 1)
             table.weight = head.weight
-            looked = shard.embed(table, ids)
+            looked = DTensor.from_local(shard.embed(table, ids), ranks, [Partial()]).full_tensor()
             table = torch.nn.functional.embedding(ids, whole)
             loss = (ours[0] * towards[0]).sum() + (looked**2).sum()
             reference = (expected[0] * towards[0]).sum() + (table**2).sum()

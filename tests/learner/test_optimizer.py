@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+
 import pytest
 import torch
 
 from earl_core.config.update import UpdateConfig
+from earl_core.learner.state import optimizer as optimizers
 from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
+from earl_core.tensors.device_copies import on_device
+from earl_core.tensors.slices import buckets
 from tests.learner.helpers import build_model
 
 
@@ -26,7 +32,13 @@ def test_schedules() -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_steps_are_those_of_torch_with_only_matrices_decayed(kind: str, offload: bool) -> None:
+def test_steps_are_those_of_torch_with_only_matrices_decayed(
+    kind: str, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offloaded: through copies, as on a GPU, in some buckets."""
+    if offload:
+        monkeypatch.setattr(PolicyOptimizer, "_on_host", True)
+        monkeypatch.setattr(optimizers, "buckets", partial(buckets, most=10_000))
     ours, theirs = build_model(kind), build_model(kind)
     config = UpdateConfig(weight_decay=0.1, learning_rate=1e-2)
     optimizer = PolicyOptimizer(ours.named_parameters(), config, offload=offload)
@@ -79,3 +91,28 @@ def test_a_parameter_without_gradient_stays_and_loaded_state_is_used() -> None:
     assert float(optimizer.state[second]["step"]) == 5.0
     optimizer.bind(parameters.items())
     assert optimizer.state == {}
+
+
+def test_what_goes_through_a_device_comes_before_its_turn_and_leaves_after_it() -> None:
+    hosts = [torch.full((4,), float(number)) for number in range(5)]
+    order: list[str] = []
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def tensors_of(number: int) -> list[torch.Tensor]:
+        order.append(f"copy {number}")
+        return [hosts[number]]
+
+    def act(number: int, here: list[torch.Tensor]) -> None:
+        order.append(f"act {number}")
+        assert here[0].data_ptr() != hosts[number].data_ptr()
+        here[0] += 10
+        held.append(weakref.ref(here[0]))
+        assert sum(each() is not None for each in held) <= 2, "another is on its way"
+
+    on_device(range(5), tensors_of, act, torch.device("cpu"))
+    assert [float(host[0]) for host in hosts] == [10, 11, 12, 13, 14]
+    acts = [order.index(f"act {number}") for number in range(5)]
+    assert acts == sorted(acts)
+    for number in range(1, 5):
+        # It is asked for before the one before it has its turn.
+        assert order.index(f"copy {number}") < acts[number - 1]

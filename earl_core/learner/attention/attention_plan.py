@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -121,6 +122,16 @@ class SampleBoundaries:
             padded_tokens=offset,
             exchange=exchange,
         )
+
+    @cached_property
+    def alike(self) -> int:
+        """Samples, where they are of one length, end to end, and share nothing; else 0."""
+        if len(self.buckets) != 1 or self.scatter is not None or self.exchange is not None:
+            return 0
+        bucket = self.buckets[0]
+        # Runs of one bucket have one parent, so that these are not on top of each other.
+        plain = bucket.keys.places is None and bucket.queries.places is None
+        return bucket.count if plain and bucket.keys == bucket.queries else 0
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything of it that lies on the device."""

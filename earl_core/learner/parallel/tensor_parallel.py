@@ -2,8 +2,10 @@
 
 Which matrix is split by columns and which by rows is the model's own plan (`base_model_tp_plan` of
 its configuration); torch's `ColwiseParallel` and `RowwiseParallel` carry it out. Embedding and
-output layer are split over the vocabulary. What the plan does not name is whole on every rank,
-with equal gradients.
+output layer are split over the vocabulary. Between the matrices, where tokens do not meet, each
+rank has some of the tokens: norms and the sums along the layers (sequence parallelism, as in
+arXiv 2205.05198). What is split otherwise is gathered before a layer's first matrices and summed
+to its owners after its last ones. The parameters between are whole on every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
+    "rowwise": partial(RowwiseParallel, output_layouts=Shard(1)),
     # A norm over each head, [1, tokens, heads, dim], between a split matrix and attention.
     "replicated_with_grad_allreduce": partial(
         SequenceParallel, sequence_dim=2, use_local_output=True
@@ -54,14 +56,16 @@ def split_over_ranks(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularySha
     check_degree(model, ranks.size())
     decoder = decoder_of(model)
     styles = _styles(decoder, _plan(model))
-    for name in {name.rpartition(".")[0] for name in styles}:
-        siblings = [style for each, style in styles.items() if each.rpartition(".")[0] == name]
-        if sum(isinstance(style, ColwiseParallel) for style in siblings) > 1:
-            decoder.get_submodule(name).register_forward_pre_hook(
-                partial(_enter_once, ranks), with_kwargs=True
-            )
+    tokens = _TokenParts(ranks)
+    for name in _entered(styles):
+        decoder.get_submodule(name).register_forward_pre_hook(
+            partial(_enter_once, tokens), with_kwargs=True
+        )
+    decoder.register_forward_hook(partial(_leave, tokens))
+    between, _ = _unplanned(decoder, styles)
+    styles |= {name: SequenceParallel(use_local_output=True) for name in between}
     parallelize_module(decoder, ranks, styles, src_data_rank=None)
-    shard = _split_vocabulary(model, ranks)
+    shard = _split_vocabulary(model, tokens)
     with torch.no_grad():
         for parameter in model.parameters():
             if isinstance(parameter, DTensor) and not parameter.is_meta:
@@ -95,11 +99,11 @@ def _unsplittable(model: PreTrainedModel) -> str:
     if unknown:
         return f"its plan asks for {', '.join(unknown)}, which is not supported"
     embedding = type(model.get_input_embeddings())
-    return (
-        ""
-        if embedding is nn.Embedding
-        else f"its embeddings are of a special kind ({embedding.__name__})"
-    )
+    if embedding is not nn.Embedding:
+        return f"its embeddings are of a special kind ({embedding.__name__})"
+    decoder = decoder_of(model)
+    _, others = _unplanned(decoder, _styles(decoder, plan))
+    return f"its plan does not say how {others[0]} is split" if others else ""
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
@@ -120,27 +124,82 @@ def _styles(decoder: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle
     return styles
 
 
+def _entered(styles: dict[str, ParallelStyle]) -> set[str]:
+    """The modules whose first matrices are split by columns: attention and MLP of each layer."""
+    return {
+        name.rpartition(".")[0]
+        for name, style in styles.items()
+        if isinstance(style, ColwiseParallel)
+    }
+
+
+def _unplanned(decoder: nn.Module, styles: dict[str, ParallelStyle]) -> tuple[list[str], list[str]]:
+    """What has parameters and no style, but for the embedding: modules between the matrices, which
+    take token by token, as norms do; and others, whose gradients would be wrong.
+    """
+    inside = tuple(f"{name}." for name in _entered(styles))
+    embedding = cast(PreTrainedModel, decoder).get_input_embeddings()
+    between: list[str] = []
+    others: list[str] = []
+    for name, module in decoder.named_modules():
+        own = next(module.parameters(recurse=False), None)
+        if own is not None and name not in styles and module is not embedding:
+            whole = isinstance(module, nn.Embedding) or next(module.children(), None) is not None
+            (others if whole or name.startswith(inside) else between).append(name)
+    return between, others
+
+
+class _TokenParts:
+    """The tokens of a pack, dealt to the ranks as `torch.chunk` does: [1, T_r, hidden] of each.
+
+    A pack is known by its embedding, and until the next one's all layers are of it.
+    """
+
+    def __init__(self, ranks: DeviceMesh) -> None:
+        self.ranks = ranks
+        self._tokens = 0
+
+    def embed(
+        self, shard: VocabularyShard, embedding: nn.Embedding, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Look up ids [1, T] → this rank's [1, T_r, hidden]."""
+        self._tokens = ids.shape[1]
+        found = shard.embed(embedding, ids)
+        summands = DTensor.from_local(found, self.ranks, [Partial()], run_check=False)
+        return summands.redistribute(placements=[Shard(1)]).to_local()
+
+    def whole(self, part: torch.Tensor) -> DTensor:
+        """This rank's [1, T_r, hidden] → [1, T, hidden]; the gradient is the sum over the ranks."""
+        shape = torch.Size((1, self._tokens, part.shape[2]))
+        stride = (shape[1] * shape[2], shape[2], 1)
+        parts = DTensor.from_local(
+            part, self.ranks, [Shard(1)], run_check=False, shape=shape, stride=stride
+        )
+        return parts.redistribute(placements=[Replicate()])
+
+
 def _enter_once(
-    ranks: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tokens: _TokenParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give several column-split matrices one distributed input.
+    """Give several column-split matrices one input, of all tokens.
 
     The gradients that they send back to it are then added up here before they are summed over the
     ranks: one sum for queries, keys and values instead of three.
     """
-
-    def distributed(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return value
-        return DTensor.from_local(value, ranks, [Replicate()], run_check=False)
-
     if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": distributed(kwargs["hidden_states"])}
-    return (distributed(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": tokens.whole(kwargs["hidden_states"])}
+    return (tokens.whole(args[0]), *args[1:]), kwargs
 
 
-def _split_vocabulary(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularyShard:
+def _leave(tokens: _TokenParts, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Give the head, whose gradient is equal on all ranks, all tokens."""
+    output["last_hidden_state"] = tokens.whole(output[0]).to_local()
+    return output
+
+
+def _split_vocabulary(model: PreTrainedModel, tokens: _TokenParts) -> VocabularyShard:
     """Split embedding and output layer by rows; tied weights stay one parameter."""
+    ranks = tokens.ranks
 
     def split(parameter: torch.Tensor) -> nn.Parameter:
         parts = distribute_tensor(parameter.detach(), ranks, [Shard(0)], src_data_rank=None)
@@ -162,5 +221,5 @@ def _split_vocabulary(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularySh
     most = -(-whole // ranks.size())
     start = min(whole, most * ranks.get_local_rank())
     shard = VocabularyShard(start, min(most, whole - start), most, ranks.get_group())
-    embedding.forward = partial(shard.embed, embedding)  # type: ignore[method-assign]
+    embedding.forward = partial(tokens.embed, shard, embedding)  # type: ignore[method-assign]
     return shard

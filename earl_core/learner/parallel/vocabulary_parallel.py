@@ -7,7 +7,7 @@ exchange of them is in `token_logprobs`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class VocabularyShard:
     group: dist.ProcessGroup
 
     def embed(self, embedding: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids [...] → [..., hidden], equal on all ranks."""
+        """Look up ids [...] → this rank's summand of [..., hidden], zeros for others' rows."""
         weight = _local(embedding.weight)
         place, inside = self.places(ids)
         if self.rows:
@@ -37,10 +37,8 @@ class VocabularyShard:
             here = padding is not None and 0 <= padding - self.start < self.rows
             # The row of the padding token gets no gradient from look-ups, as in the whole model.
             row = padding - self.start if padding is not None and here else None
-            found = F.embedding(place, weight, row) * inside[..., None]
-        else:
-            found = weight.sum(0).expand(*ids.shape, -1)
-        return _sum(found, self.group)
+            return F.embedding(place, weight, row) * inside[..., None]
+        return weight.sum(0).expand(*ids.shape, -1)
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the head, with the way back of their gradient."""
@@ -64,22 +62,3 @@ class VocabularyShard:
 def _local(weight: torch.Tensor) -> torch.Tensor:
     """This rank's rows, with the way back of their gradient."""
     return cast(DTensor, weight).to_local()
-
-
-def _sum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    summed: torch.Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
-    return summed
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks, which all go on alike from it."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        summed = values.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from earl_core.config.update import UpdateConfig
+from earl_core.tensors.device_copies import on_device
 from earl_core.tensors.slices import buckets, local_part
 
 State = dict[str, torch.Tensor]
@@ -56,6 +57,7 @@ class PolicyOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Apply the gradients; parameters without one stay as they are, and their state too."""
+        work: list[tuple[list[str], float]] = []
         for decayed in (True, False):
             names = [
                 name
@@ -63,16 +65,12 @@ class PolicyOptimizer:
                 if parameter.grad is not None and (parameter.ndim >= 2) == decayed
             ]
             self._make_state(names)
-            decay = self._config.weight_decay if decayed else 0.0
-            if self._on_host:
-                # Only one bucket's state is on the device at a time.
-                for bucket in buckets(names, self._nbytes):
-                    self._step_from_host(bucket, decay)
-            else:
-                self._apply(names, [self.state[name] for name in names], decay)
+            work.append((names, self._config.weight_decay if decayed else 0.0))
         if self._on_host:
-            # What travels back is read on the host.
-            torch.cuda.current_stream().synchronize()
+            self._step_from_host(work)
+        else:
+            for names, decay in work:
+                self._apply(names, [self.state[name] for name in names], decay)
 
     def load_state(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set the state of a parameter: "step", "exp_avg" and "exp_avg_sq" of its local part.
@@ -88,9 +86,11 @@ class PolicyOptimizer:
         )
 
     def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        device = self._parameters[name].device
         if not self._on_host:
-            return tensor.to(self._parameters[name].device)
-        return tensor if tensor.is_pinned() else tensor.cpu().pin_memory()
+            return tensor.to(device)
+        tensor = tensor.cpu()
+        return tensor if device.type == "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
     def _make_state(self, names: Sequence[str]) -> None:
         for name in names:
@@ -101,16 +101,23 @@ class PolicyOptimizer:
                     state[key] = torch.zeros_like(local, memory_format=torch.preserve_format)
                 self.load_state(name, state)
 
-    def _step_from_host(self, names: Sequence[str], decay: float) -> None:
-        device = self._parameters[names[0]].device
-        here = [
-            {key: value.to(device, non_blocking=True) for key, value in self.state[name].items()}
-            for name in names
+    def _step_from_host(self, work: Sequence[tuple[Sequence[str], float]]) -> None:
+        """The states of a few buckets are on the device at a time, on their way or in use."""
+
+        def states_of(bucket: tuple[Sequence[str], float]) -> list[torch.Tensor]:
+            return [tensor for name in bucket[0] for tensor in self.state[name].values()]
+
+        def act(bucket: tuple[Sequence[str], float], here: Sequence[torch.Tensor]) -> None:
+            tensors = iter(here)
+            names, decay = bucket
+            states = [{key: next(tensors) for key in self.state[name]} for name in names]
+            self._apply(names, states, decay)
+
+        parts = [
+            (bucket, decay) for names, decay in work for bucket in buckets(names, self._nbytes)
         ]
-        self._apply(names, here, decay)
-        for name, state in zip(names, here, strict=True):
-            for key, value in state.items():
-                self.state[name][key].copy_(value, non_blocking=True)
+        device = next(iter(self._parameters.values())).device
+        on_device(parts, states_of, act, device)
 
     def _nbytes(self, name: str) -> int:
         return local_part(self._parameters[name]).nbytes
