@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
+from earl_core.system.files import write_atomic
 
 
 class Cell(NamedTuple):
@@ -91,8 +93,7 @@ class LiveTable:
             "learner_start": self.learner_start,
             "reshards": self.reshards,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_atomic(path, (json.dumps(content, indent=1) + "\n").encode(), 0o644)
 
     @classmethod
     def read(cls, path: Path) -> LiveTable:
@@ -126,12 +127,13 @@ Work = Callable[[], tuple[float, float] | None]
 
 
 def in_turns(
-    work: Mapping[StageDeployment, Work], repetitions: int
+    work: Mapping[StageDeployment, Work], repetitions: int, until: float = math.inf
 ) -> dict[StageDeployment, Measured]:
     """Both sets of each layout.
 
     Layouts follow one another within a repetition, sets from one repetition to the next; the order
-    turns round, so that no layout always comes after the same one.
+    turns round, so that no layout always comes after the same one. until: by `time.monotonic`, when
+    no further repetition begins; the first is always made.
     """
     sets: dict[StageDeployment, tuple[list[float], list[float]]] = {
         layout: ([], []) for layout in work
@@ -139,6 +141,8 @@ def in_turns(
     peaks = dict.fromkeys(work, 0.0)
     left = list(work)
     for turn in range(2 * repetitions):
+        if turn and turn % 2 == 0 and time.monotonic() > until:
+            break
         for layout in left if turn // 2 % 2 == 0 else left[::-1]:
             found = work[layout]()
             if found is None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from earl_core.system.files import write_atomic
+
 Row = dict[str, str | int | float | None]
 
 
@@ -51,10 +53,8 @@ def publish(
     text = "\n".join([f"# {title}", "", *quoted, "", *lines, "", *(f"- {note}" for note in notes)])
     print(text, flush=True)
     if options.markdown:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(text + "\n", encoding="utf-8")
+        write_atomic(options.markdown, (text + "\n").encode(), 0o644)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "machine": machine(),
             "command": " ".join(sys.argv),
@@ -62,7 +62,7 @@ def publish(
             "headline": headline,
             "notes": notes,
         }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_atomic(options.json, (json.dumps(content, indent=1) + "\n").encode(), 0o644)
 
 
 def machine() -> dict[str, str | int | None]:

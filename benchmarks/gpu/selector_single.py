@@ -7,6 +7,10 @@ measured. Sets A and B are taken in turns. Then runs whose contexts grow are rep
 B: which fixed choices run out of memory and where, and what `live_tokens` does with set A as its
 profile. Beside each measured peak stands what the memory formula says.
 
+The time is divided among the contexts, so that a slower GPU makes fewer repetitions; the shortest
+and the longest context come first, and what no time is left for is not measured. `--raw`,
+`--json` and `--markdown` are written after each context.
+
 Run it as `python -m benchmarks.gpu.selector_single` from the repository's root; `--smoke` runs a
 tiny model, also without a GPU, to show that it works.
 """
@@ -16,19 +20,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import math
+import io
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.report import Row, parser, publish, shown
+from benchmarks.gpu.selector_story import replay
 from benchmarks.gpu.shapes import SHAPES, Shape, random_sample, save_random_model
-from benchmarks.selector_live_replay import Policy, World, follow, growth
 from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b, in_turns, together
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
@@ -65,11 +69,15 @@ def options() -> argparse.Namespace:
     made.add_argument("--sequences", nargs="+", type=int, metavar="N", help="in flight")
     made.add_argument("--step-tokens", type=int, metavar="TOKENS", help="of an update measured")
     made.add_argument("--repetitions", type=int, help="of each set; 5 (quick: 1) if not given")
+    made.add_argument(
+        "--seconds", type=float, default=480.0, help="begin no further context or repetition then"
+    )
+    made.add_argument("--raw", type=Path, metavar="FILE", help="write every repetition as JSON")
     made.add_argument("--generated", type=int, default=32, help="tokens decoded at a time")
     given = made.parse_args()
     sizes = {
         "contexts": [4096, 16384, 32768, 65536, 131072],
-        "budgets": [16384, 32768, 65536, 131072],
+        "budgets": [16384, 65536, 131072],
         "sequences": [4, 16, 64],
         "step_tokens": 131072,
         "repetitions": 5,
@@ -79,7 +87,7 @@ def options() -> argparse.Namespace:
     if given.smoke:
         given.model = "tiny"
         sizes |= {"contexts": [64, 256], "budgets": [64, 256], "sequences": [2, 4]}
-        sizes |= {"step_tokens": 512, "repetitions": 1}
+        sizes |= {"step_tokens": 256, "repetitions": 1}
         given.generated = 4
     for name, value in sizes.items():
         if getattr(given, name) is None:
@@ -142,17 +150,18 @@ class Update:
             ModelConfig(path=str(directory)), self._settings, AlgorithmConfig()
         )
 
-    def cells(self, context: int) -> list[Cell]:
-        """Every budget at every step of the memory fallback; those that cut the samples alike are
-        measured once."""
+    def cells(self, context: int, until: float) -> list[Cell]:
+        """Every budget at every step of the memory fallback, where chunks of logits may help and
+        where they would not; those that cut the samples alike are measured once."""
         count = max(1, self._given.step_tokens // context)
         chunk, mesh = logits_chunk(self._vocabulary, gpu=True), StageDeployment("update")
-        layouts = [
+        layouts = dict.fromkeys(
             step
             for budget in self._given.budgets
-            for step in fallbacks(mesh._replace(max_tokens_per_microbatch=budget), chunk)
+            for size in (0, chunk)
+            for step in fallbacks(mesh._replace(max_tokens_per_microbatch=budget), size)
             if not step.offload_optimizer
-        ]
+        )
         first: dict[StageDeployment, StageDeployment] = {}
         for layout in layouts:
             first.setdefault(
@@ -164,6 +173,7 @@ class Update:
                 for layout in first.values()
             },
             self._given.repetitions,
+            until,
         )
         cells = []
         for layout in layouts:
@@ -200,7 +210,7 @@ class Decoding:
         self._directory, self._given, self._vocabulary = directory, given, vocabulary
         self._engine: TorchEngine | None = None
 
-    def cells(self, context: int) -> list[Cell]:
+    def cells(self, context: int, until: float) -> list[Cell]:
         """Every number of sequences."""
         layouts = {n: ENGINE._replace(max_running_requests=n) for n in self._given.sequences}
         found = in_turns(
@@ -209,6 +219,7 @@ class Decoding:
                 for n, layout in layouts.items()
             },
             self._given.repetitions,
+            until,
         )
         return [
             Cell("torch", ENGINE, context, count, *found[layout])
@@ -240,24 +251,48 @@ class Decoding:
             await engine.stop()
 
 
+_UPDATE_SHARE = 0.7
+"""Part of the time that is the update's."""
+
+
 def measure(given: argparse.Namespace, directory: Path) -> LiveTable:
-    """Everything, the update first."""
+    """Everything, the update first. Files are written after each context, in case it is ended."""
     shape, longest = SHAPES[given.model], max(given.contexts)
+    began = time.monotonic()
     save_random_model(shape, directory, positions=longest)
     table = LiveTable(model_shape(shape, longest), hardware(), longest)
-    for kind in (Update, Decoding):
+    # What lies between is interpolated, so the ends come first.
+    contexts = list(dict.fromkeys([min(given.contexts), longest, *sorted(given.contexts)]))
+    for kind, share in ((Update, _UPDATE_SHARE), (Decoding, 1.0)):
         stage = kind(directory, given, shape.vocabulary)
-        for context in given.contexts:
-            found = stage.cells(context)
+        for number, context in enumerate(contexts):
+            now, end = time.monotonic(), began + share * given.seconds
+            if number > 1 and now > end:
+                print(f"no time is left for {context} tokens and beyond", flush=True)
+                break
+            until = now + (end - now) / (len(contexts) - number)
+            found = stage.cells(context, until)
             table.cells += found
             for cell in (cell for cell in found if not cell.alias):
                 row = row_of(table, cell)
                 print(
                     ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True
                 )
+            with redirect_stdout(io.StringIO()):
+                report(table, given, {}, ["It was ended before all was measured."])
         del stage
         free()
     return table
+
+
+def report(
+    table: LiveTable, given: argparse.Namespace, headline: dict[str, float], notes: list[str]
+) -> None:
+    """Print the table and write the files."""
+    if given.raw:
+        table.write(given.raw)
+    rows = [row_of(table, cell) for cell in table.cells if not cell.alias]
+    publish("selector_single", TITLE, rows, headline, notes_of(table, given) + notes, given)
 
 
 def row_of(table: LiveTable, cell: Cell) -> Row:
@@ -279,68 +314,6 @@ def row_of(table: LiveTable, cell: Cell) -> Row:
     return row
 
 
-def replay(table: LiveTable, iterations: int = 24) -> tuple[dict[str, float], list[str]]:
-    """Headline figures and notes of runs whose contexts grow."""
-    contexts = sorted({cell.context for cell in table.cells})
-    counts = sorted({cell.requests for cell in table.cells if cell.engine})
-    worlds = [
-        World(
-            table,
-            growth("torch", contexts[0], contexts[-1], iterations, count),
-            fixed_fields=("update.offload_optimizer",),
-            budget=min(c.candidate.max_tokens_per_microbatch for c in table.cells if not c.engine),
-        )
-        for count in counts
-    ]
-    stories = [story(world) for world in worlds]
-    headline = {
-        "fixed_choices_out_of_memory": sum(s.dead for s in stories) / len(stories),
-        "live_tokens_out_of_memory": float(sum(s.failures for s in stories)),
-        "live_regret": sum(s.excess for s in stories) / len(stories),
-    }
-    return headline, [s.note for s in stories]
-
-
-class Story(NamedTuple):
-    """How one run went. dead: share of the fixed choices that ran out of memory. failures: stages
-    that `live_tokens` had to repeat for lack of memory. excess: its regret over the noise floor."""
-
-    dead: float
-    failures: int
-    excess: float
-    note: str
-
-
-def story(world: World) -> Story:
-    """Fixed choices, the best in hindsight, and `live_tokens`."""
-    run, fixed = world.run, world.fixed()
-    dead = [(one, other) for seconds, one, other in fixed if math.isinf(seconds)]
-    best, floor = world.hindsight(world.judge).total, world.hindsight(world.seen).total
-    live = follow(world, Policy("live_tokens", "live_tokens", observes=True))
-    seconds, one, other = fixed[0]
-    held = f"the best that lasts ({one.label}; {other.label}) takes {seconds / best:.3f} times"
-    if math.isinf(seconds):
-        held = "none lasts; measured by"
-    note = (
-        f"{run.responses} responses, {run.contexts[0]:.0f} to {run.contexts[-1]:.0f} tokens: "
-        f"{len(dead)} of {len(fixed)} fixed choices run out of memory{_where(world, dead)}; {held} "
-        f"the best in hindsight; set A's best takes {floor / best:.3f} times that (the noise "
-        f"floor), live_tokens {live.total / best:.3f}, with {live.failures} stages repeated for "
-        f"lack of memory and {live.switches('rollout')} switches in rollout, "
-        f"{live.switches('update')} in update."
-    )
-    return Story(len(dead) / len(fixed), live.failures, (live.total - floor) / best, note)
-
-
-def _where(world: World, dead: Sequence[tuple[StageDeployment, StageDeployment]]) -> str:
-    """The contexts at which they do, first and last."""
-    found = [
-        next(c for c in world.run.contexts if math.isinf(sum(world.seconds(o, c) for o in pair)))
-        for pair in dead
-    ]
-    return f", at {min(found):,.0f} to {max(found):,.0f} tokens" if found else ""
-
-
 def notes_of(table: LiveTable, given: argparse.Namespace) -> list[str]:
     """What a reader of the numbers needs."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU, for show"
@@ -350,9 +323,9 @@ def notes_of(table: LiveTable, given: argparse.Namespace) -> list[str]:
         if row["peak GiB"]
     ]
     notes = [
-        f"On {name}, {given.model}. Sets A and B: {given.repetitions} repetitions each, in turns; "
-        "medians. A cell without rates ran out of memory. Budgets that cut samples alike are one "
-        "row.",
+        f"On {name}, {given.model}. Sets A and B: at most {given.repetitions} repetitions each, in "
+        "turns; medians. A cell without rates ran out of memory. Budgets that cut samples alike "
+        "are one row.",
         f"Update: one optimizer step on {given.step_tokens} tokens. Rollout: {given.generated} "
         "tokens of each sequence, whose earlier ones count as read. Engine and learner are not on "
         "the device at the same time. Switches cost nothing here.",
@@ -374,9 +347,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="earl-benchmark-") as directory:
         table = measure(given, Path(directory))
-    headline, notes = replay(table)
-    rows = [row_of(table, cell) for cell in table.cells if not cell.alias]
-    publish("selector_single", TITLE, rows, headline, notes_of(table, given) + notes, given)
+    report(table, given, *replay(table))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--compile", choices=("on", "off", "both"), default="both")
     made.add_argument("--peak-tflops", type=float, help="datasheet rate, if not known here")
     made.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no further cell after this long"
+        "--seconds", type=float, default=480.0, help="start no further cell after this long"
     )
     given = made.parse_args()
     if given.smoke:

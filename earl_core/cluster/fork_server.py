@@ -29,8 +29,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from setproctitle import setproctitle
-
 from earl_core.system.processes import child_path, inspect, send_signal, still
 
 _OURS = "earl_core."
@@ -309,6 +307,8 @@ def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: 
 
 def main(descriptor: int) -> None:
     """Serve the controller at the other end of the connection; see the module's docstring."""
+    from setproctitle import setproctitle  # not where no ranks are started
+
     setproctitle("earl_core.cluster.fork_server")
     controller = os.getppid()
 

@@ -23,8 +23,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from setproctitle import setproctitle
-
 from earl_core.system.frames import FrameBuffer, encode
 from earl_core.system.memory import out_of_memory_counters, out_of_memory_kills_since
 from earl_core.system.processes import (
@@ -84,6 +82,8 @@ class Supervisor:
         os.read(lifeline_fd, 1)
         # The rank gets a session of its own: what it sends to its process group stays there.
         os.setsid()
+        from setproctitle import setproctitle  # not where no ranks are started
+
         setproctitle(f"earl_core.cluster.rank_process {name}")
         rank_process.main(channel_fd, lifeline_fd, mark)
         sys.exit(0)
@@ -168,6 +168,8 @@ def _wake_on_signals() -> tuple[int, int]:
 
 def main(descriptors: Sequence[int], server: int, mark: str, name: str) -> None:
     """Keep one rank until its end; arguments of `Supervisor`. name: for `ps`."""
+    from setproctitle import setproctitle  # not where no ranks are started
+
     setproctitle(f"earl_core.cluster.supervisor {name}")
     become_subreaper()
     Supervisor(descriptors, server, mark, name).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from earl_core.config.selector import SelectorConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware
 from earl_core.selector.model.devices import is_known
 from earl_core.system.files import read_file, write_atomic
+
+logger = logging.getLogger(__name__)
 
 _TARGET = "earl_core.tensors.device_speed:DeviceSpeed"
 _DEADLINE_SECONDS = 120.0
@@ -36,22 +39,22 @@ def with_figures(
     mark = f"{hardware.gpu_name} {hardware.gpu_memory_bytes >> 30} {hardware.pcie_bandwidth:.0f}"
     mark = re.sub(r"[^a-z0-9]+", "-", mark.lower())
     file = Path(directory or SelectorConfig().profile_directory) / f"device-{mark}.json"
-    figures = _kept(file)
-    if figures is None:
+    try:
+        figures = DeviceFigures.model_validate_json(read_file(file))
+    except FileNotFoundError:
         figures = _measured(hosts, device)
         # A directory that cannot be written costs a measurement at the next start.
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, figures.model_dump_json(indent=1).encode(), 0o644)
-    return hardware.model_copy(update={"figures": figures})
-
-
-def _kept(file: Path) -> DeviceFigures | None:
-    """None where nothing is kept, or what is kept cannot be read: it is then measured again."""
-    try:
-        return DeviceFigures.model_validate_json(read_file(file))
     except (OSError, ValidationError):
-        return None
+        logger.warning(
+            "%s does not hold the figures of a device, so it stays as it is, and the device is "
+            "measured at each start: move the file away to have the measurement kept",
+            file,
+        )
+        figures = _measured(hosts, device)
+    return hardware.model_copy(update={"figures": figures})
 
 
 def _measured(hosts: Sequence[Host], device: str) -> DeviceFigures:

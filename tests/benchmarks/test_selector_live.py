@@ -91,6 +91,12 @@ def test_a_layout_without_memory_has_no_rates_and_is_asked_once() -> None:
     assert found[TWO][0] == (2.0, 2.0, 2.0)
 
 
+def test_when_time_is_over_each_layout_still_has_both_sets() -> None:
+    found = in_turns({ONE: lambda: (1.0, 1.0), TWO: lambda: (2.0, 1.0)}, 5, until=0.0)
+    assert found[ONE][:2] == ((1.0,), (1.0,))
+    assert found[TWO][:2] == ((2.0,), (2.0,))
+
+
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     table = made(1.1, fits=1024)
     table.write(tmp_path / "table.json")
@@ -174,7 +180,8 @@ def test_the_report_has_every_run_and_its_headline() -> None:
 
 
 def test_the_story_of_a_gpu_names_what_ran_out_of_memory() -> None:
-    from benchmarks.gpu.selector_single import row_of, story
+    from benchmarks.gpu.selector_single import row_of
+    from benchmarks.gpu.selector_story import story
 
     table = made(fits=1024)
     found = story(world(table))

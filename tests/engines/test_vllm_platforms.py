@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
+from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
+from earl_core.deployment.shapes import Hardware
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.base_engine import EngineSettings
 from earl_core.rollout.errors import EngineError
+from earl_core.selector.model.candidates import memory_model
+from earl_core.selector.model.catalogue import MODELS
 from tests.engines.gpu_platforms import GPUS, resolved
 from tests.engines.models import make
 
@@ -50,6 +54,15 @@ def test_a_gpu_gets_graphs_compilation_and_its_own_prefill_steps(
     # Every number of running sequences has a graph.
     assert found["captured"] >= found["running"] == 256
     assert found["prefill"] == prefill
+    # The selector's formula counts on the same.
+    name, size, _ = GPUS[gpu]
+    shape = MODELS["qwen2.5-7b"]
+    hardware = Hardware(
+        cpu_cores=8, memory_bytes=1, gpus=1, gpu_name=name, gpu_memory_bytes=size << 30
+    )
+    memory = memory_model(shape, hardware).vllm(StageDeployment("rollout"), VllmConfig())
+    width = 4 * shape.hidden_size + 2 * shape.query_size + 4 * shape.feed_forward
+    assert memory.activations == 2 * prefill * width
     assert found["sleeps"]
     assert found["block_size"] == 16
     assert found["arguments"]["gpu_memory_utilization"] == 0.85

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu.shapes import Shape
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import ModelShape
@@ -180,17 +181,9 @@ def update_peak(shape: ModelShape, deployment: StageDeployment, mixed: bool = Tr
     dist.init_process_group("fake", rank=0, world_size=deployment.ranks)
     mesh = UpdateMesh(deployment, 0, torch.device("cpu"))
     mesh._connect()
-    config = Qwen2Config(
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.attention_heads,
-        num_key_value_heads=shape.key_value_heads,
-        intermediate_size=shape.intermediate_size,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied_embeddings,
-    )
+    config = Shape.of("", shape).config(shape.max_positions)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         settle(model)
         if deployment.activation_checkpointing:
             checkpoint_activations(model)

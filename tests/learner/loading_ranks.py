@@ -7,13 +7,14 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
 
+from benchmarks.gpu.shapes import Shape
 from earl_core.config.model import ModelConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.loading import load_policy
@@ -35,17 +36,10 @@ def write_model(directory: Path, shape: ModelShape, numbered: bool) -> None:
     """A bf16 Llama. numbered: each element says where it stands, modulo `PRIME`; else the files
     are holes, which read as zeros and take no room."""
     directory.mkdir()
-    LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.attention_heads,
-        num_key_value_heads=shape.key_value_heads,
-        intermediate_size=shape.intermediate_size,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(directory)
+    llama = replace(Shape.of("", shape), kind="llama", tied=False)
+    config = llama.config(shape.max_positions)
+    config.dtype, config.architectures = torch.bfloat16, ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
     files: list[dict[str, torch.Tensor]] = [{}]
     for name, parameter in parameters_of(directory).items():
         if sum(each.numel() for each in files[-1].values()) + parameter.numel() > FILE_ELEMENTS:

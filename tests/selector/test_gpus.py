@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from earl_core.control import device_figures
 from earl_core.control.device_figures import with_figures
 from earl_core.control.hardware import read_hardware
 from earl_core.deployment.shapes import DeviceFigures, Hardware
@@ -283,3 +284,20 @@ def test_a_gpu_that_nobody_knows_is_measured_once(tmp_path: Path) -> None:
     again = with_figures(hardware, directory=str(tmp_path), device="cpu").figures
     assert again is not None
     assert again.name == "kept"
+
+
+def test_a_file_that_holds_no_figures_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    figures = DEVICES["h100-80gb"]
+    monkeypatch.setattr(device_figures, "_measured", lambda hosts, device: figures)
+    hardware = Hardware(cpu_cores=2, memory_bytes=2**34, gpus=1, gpu_name="NVIDIA Unheard-Of")
+    with_figures(hardware, directory=str(tmp_path))
+    (kept,) = tmp_path.glob("device-*.json")
+    assert not caplog.messages
+    for content in ("", "my notes", '{"name": "of another program"}'):
+        kept.write_text(content)
+        assert with_figures(hardware, directory=str(tmp_path)).figures == figures
+        assert kept.read_text() == content
+    assert len(caplog.messages) == 3
+    assert f"{kept} does not hold the figures of a device" in caplog.text

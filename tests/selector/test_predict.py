@@ -233,6 +233,20 @@ def test_a_key_names_its_candidate(layout: StageDeployment, hardware: Hardware) 
     assert candidate_of_key(key_of(layout), hardware.devices) == layout
 
 
+@pytest.mark.parametrize("engine", ["vllm", "torch"])
+def test_a_lower_limit_saves_no_memory_of_an_engine_that_is_built_the_same(engine: str) -> None:
+    """A vLLM engine is built for the configured sequences whatever the deployment lets in; the
+    torch engine's cache grows with those that are let in."""
+    item = given(8192.0, rollout={"engine": engine}, selector={"stages": ("rollout",)})
+    failed = select(item)["rollout"]
+    predictor = Predictor(item.model_copy(update={"forbidden": (Forbidden(deployment=failed),)}))
+    fewer = predictor.candidate_of(failed)._replace(max_running_requests=1)
+    problem = predictor.predict(fewer, predictor.now).problem
+    assert ("it ran out of memory in this run" in problem) == (engine == "vllm")
+    other = fewer._replace(tensor_parallel=2, replicas=4)
+    assert not predictor.is_forbidden(other)
+
+
 def test_what_ran_out_of_memory_is_named_with_its_bytes() -> None:
     item = host(24.0, selector={"stages": ("update",)})
     first = select(item)["update"]

@@ -16,6 +16,7 @@ from earl_core.deployment.feasibility import check_stages
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware
 from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.predict import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import cluster
@@ -53,6 +54,18 @@ def test_without_stages_all_gpus_are_used(
     assert made["rollout"].ranks == made["update"].ranks == 8 * hosts
     assert made.reasons["update"].endswith(f"spread over all {8 * hosts} GPUs, as `stages` leaves "
                                            "it open")  # fmt: skip
+
+
+def test_fixed_says_what_cannot_fit_whatever_the_load() -> None:
+    """16 bytes a parameter over 8 devices, or 2 in one engine; with a margin below nothing is
+    said: the usual mesh of 72B parameters on 16 devices takes 68 GiB of 80."""
+    hardware = cluster("h100-80gb", 1, 8)
+    with pytest.raises(NoFeasiblePlan, match=r"alone take 135\.4 GiB of each device") as update:
+        plan("qwen2.5-72b", hardware)
+    assert "shard x context_parallel of 14 at least" in str(update.value)
+    with pytest.raises(NoFeasiblePlan, match=r"stages\.rollout needs tensor_parallel of 2"):
+        plan("qwen2.5-72b", cluster("h100-80gb", 2, 8), rollout={"tensor_parallel": 1})
+    assert plan("qwen2.5-72b", cluster("h100-80gb", 2, 8))["update"].shard == 16
 
 
 def test_a_stage_that_is_laid_out_stays_so() -> None:

@@ -25,6 +25,7 @@ from earl_core.selector.choice.selection import (
     model_length,
 )
 from earl_core.selector.model.candidates import RuledOut, deployed
+from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.observations import training_rate
 
 Policy = Callable[[SelectionInput], DeploymentPlan]
@@ -65,14 +66,38 @@ def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Dep
 
 
 def fixed(given: SelectionInput) -> DeploymentPlan:
-    """Every stage as configured, with what is predicted of it."""
+    """Every stage as configured, with what is predicted of it.
+
+    Raises `NoFeasiblePlan` for what cannot fit a GPU whatever the load is.
+    """
     plan = fixed_plan(given)
     try:
         predictor = Predictor(given)
     except ValueError:
         # A mixture of experts runs as configured, though nothing can be said of it.
         return plan
+    if not predictor.memory.shared:
+        for stage in ("update", "rollout"):
+            _check_own_part(predictor, predictor.candidate_of(plan[stage]))
     return _with_predictions(plan, predictor)
+
+
+def _check_own_part(predictor: Predictor, candidate: StageDeployment) -> None:
+    """Raise `NoFeasiblePlan` where what a rank holds of the parameters is more than its device."""
+    stage, parts = candidate.stage, candidate.tensor_parallel * candidate.parts
+    own, room = predictor.own_part(candidate), float(predictor.memory.device.memory_bytes)
+    if own <= room:
+        return
+    what, keys = "weights", "tensor_parallel"
+    if stage == "update":
+        what += ", gradients and optimizer state"
+        keys += " x shard x context_parallel"
+    problem = (
+        f"its {what} alone take {gib(own)} of each device, which has {gib(room)}, and the policy "
+        f"`fixed` moves nothing: stages.{stage} needs {keys} of {math.ceil(own * parts / room)} "
+        "at least"
+    )
+    raise NoFeasiblePlan(stage, Prediction(candidate, math.inf, own, room, problem=problem))
 
 
 def _with_predictions(plan: DeploymentPlan, predictor: Predictor) -> DeploymentPlan:
@@ -278,7 +303,7 @@ def average_context(given: SelectionInput) -> DeploymentPlan:
     usable = [
         each
         for each in candidates
-        if each.max_running_requests == running and each not in predictor.forbidden
+        if each.max_running_requests == running and not predictor.is_forbidden(each)
     ]
 
     def per_device(each: StageDeployment) -> tuple[float, StageDeployment]:

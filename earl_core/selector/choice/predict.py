@@ -187,6 +187,14 @@ class Predictor:
             return _ENDLESS
         return self._engine(candidate, self.ahead).kv_cache / self._kv_bytes(candidate)
 
+    def own_part(self, candidate: StageDeployment) -> float:
+        """Bytes on one device of what a rank holds of the parameters, whatever the load: of an
+        engine its weights; of the update float32 weights, gradients and two Adam moments."""
+        own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
+        if candidate.stage == "rollout":
+            return self._value * own
+        return own * (4 + (4 if candidate.offload_optimizer else 12) * self.given.trained_share)
+
     def formula_peak(self, candidate: StageDeployment, load: Load) -> float:
         """Bytes on one device by formula alone: what `Peak.predicted` of a measurement is."""
         if candidate.stage == "rollout":
@@ -230,6 +238,14 @@ class Predictor:
         within = self.stage_peak(candidate) <= self._budgets[candidate.stage]
         return within and not self._starved(candidate)
 
+    def is_forbidden(self, candidate: StageDeployment) -> bool:
+        """Whether it ran out of memory in this run, or another that builds the same vLLM engine: it
+        is built for the configured running sequences, and a lower limit only lets fewer in."""
+        if candidate.stage != "rollout" or self._torch_engine:
+            return candidate in self.forbidden
+        alike = {each._replace(max_running_requests=0) for each in self.forbidden}
+        return candidate._replace(max_running_requests=0) in alike
+
     def _forbidden(self) -> Iterator[StageDeployment]:
         """What ran out of memory in this run, where the load ahead is not a smaller one."""
         for failed in self.given.forbidden:
@@ -241,7 +257,7 @@ class Predictor:
 
     def _starved(self, candidate: StageDeployment) -> bool:
         """Whether it ran out of memory in this run, or another did whose formula says no more."""
-        if not self.forbidden or candidate in self.forbidden:
+        if not self.forbidden or self.is_forbidden(candidate):
             return bool(self.forbidden)
         stage = candidate.stage
         if stage not in self._starving:
@@ -382,7 +398,7 @@ class Predictor:
     def _refused(self, candidate: StageDeployment, context: float, requests: float) -> str:
         if self._starved(candidate):
             peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
-            what = "it" if candidate in self.forbidden else "one that needs no more"
+            what = "it" if self.is_forbidden(candidate) else "one that needs no more"
             return (
                 f"{what} ran out of memory in this run, where {gib(budget)} are available and "
                 f"{gib(peak)} are predicted"

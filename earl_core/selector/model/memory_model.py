@@ -21,7 +21,7 @@ RUNTIME_BYTES = 2**30
 """Libraries, kernels and communication buffers of one process: an assumption."""
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens that an engine computes in one pass: the engine's own default."""
+"""Prompt tokens that an engine computes in one pass, but for vLLM on large GPUs."""
 
 MASK_ELEMENTS = 2**26
 """Numbers in the attention mask of the torch engine, at most."""
@@ -115,9 +115,9 @@ class MemoryModel:
         """One rank of a vLLM engine; the cache gets what weights and workspace leave of the share
         that it is given. value: bytes of a number in the engine's dtype."""
         shape, tensor = self.shape, candidate.tensor_parallel
-        tokens = min(PREFILL_TOKENS, shape.max_positions)
-        width = 4 * shape.hidden_size + (2 * shape.query_size + 4 * shape.feed_forward) / tensor
         running = candidate.max_running_requests or 256
+        tokens = min(self._prefill_tokens(), running * shape.max_positions)
+        width = 4 * shape.hidden_size + (2 * shape.query_size + 4 * shape.feed_forward) / tensor
         fixed = Memory(
             weights=float(value) * shape.parameters / tensor,
             activations=float(value) * tokens * width,
@@ -126,6 +126,13 @@ class MemoryModel:
             runtime=RUNTIME_BYTES,
         )
         return self._with_cache(fixed, candidate, settings)
+
+    def _prefill_tokens(self) -> int:
+        """Of vLLM: what `EngineArgs.get_batch_defaults` gives its usage context `LLM_CLASS`, for
+        which the engine asks on a GPU."""
+        large = 160 if "a100" in self.device.name.lower() else 70
+        twice = not self.shared and self.device.memory_bytes >= large * 2**30
+        return 2 * PREFILL_TOKENS if twice else PREFILL_TOKENS
 
     def torch_engine(self, sequences: float, longest: float, value: int) -> Memory:
         """The torch engine, whose cache grows with what it holds. sequences: in play at a time.
