@@ -71,9 +71,11 @@ def test_the_papers_batches_follow_from_the_standard_formula_for_the_8b_shape_on
 def test_one_layer_by_hand() -> None:
     # Norms: input in float32, normalised input and output in bf16; query and output 2 x 2 x 4096,
     # key and value 2 x 2 x 1024, log-sums 4 x 32; four products of 14336 in bf16.
-    shared, split = 16 * 4096, 4 * 4096 + 4 * 1024 + 128 + 8 * 14336
-    assert layer_activation_bytes(LLAMA) == shared + split == 200832
-    assert layer_activation_bytes(LLAMA, tensor=4) == shared + split / 4
+    norms, rest = 2 * (4 + 2 + 2) * 4096, 4 * 4096 + 4 * 1024 + 128 + 8 * 14336
+    assert layer_activation_bytes(LLAMA) == norms + rest == 200832
+    # Tensor ranks read the norms' outputs whole.
+    whole = 2 * 2 * 4096
+    assert layer_activation_bytes(LLAMA, tensor=4) == whole + (norms - whole + rest) / 4
     plain = 24 * 4096 + 8 * 4096 + 8 * 1024 + 128 + 16 * 14336
     assert layer_activation_bytes(LLAMA, mixed=False) == plain
 
@@ -86,10 +88,10 @@ def test_update_by_hand() -> None:
     # The most is held in the head's backward pass: its copy, and its gradient in float32.
     assert plain.weights == 4 * count + 2 * table
     assert (plain.gradients, plain.optimizer) == (4 * count + 4 * table, 8 * count)
-    # All layers; the last norm, and the states that the head reads.
-    assert plain.activations == 8192 * (32 * 200832 + 8 * 4096 + 2 * 4096)
-    # A GPU computes 2,048 positions or 2**28 logits at a time.
-    assert plain.logits == 2092 * 128256 * 8
+    # All layers and the last norm; gradients of the states in float32.
+    assert plain.activations == 8192 * (32 * 200832 + 8 * 4096 + 4 * 4096)
+    # A GPU computes at most 2**28 logits at a time: here in four equal chunks.
+    assert plain.logits == 2048 * 128256 * 8
     # A sample is never cut: a longer one than the budget makes the microbatch longer.
     longer = on_gpu(LLAMA).training(
         StageDeployment("update", max_tokens_per_microbatch=8192), 16384, TrainingNeeds()
@@ -107,7 +109,7 @@ def test_update_by_hand() -> None:
     assert least.optimizer == 0
     # Between layers stands the residual stream. The few logits matter less than that the head's
     # gradient is there in bf16 too, as its backward pass ends.
-    assert least.activations == 2048 * (32 * 2 * 4096 + 8 * 4096 + 2 * 4096)
+    assert least.activations == 2048 * (32 * 2 * 4096 / 2 + (6 / 2 + 2) * 4096 + 2 * 4096)
     assert least.logits == 32 * 64128 * 4
     assert least.gradients == 4 * count / 64 + (4 + 2) * table / 2
     # One that only scores has neither gradients nor moments.

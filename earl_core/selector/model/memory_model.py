@@ -8,6 +8,7 @@ matrix; `standard_activation_bytes` is the older formula that does store it (Kor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from operator import add
 from typing import NamedTuple
@@ -190,27 +191,32 @@ class _Work:
         self.table = shape.embedding_parameters / tensor
         budget = max(float(candidate.max_tokens_per_microbatch), longest)
         self.tokens = budget / candidate.context_parallel
-        # A token's states between two layers, and what it leaves in one.
-        self.state = self.value * shape.hidden_size
+        # A token's states between two layers, of which tensor ranks have parts, and what it leaves
+        # in one layer.
+        self.whole_state = self.value * shape.hidden_size
+        self.state = self.whole_state / tensor
         self.kept = model.layer_bytes(candidate, longest, needs.mixed)
         layers, numbers = model.under_way
         self.layers_under_way, self.table_under_way = layers * self.kept, numbers * self.table
         self.logit_bytes = model.logit_bytes if needs.mixed else 4
-        self.norms = norm_bytes(shape, needs.mixed)
-        self.normalising = 18 * shape.hidden_size
+        self.norms = norm_bytes(shape, tensor, needs.mixed)
+        self.normalising = 18 * shape.hidden_size / tensor
         self.wide = self.value * shape.feed_forward / tensor
         self.products = feed_forward_bytes(shape, tensor, needs.mixed)
         self.matrix = shape.hidden_size * shape.feed_forward / tensor
         # Keys and values of a whole pack, of which a context rank has a part.
         whole = 2 * self.value * shape.key_value_size * candidate.context_parallel / tensor
         self.whole = whole if candidate.context_parallel > 1 else 0.0
-        answers = self.tokens * needs.answered
-        self.logits = min(answers, model.rows_at_a_time(candidate)) * shape.vocabulary / tensor
+        self.answers = answers = self.tokens * needs.answered
+        self.row = 4 * shape.hidden_size
+        # Chunks are as even as can be.
+        chunks = max(1, math.ceil(answers / model.rows_at_a_time(candidate)))
+        self.logits = answers / chunks * shape.vocabulary / tensor
 
     def backward(self) -> Iterator[Memory]:
         """The moments that may hold the most: the head's backward pass, which comes first, those of
         the last two layers and of the first one, and the embedding's."""
-        yield self._head()
+        yield from self._head()
         between = self.state if self.checkpointing else self.kept
         again = self.kept if self.checkpointing else 0.0
         kept = self.layers * between + again
@@ -239,20 +245,24 @@ class _Work:
     def _buffer(self, unit: float) -> float:
         return self.value * unit if self.shared else 0.0
 
-    def _head(self) -> Memory:
-        """The gradient of the head's weight is summed in float32 and cast at the end, when all but
-        the last chunk of logits is gone."""
+    def _head(self) -> Iterator[Memory]:
+        """The gradient of the head's weight is summed in float32, beside a chunk of logits and what
+        goes to the states; these are added up at the end; and the weight's is cast."""
         kept = self.layers * (self.state if self.checkpointing else self.kept) + self.norms / 2
-        summed = 4 * self.table
-        chunk = self.logits * self.logit_bytes
-        cast = self.value * self.table if self.mixed else 0.0
-        gradients, logits = max((summed, chunk), (summed + cast, 4 * self.logits), key=sum)
-        return Memory(
-            weights=self._copy(self.table),
-            gradients=gradients + self.table_under_way,
-            activations=self.tokens * (kept + self.state),
-            logits=logits,
-        )
+        summed, cast = 4 * self.table, self.value * self.table if self.mixed else 0.0
+        one = 4 + self.value if self.mixed else 4
+        states = self.answers * self.row, self.tokens * (self.row + self.whole_state)
+        for gradients, logits, activations in (
+            (summed, self.logits * self.logit_bytes, states[0]),
+            (summed, self.logits * one, sum(states)),
+            (summed + cast, self.logits * 4, self.tokens * self.whole_state),
+        ):
+            yield Memory(
+                weights=self._copy(self.table),
+                gradients=gradients + self.table_under_way,
+                activations=self.tokens * kept + activations,
+                logits=logits,
+            )
 
     def _in_layer(self, kept: float, summed: float, fetched: float) -> Iterator[Memory]:
         """Where the products of the feed-forward part are undone, when only the first matrix has a
@@ -266,7 +276,7 @@ class _Work:
             weights += self._copy(self.table)
             gradients += self._copy(self.table)
         # Two products' gradients, and those of the residual stream before and after them.
-        moving = 2 * self.wide + 2 * self.state + self.layers_under_way
+        moving = 2 * self.wide + self.state + self.whole_state + self.layers_under_way
         unit = self.layer if self.wrapped else self.matrix
         # A layer that is computed again keeps what it gathered.
         gathered = self.whole if self.checkpointing else 0.0
@@ -300,12 +310,12 @@ def layer_activation_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = Tru
     """What one token leaves in one layer for the backward pass, bytes on one device.
 
     Two norms; query, key, value, attention output and its log-sum; four feed-forward products (two
-    without a gate). Tensor parallel ranks share the last two groups.
+    without a gate). Tensor parallel ranks share all but what their matrices read.
     """
     value = 2 if mixed else 4
     attention = 2 * (shape.query_size + shape.key_value_size) * value + 4 * shape.attention_heads
     split = attention / tensor + feed_forward_bytes(shape, tensor, mixed)
-    return norm_bytes(shape, mixed) + split
+    return norm_bytes(shape, tensor, mixed) + split
 
 
 def feed_forward_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
@@ -314,10 +324,11 @@ def feed_forward_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
     return (4 if shape.gated_mlp else 2) * shape.feed_forward * (2 if mixed else 4) / tensor
 
 
-def norm_bytes(shape: ModelShape, mixed: bool) -> int:
-    """What the two norms of a layer keep of a token: input and normalised input in float32 (in bf16
-    the latter is rounded), and the output, which the matrices read."""
-    return 2 * shape.hidden_size * (4 + 2 + 2 if mixed else 4 + 4 + 4)
+def norm_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
+    """What the two norms of a layer keep of a token: input in float32 and normalised input, of which
+    tensor ranks have parts, and the output, which each rank's matrices read whole."""
+    split, whole = (4 + 2, 2) if mixed else (4 + 4, 4)
+    return 2 * shape.hidden_size * (split / tensor + whole)
 
 
 def kv_bytes_per_token(shape: ModelShape, tensor: int, value: int = 2) -> float:
