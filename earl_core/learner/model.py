@@ -114,12 +114,14 @@ class Scoring(nn.Module):
         chunk_tokens: int | None = None,
         vocabulary: VocabularyShard | None = None,
         float32_head: bool = False,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.head = head
         self.chunk_tokens = chunk_tokens
         self.vocabulary = vocabulary
         self.float32_head = float32_head
+        self.compiled = compiled
 
     def forward(
         self,
@@ -130,7 +132,12 @@ class Scoring(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `logprobs_of_trained`. states: [T, hidden], of all positions."""
         score = HeadScore(
-            temperature, entropy, self.chunk_tokens, self.vocabulary, self.float32_head
+            temperature,
+            entropy,
+            self.chunk_tokens,
+            self.vocabulary,
+            self.float32_head,
+            self.compiled,
         )
         return score(self.head, states, packed.predictors, packed.targets)
 
@@ -153,4 +160,4 @@ class PolicyModule(nn.Module):
             use_cache=False,
             sample_boundaries=packed.boundaries,
         )
-        return self.scoring(output[0][0], packed, temperature, entropy)
+        return self.scoring(output[0].squeeze(0), packed, temperature, entropy)

@@ -47,7 +47,9 @@ def deal(states: torch.Tensor, users: Sequence[Rows]) -> tuple[torch.Tensor, ...
     to one.
     """
     if len(users) == 1 and users[0].places is None:
-        return (users[0].of(states),)
+        # The gradient of a part is a copy, that of the whole is not.
+        whole = users[0].count == len(states)
+        return (states if whole else users[0].of(states),)
     dealt: tuple[torch.Tensor, ...] = _Deal.apply(states, tuple(users))  # type: ignore[no-untyped-call]
     return dealt
 

@@ -4,7 +4,8 @@ All logits exist nowhere: a chunk of positions is computed at a time, and again 
 pass, which cannot be had in the forward pass because a loss of log-probs is not known there. The
 last chunk's logits are kept, because the backward pass begins with it. The gradient of the head's
 weight is summed over the chunks in float32 and the weight is cast once, so that the chunks change
-memory and time but not the error.
+memory and time but not the error. All that is done with a chunk's logits besides products is in two
+functions, which torch.compile may fuse: each then reads and writes the logits once.
 
 Where the head is split over the vocabulary, tensor ranks exchange a few floats for each position:
 its largest logit, its sum of exponentials, its target's logit and, for entropies, one more sum
@@ -13,9 +14,10 @@ its largest logit, its sum of exponentials, its target's logit and, for entropie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,6 +28,8 @@ from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 if TYPE_CHECKING:
     from earl_core.learner.head import EntropyMode
     from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+
+_T = TypeVar("_T")
 
 # Logits that take all element-wise steps before the next ones do: a CPU's caches hold so many, and
 # a GPU's intermediate results stay small.
@@ -44,6 +48,7 @@ class HeadScore:
     logits exist at a time; None: as memory allows. vocabulary: this rank's part where the head is
     split over ranks; the results are the whole ones. float32: multiply in float32 what is rounded
     to the dtype in which all else is multiplied, as the engine does with `model.float32_head`.
+    compiled: fuse what is done element by element.
     """
 
     temperature: float = 1.0
@@ -51,6 +56,7 @@ class HeadScore:
     chunk_tokens: int | None = None
     vocabulary: VocabularyShard | None = None
     float32: bool = False
+    compiled: bool = False
 
     def __call__(
         self,
@@ -75,6 +81,10 @@ class HeadScore:
             states, weight, bias, predictors, targets, self
         )
         return logprobs, None if self.entropy == "none" else entropies
+
+    def fused(self, function: Callable[..., _T]) -> Callable[..., _T]:
+        """The function, compiled if this is so."""
+        return _compiled(function) if self.compiled else function
 
     def chunks(self, positions: int, width: int, device: torch.device) -> list[slice]:
         """The positions of each chunk, as even as can be."""
@@ -124,7 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in chunks:
             part = logits[: rows.stop - rows.start]
             head.logits(states, predictors[rows], part)
-            sums.add(part, rows, place[rows], head.temperature, entropy=score.entropy != "none")
+            sums.add(part, rows, place[rows], score)
         if score.vocabulary is not None:
             raised = sums.exchange(inside, score.vocabulary)
             if chunks:
@@ -156,26 +166,30 @@ class _TokenLogprobs(torch.autograd.Function):
         to_rows = _zeros(states, len(predictors), weight.shape[1])
         to_weight = _zeros(states, *weight.shape)
         to_bias = None if bias is None else _zeros(states, *bias.shape)
+        send_back = score.fused(_send_back)
         for rows in reversed(chunks):
             part = logits[: rows.stop - rows.start]
             fresh = rows is not chunks[-1]
             if fresh:
                 head.logits(states, predictors[rows], part)
-            to_logits = (
-                part
-                if weight.dtype == part.dtype
-                else part.new_empty(part.shape, dtype=weight.dtype)
-            )
-            for some in _steps(part):
+            rounded = weight.dtype != part.dtype
+            to_logits = part.new_empty(part.shape, dtype=weight.dtype) if rounded else part
+            for some in _steps(part, score):
                 here = slice(rows.start + some.start, rows.start + some.stop)
-                if fresh:
-                    _lower(part[some], top[here], score.temperature)
-                found = slope.times(part[some], here)
-                found.scatter_add_(1, place[here, None], target[here, None])
-                if to_logits is not part:
-                    to_logits[some] = found
+                chosen, summed = send_back(
+                    part[some],
+                    top[here] if fresh else None,
+                    slope.rows(here),
+                    place[here, None],
+                    target[here, None],
+                    score.temperature,
+                    to_logits[some] if rounded else None,
+                    in_place=not (rounded and score.compiled),
+                    bias=bias is not None,
+                )
+                to_logits[some].scatter_(1, place[here, None], chosen)
                 if to_bias is not None:
-                    to_bias += found.sum(0)
+                    to_bias += summed
             _multiply(to_logits, weight, to_rows[rows])
             head.add_gradient(to_weight, to_logits, states, predictors[rows])
         if score.vocabulary is not None:
@@ -225,25 +239,17 @@ class _Sums:
         self.top = torch.full((positions,), -torch.inf, device=device)
         self.chosen, self.total, self.weighted = torch.zeros((3, positions), device=device)
 
-    def add(
-        self,
-        logits: torch.Tensor,
-        rows: slice,
-        place: torch.Tensor,
-        temperature: float,
-        *,
-        entropy: bool,
-    ) -> None:
+    def add(self, logits: torch.Tensor, rows: slice, place: torch.Tensor, score: HeadScore) -> None:
         """Take up a chunk's logits, and lower them by their largest."""
-        for some in _steps(logits):
-            here, part = slice(rows.start + some.start, rows.start + some.stop), logits[some]
-            self.top[here] = part.amax(-1) / temperature
-            _lower(part, self.top[here], temperature)
-            self.chosen[here] = part.gather(1, place[some, None])[:, 0]
-            powers = part.exp()
-            self.total[here] = powers.sum(-1)
-            if entropy:
-                self.weighted[here] = powers.mul_(part).sum(-1)
+        take_up = score.fused(_take_up)
+        for some in _steps(logits, score):
+            here = slice(rows.start + some.start, rows.start + some.stop)
+            self.top[here], self.chosen[here], self.total[here], self.weighted[here] = take_up(
+                logits[some],
+                place[some, None],
+                score.temperature,
+                entropy=score.entropy != "none",
+            )
 
     def exchange(self, inside: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:
         """Make one rank's sums those of all ranks. inside: whether the chosen token is this rank's.
@@ -287,13 +293,65 @@ class _Slope(NamedTuple):
         towards = gradients[0] + gradients[1] * (entropies - log_total)
         return cls(towards * share, gradients[1] * share)
 
-    def times(self, lowered: torch.Tensor, rows: slice) -> torch.Tensor:
-        """The gradient [n, vocabulary] of these positions' logits, which are overwritten."""
-        constant = self.constant[rows, None]
+    def rows(self, rows: slice) -> _Slope:
+        """That of these positions, [n, 1]."""
+        linear = None if self.linear is None else self.linear[rows, None]
+        return _Slope(self.constant[rows, None], linear)
+
+    def times(self, lowered: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """The gradient [n, vocabulary] of all its positions' logits, made in `out` if given."""
+        powers = torch.exp(lowered, out=out if self.linear is None else None)
         if self.linear is None:
-            return lowered.exp_().mul_(constant)
-        powers = lowered.exp()
-        return lowered.mul_(self.linear[rows, None]).add_(constant).mul_(powers)
+            return powers.mul_(self.constant)
+        return torch.mul(lowered, self.linear, out=out).add_(self.constant).mul_(powers)
+
+
+def _take_up(
+    logits: torch.Tensor, place: torch.Tensor, temperature: float, *, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lower logits [n, vocabulary] by their largest, in place; returns that and the sums of `_Sums`
+    [n]. place: of the chosen tokens, [n, 1]."""
+    top = logits.amax(-1) / temperature
+    _lower(logits, top, temperature, logits)
+    chosen = logits.gather(1, place)[:, 0]
+    powers = logits.exp()
+    total = powers.sum(-1)
+    weighted = powers.mul_(logits).sum(-1) if entropy else torch.zeros_like(total)
+    return top, chosen, total, weighted
+
+
+def _send_back(
+    logits: torch.Tensor,
+    top: torch.Tensor | None,
+    slope: _Slope,
+    place: torch.Tensor,
+    target: torch.Tensor,
+    temperature: float,
+    out: torch.Tensor | None,
+    *,
+    in_place: bool,
+    bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradient of logits [n, vocabulary], but for the chosen tokens, put into `out`, or over
+    the logits if it is None; returns that of the chosen tokens [n, 1], and the bias's if wanted.
+
+    top: None where they are lowered already. place, target: of the chosen tokens, and what comes to
+    them besides, [n, 1]. in_place: take no other memory of the logits' size, which costs a pass
+    over them where this is compiled.
+    """
+    into = logits if in_place else None
+    lowered = logits if top is None else _lower(logits, top, temperature, into)
+    found = slope.times(lowered, into)
+    chosen = found.gather(1, place) + target
+    if out is not None:
+        out.copy_(found)
+    summed = found.scatter_(1, place, chosen).sum(0) if bias else None
+    return chosen if out is None else chosen.to(out.dtype), summed
+
+
+@cache
+def _compiled(function: Callable[..., _T]) -> Callable[..., _T]:
+    return torch.compile(function)
 
 
 def _places(
@@ -305,16 +363,20 @@ def _places(
     return targets, torch.ones_like(targets, dtype=torch.bool)
 
 
-def _steps(logits: torch.Tensor) -> Iterator[slice]:
-    """Rows of a chunk, some at a time."""
+def _steps(logits: torch.Tensor, score: HeadScore) -> Iterator[slice]:
+    """Rows of a chunk, some at a time where each step has memory of its own."""
     numbers = _LOGITS_PER_STEP_OF_A_GPU if logits.is_cuda else _LOGITS_PER_STEP
     rows, step = len(logits), max(1, numbers // logits.shape[1])
+    if score.compiled:
+        step = max(1, rows)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _lower(logits: torch.Tensor, top: torch.Tensor, temperature: float) -> None:
-    """logits / temperature - top, in place."""
-    torch.add(-top[:, None], logits, alpha=1 / temperature, out=logits)
+def _lower(
+    logits: torch.Tensor, top: torch.Tensor, temperature: float, out: torch.Tensor | None
+) -> torch.Tensor:
+    """logits / temperature - top, made in `out` if given."""
+    return torch.add(-top[:, None], logits, alpha=1 / temperature, out=out)
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:

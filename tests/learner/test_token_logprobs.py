@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -146,3 +148,15 @@ def test_no_token_to_score_leaves_gradients_of_zero() -> None:
     for each in (states, *head.parameters()):
         assert each.grad is not None
         assert not each.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_passes_compute_the_same(dtype: torch.dtype) -> None:
+    head = linear(300, bias=True).to(dtype)
+    score = HeadScore(0.7, "detached", TOKENS // 2)
+    expected, found = (
+        ours(head, dataclasses.replace(score, compiled=compiled)) for compiled in (False, True)
+    )
+    apart = errors(found, {name: value.double() for name, value in expected.items()})
+    # A gradient on the other side of a rounding boundary is one bf16 step away.
+    assert max(apart.values()) < (1e-6 if dtype == torch.float32 else 1e-3)

@@ -81,7 +81,8 @@ def varlen_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window is not None and sliding_window >= sample_boundaries.longest:
         sliding_window = None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # The gradient of an index would be a copy.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     attend = partial(_attend, sample_boundaries, scale, sliding_window)
     if sample_boundaries.exchange is None:
         attended = attend(q, k, v)
