@@ -198,7 +198,7 @@ def test_a_switch_that_is_not_repaid_is_not_made() -> None:
     choice = {"stages": ("rollout",), "tensor_parallel": (4, 8), "switch_seconds": 1e9}
     base = {
         "model": "qwen2.5-72b", "hosts": 16, "episodes": 16384, "selector": choice,
-        "rollout": {"max_running_requests": 24, "max_model_len": 40960},
+        "rollout": {"max_running_requests": 20, "max_model_len": 40960},
     }  # fmt: skip
     before = select(given(8192.0, **base))
     kept = select(given(32000.0, **base, current=before))
