@@ -113,9 +113,9 @@ def _operators(cell: Cell, ceilings: Ceilings) -> Entries:
     ):
         learner = _learner(cell, compiler)
         with recorder, _parts(learner, recorder.ledger):
-            # Compiles, and makes the optimizer's state.
+            # One microbatch compiles, and makes the optimizer's state.
             with recorder.paused():
-                _step(learner, samples)
+                _step(learner, samples[: cell.microbatch_tokens // cell.context])
             recorder.ledger.entries.clear()
             graphs = compiler.graphs
             _step(learner, samples)

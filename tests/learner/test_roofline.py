@@ -47,7 +47,7 @@ def test_compiled_layers_bring_the_bound_at_4k_above_one_half() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_deeper_models_lie_on_the_line_through_two(compiled: bool) -> None:
-    tiny = dataclasses.replace(SHAPES["tiny"], layers=5)
+    tiny = dataclasses.replace(SHAPES["tiny"], layers=3)
     cell = Cell(tiny, 64, 128, 256, compiled)
     line = step(cell)
     whole = update_roofline._operators(cell, update_roofline.Ceilings())
