@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import CHECKPOINTING, StageDeployment
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.attention.attention_plan import SampleBoundaries
@@ -29,6 +29,7 @@ from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.tensors.slices import local_part
 
+RUNG_LAYERS, RUNG_TOKENS = 4, 4096
 MICROBATCHES = 2
 """The second one's gradients are added to those of the first, which makes it the larger."""
 
@@ -98,8 +99,7 @@ def update_peak(shape: ModelShape, deployment: StageDeployment) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Qwen2ForCausalLM(config)
         settle(model)
-        if deployment.activation_checkpointing:
-            checkpoint_activations(model)
+        checkpoint_activations(model, deployment.activation_checkpointing)
         parallel = parallelize(model, mesh, mixed=True)
         with Held() as held:
             for parameter in model.parameters():
@@ -130,6 +130,23 @@ def _compute(parallel: ParallelModel, held: Held, deployment: StageDeployment) -
 def seven_billion(scratch: Path) -> int:
     """Qwen2.5-7B on eight shards, 16,384 tokens, with activation checkpointing."""
     deployment = StageDeployment(
-        "update", shard=8, max_tokens_per_microbatch=16384, activation_checkpointing=True
+        "update", shard=8, max_tokens_per_microbatch=16384, activation_checkpointing="full"
     )
     return update_peak(MODELS["qwen2.5-7b"], deployment)
+
+
+def rungs(scratch: Path) -> dict[str, int]:
+    """The peak of each rung of activation checkpointing: four layers of Qwen2.5-1.5B with a small
+    vocabulary, 4,096 tokens, two shards."""
+    shape = MODELS["qwen2.5-1.5b"].model_copy(update={"layers": RUNG_LAYERS, "vocabulary": 4096})
+    peaks = {}
+    for rung in CHECKPOINTING:
+        deployment = StageDeployment(
+            "update",
+            shard=2,
+            max_tokens_per_microbatch=RUNG_TOKENS,
+            activation_checkpointing=rung,
+        )
+        peaks[rung] = update_peak(shape, deployment)
+        dist.destroy_process_group()
+    return peaks

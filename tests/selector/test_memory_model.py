@@ -103,7 +103,7 @@ def test_update_by_hand() -> None:
     assert split.weights == 4 * count / 64 + 2 * count / 2 + gathered
     assert split.logits == 2048 * 64128 * 8 + 4 * 64128 * 4096
     lean = mesh._replace(
-        activation_checkpointing=True, logits_chunk_tokens=32, offload_optimizer=True
+        activation_checkpointing="full", logits_chunk_tokens=32, offload_optimizer=True
     )
     least = on_gpu(LLAMA).training(lean, 4096, TrainingNeeds())
     assert least.optimizer == 0
@@ -133,7 +133,7 @@ def test_update_on_a_cpu_by_hand() -> None:
     # All layers, and what the backward pass has under way.
     assert memory.activations == 2048 * (30 + 2.5) * long
     # Residual sums between layers are float32 also under autocast.
-    lean = on_cpu(SMOL).training(layout._replace(activation_checkpointing=True), 1000, cpu)
+    lean = on_cpu(SMOL).training(layout._replace(activation_checkpointing="full"), 1000, cpu)
     assert lean.activations == 2048 * (30 * 576 * 4 + 3.5 * long)
     # 682 positions at a time, float32 twice; the head's gradients on their way.
     assert memory.logits == 8 * 682 * 49152 + 20 * 49152 * 576
@@ -271,7 +271,7 @@ def test_two_measured_peaks_predict_those_held_out(precision: str, stage: str) -
             layout = StageDeployment(
                 stage,
                 max_tokens_per_microbatch=budget // length * length,
-                activation_checkpointing=checkpointing,
+                activation_checkpointing="full" if checkpointing else "none",
             )
             if stage == "update":
                 formula = on_cpu(TINY).training(layout, length, needs).total
@@ -305,7 +305,9 @@ def test_the_formula_alone_comes_near_a_large_vocabularys_peaks(
     """SmolLM2-135M under bf16 autocast, samples of 256 tokens; megabytes measured likewise."""
     needs = TrainingNeeds(mixed=True, answered=0.5)
     layout = StageDeployment(
-        "update", max_tokens_per_microbatch=budget, activation_checkpointing=checkpointing
+        "update",
+        max_tokens_per_microbatch=budget,
+        activation_checkpointing="full" if checkpointing else "none",
     )
     assert on_cpu(SMOL).training(layout, 256, needs).total == pytest.approx(1e6 * update, rel=0.05)
     scoring = on_cpu(SMOL).scoring(layout, 256, needs).total + 8 * SMOL.parameters

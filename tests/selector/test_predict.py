@@ -87,9 +87,13 @@ def fallback(context: float) -> tuple[list[StageDeployment], NoFeasiblePlan]:
 
 def test_the_memory_fallback_on_a_cpu_begins_with_smaller_microbatches() -> None:
     seen, error = fallback(500.0)
-    assert [item.max_tokens_per_microbatch for item in seen] == [4096, 2048, 1024, 1024]
+    assert [item.max_tokens_per_microbatch for item in seen] == [4096, 2048, 1024, 1024, 1024]
     # The longest sample has 1,000 tokens, and the policy wrote half of them: logits are few.
-    assert [item.activation_checkpointing for item in seen] == [False, False, False, True]
+    assert [item.activation_checkpointing for item in seen] == [
+        *["none"] * 3,
+        "selective",
+        "full",
+    ]
     assert not any(item.logits_chunk_tokens or item.offload_optimizer for item in seen)
     nearest = error.nearest
     assert nearest is not None
@@ -104,7 +108,12 @@ def test_the_memory_fallback_of_long_samples_has_logits_in_chunks_before_checkpo
     # No smaller microbatch holds the longest sample.
     assert min(item.max_tokens_per_microbatch for item in seen) == 4096
     means = [(item.logits_chunk_tokens, item.activation_checkpointing) for item in seen]
-    assert list(dict.fromkeys(means)) == [(0, False), (chunk, False), (chunk, True)]
+    assert list(dict.fromkeys(means)) == [
+        (0, "none"),
+        (chunk, "none"),
+        (chunk, "selective"),
+        (chunk, "full"),
+    ]
 
 
 def test_what_others_hold_is_not_there() -> None:
@@ -198,7 +207,7 @@ def test_a_layout_that_was_not_measured_shares_what_all_have_in_common() -> None
                 "update",
                 threads=4,
                 max_tokens_per_microbatch=512,
-                activation_checkpointing=True,
+                activation_checkpointing="full",
                 logits_chunk_tokens=64,
             ),
             Hardware(cpu_cores=4, memory_bytes=GIB),

@@ -252,7 +252,7 @@ def _memory_row(name: str, shape: ModelShape, device: DeviceFigures) -> Row:
     memory, needs = MemoryModel(shape, device, hardware), TrainingNeeds()
     sample = StageDeployment("update", max_tokens_per_microbatch=_SAMPLE)
     update = memory.training(sample, _SAMPLE, needs)
-    lean = memory.training(sample._replace(activation_checkpointing=True), _SAMPLE, needs)
+    lean = memory.training(sample._replace(activation_checkpointing="full"), _SAMPLE, needs)
     capacities = []
     for degree in (1, 2, 4, 8):
         engine = memory.vllm(StageDeployment("rollout", 1, degree), VllmConfig())

@@ -5,7 +5,13 @@ from __future__ import annotations
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
-from earl_core.selector.model.memory_model import Memory, MemoryModel, gib, norm_bytes
+from earl_core.selector.model.memory_model import (
+    Memory,
+    MemoryModel,
+    gib,
+    norm_bytes,
+    selective_layer_bytes,
+)
 from earl_core.selector.model.sizes import powers
 
 _RUNTIME_BYTES = 0.52 * 2**30
@@ -75,7 +81,10 @@ class CpuMemoryModel(MemoryModel):
         intermediate results are under way besides is measured, with a layer that is computed again
         and without: the only constants here that are not counted."""
         per_layer = layer_activation_bytes(self.shape, longest, mixed)
-        if candidate.activation_checkpointing:
+        if candidate.activation_checkpointing == "selective":
+            kept = self.shape.layers * selective_layer_bytes(self.shape, mixed=mixed)
+            return kept + (2.5 if mixed else 1.5) * per_layer, 0.0
+        if candidate.activation_checkpointing == "full":
             between = 4 * self.shape.layers * self.shape.hidden_size
             return between + (3.5 if mixed else 4.0) * per_layer, 0.0
         return (self.shape.layers + (2.5 if mixed else 1.5)) * per_layer, 0.0

@@ -218,8 +218,11 @@ class MemoryModel:
         are dropped before it needs them."""
         shape = self.shape
         per_layer = layer_activation_bytes(shape, candidate.tensor_parallel, mixed)
-        if not candidate.activation_checkpointing:
+        if candidate.activation_checkpointing == "none":
             return shape.layers * per_layer, 0.0
+        if candidate.activation_checkpointing == "selective":
+            kept = selective_layer_bytes(shape, candidate.tensor_parallel, mixed)
+            return shape.layers * kept + per_layer, per_layer
         # Residual sums between layers are float32; a layer is computed again once autocast has
         # dropped its copies.
         return 4 * shape.layers * shape.hidden_size + per_layer, per_layer
@@ -279,6 +282,18 @@ def layer_activation_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = Tru
     attention = 2 * (shape.query_size + shape.key_value_size) * value + 4 * shape.attention_heads
     products = (4 if shape.gated_mlp else 2) * shape.feed_forward * value
     return norm_bytes(shape, mixed) + (attention + products) / tensor
+
+
+def selective_layer_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = True) -> float:
+    """What one token leaves in one layer under selective checkpointing, bytes on one device.
+
+    The layer's input; the products: query, key, value, output, gate, up and down; attention's
+    output and its log-sum. Tensor parallel ranks share what is not as wide as the model.
+    """
+    value = 2 if mixed else 4
+    split = 2 * (shape.query_size + shape.key_value_size)
+    split += (2 if shape.gated_mlp else 1) * shape.feed_forward
+    return 3 * value * shape.hidden_size + (value * split + 4 * shape.attention_heads) / tensor
 
 
 def norm_bytes(shape: ModelShape, mixed: bool) -> int:
