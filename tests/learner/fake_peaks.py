@@ -29,7 +29,7 @@ from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.tensors.slices import local_part
 
-RUNG_LAYERS, RUNG_TOKENS = 4, 4096
+RUNG_TOKENS = 8192
 MICROBATCHES = 2
 """The second one's gradients are added to those of the first, which makes it the larger."""
 
@@ -135,11 +135,10 @@ def seven_billion(scratch: Path) -> int:
     return update_peak(MODELS["qwen2.5-7b"], deployment)
 
 
-def rungs(scratch: Path) -> dict[str, int]:
-    """The peak of each rung of activation checkpointing: four layers of Qwen2.5-1.5B with a small
-    vocabulary, 4,096 tokens, two shards."""
-    shape = MODELS["qwen2.5-1.5b"].model_copy(update={"layers": RUNG_LAYERS, "vocabulary": 4096})
-    peaks = {}
+def rungs(scratch: Path) -> dict[str, list[int]]:
+    """The peak of each rung of activation checkpointing, of two and of four layers: Qwen2.5-1.5B
+    with a small vocabulary, two shards."""
+    peaks: dict[str, list[int]] = {}
     for rung in CHECKPOINTING:
         deployment = StageDeployment(
             "update",
@@ -147,6 +146,9 @@ def rungs(scratch: Path) -> dict[str, int]:
             max_tokens_per_microbatch=RUNG_TOKENS,
             activation_checkpointing=rung,
         )
-        peaks[rung] = update_peak(shape, deployment)
-        dist.destroy_process_group()
+        for layers in (2, 4):
+            sizes = {"layers": layers, "vocabulary": 4096}
+            shape = MODELS["qwen2.5-1.5b"].model_copy(update=sizes)
+            peaks.setdefault(rung, []).append(update_peak(shape, deployment))
+            dist.destroy_process_group()
     return peaks

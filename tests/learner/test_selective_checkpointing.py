@@ -95,11 +95,13 @@ def test_every_rung_has_the_same_gradients(kind: str, tmp_path: Path) -> None:
 
 def test_each_rung_takes_less_memory(tmp_path: Path) -> None:
     (peaks,) = launch("tests.learner.fake_peaks", "rungs", 1, tmp_path)
-    assert peaks["none"] > 1.05 * peaks["selective"] > 1.1 * peaks["full"]
+    assert peaks["none"][1] > 1.05 * peaks["selective"][1] > 1.1 * peaks["full"][1]
     shape = MODELS["qwen2.5-1.5b"]
-    kept = selective_layer_bytes(shape) - 2 * shape.hidden_size
-    more = (peaks["selective"] - peaks["full"]) / fake_peaks.RUNG_LAYERS / fake_peaks.RUNG_TOKENS
-    assert more == pytest.approx(kept, rel=0.05)
+    # Weights, gradients and moments of a layer in float32, halved by the shards.
+    state = 16 * shape.layer_parameters / 2
+    kept = (peaks["selective"][1] - peaks["selective"][0]) / 2 - state
+    tokens = fake_peaks.RUNG_TOKENS
+    assert kept / tokens == pytest.approx(selective_layer_bytes(shape), rel=0.01)
 
 
 def test_a_boolean_of_earlier_versions() -> None:
