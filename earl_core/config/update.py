@@ -61,8 +61,8 @@ class UpdateConfig(Settings):
     activation_checkpointing: Checkpointing = Field(
         default="none",
         description="What the layers compute again in the backward pass. selective: all but matrix "
-        "products and attention, about a third less memory in little more time; compiled layers "
-        "do so anyway. full: everything from their inputs, a fraction of the memory in about a "
+        "products and attention, about half the memory in little more time; compiled layers do "
+        "nearly so anyway. full: everything from their inputs, a fraction of the memory in about a "
         "third more time.",
     )
     compile: bool | None = Field(

@@ -6,7 +6,8 @@ symbols in it, so that packs of any length do.
 
 The compiled part is a layer's `forward`: what wraps the layer (FSDP2's gathering, activation
 checkpointing) stays outside of it, in any order. Between its own forward and backward pass a
-compiled layer keeps what selective checkpointing keeps.
+compiled layer keeps little more than under selective checkpointing: what its parts, before and
+after attention, hand to each other.
 
 Tensor-parallel layers are not to be compiled: with torch 2.13 the backward pass of their
 distributed tensors ends in a RecursionError.

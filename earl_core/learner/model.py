@@ -56,8 +56,8 @@ class PackedTensors:
 def checkpoint_activations(model: PreTrainedModel, rung: Checkpointing) -> None:
     """Have the layers keep what the rung says, and compute the rest again in the backward pass.
 
-    Call it after the layers are compiled: the compiler keeps what `selective` keeps, and computes
-    the rest again in fewer kernels.
+    Call it after the layers are compiled: the compiler keeps nearly what `selective` keeps, and
+    computes the rest again in fewer kernels.
     """
     if rung == "none" or (rung == "selective" and layers_compiled(model)):
         if model.is_gradient_checkpointing:

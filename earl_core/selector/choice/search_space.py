@@ -149,7 +149,7 @@ def _rungs(predictor: Predictor, stage: str) -> tuple[Checkpointing, ...]:
     given = predictor.given
     if stage != "update" or "update.activation_checkpointing" in given.selector.fixed_fields:
         return ()
-    # A compiled layer keeps no more than selective checkpointing would.
+    # A compiled layer has no selective checkpointing of its own: it keeps little more anyway.
     return tuple(
         rung
         for rung in CHECKPOINTING
