@@ -362,8 +362,8 @@ class Benchmark:
             f"max(context, {given.microbatch_tokens}) tokens; logits of at most "
             f"{given.logits_chunk_tokens} tokens at a time. Median of {given.repetitions}; "
             "`warm-up s` is the first update, compilation included.",
-            "`compile`: `update.compile`, each layer by itself, around attention, which keeps nearly what "
-            "selective checkpointing keeps. The attention columns are "
+            "`compile`: `update.compile`, each layer by itself, around attention, which keeps nearly "
+            "what selective checkpointing keeps. The attention columns are "
             "forward and backward pass of attention alone, one sample, with the same formula.",
         ]
 
