@@ -38,7 +38,7 @@ FIXED = Arm("fixed")
 EARL = Arm("earl", ("selector.policy=live_tokens",))
 BY_HAND = Arm(
     "by hand",
-    ("update.max_tokens_per_microbatch=2048", "update.activation_checkpointing=true"),
+    ("update.max_tokens_per_microbatch=2048", "update.activation_checkpointing=full"),
 )
 
 _TOKENS_PER_ANSWER = 2

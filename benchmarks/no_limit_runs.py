@@ -122,7 +122,8 @@ def layout_text(plan: dict[str, Any]) -> str:
     if rollout.get("max_running_requests"):
         words.append(f"{rollout['max_running_requests']} running")
     words.append(f"microbatch {update['max_tokens_per_microbatch']}")
-    words += ["checkpointing"] if update["activation_checkpointing"] else []
+    rung = update["activation_checkpointing"]
+    words += {"none": [], "full": ["checkpointing"]}.get(rung, [f"{rung} checkpointing"])
     chunk = update.get("logits_chunk_tokens")
     words += [f"logits by {chunk}"] if chunk else []
     return ", ".join(words)

@@ -16,7 +16,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, together
-from earl_core.cluster.stage_deployment import PLACEMENTS, HostResources, StageDeployment
+from earl_core.cluster.stage_deployment import (
+    CHECKPOINTING,
+    PLACEMENTS,
+    HostResources,
+    StageDeployment,
+)
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware
@@ -288,7 +293,7 @@ def measure_update(bench: Bench, table: LiveTable) -> None:
             activation_checkpointing=checkpointing,
         )
         for budget in sizes.budgets
-        for checkpointing in (False, True)
+        for checkpointing in CHECKPOINTING
     ]
     began = time.perf_counter()
     group = bench.start("update", "update", layouts[0]._asdict(), "torch", ())

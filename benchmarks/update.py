@@ -131,7 +131,7 @@ class Runner:
             "config": str(self._file),
             "overrides": [
                 f"update.precision={case.precision}",
-                f"update.activation_checkpointing={str(long).lower()}",
+                f"update.activation_checkpointing={'full' if long else 'none'}",
                 f"update.threads={self._threads}",
             ],
             "loop": _LOOPS[side],

@@ -28,17 +28,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface
 
 from benchmarks.gpu.report import Row, parser, publish, shown
 from benchmarks.gpu.shapes import FORMULA, SHAPES, Shape, random_sample, save_random_model
+from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention, varlen_attention
+from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.head import decoder_of
 from earl_core.learner.policy_learner import PolicyLearner
 
 TITLE = "Model FLOPs utilisation of the update"
@@ -64,7 +63,7 @@ class Setting:
     """What a learner is built for."""
 
     shape: Shape
-    checkpointing: bool
+    checkpointing: Checkpointing
     compiled: bool
 
 
@@ -105,7 +104,13 @@ def options() -> argparse.Namespace:
         metavar="TOKENS",
         help="trained tokens whose logits exist at a time",
     )
-    made.add_argument("--checkpointing", choices=("on", "off", "both"), default="both")
+    made.add_argument(
+        "--checkpointing",
+        nargs="+",
+        choices=CHECKPOINTING,
+        default=("none", "full"),
+        metavar="RUNG",
+    )
     made.add_argument("--compile", choices=("on", "off", "both"), default="both")
     made.add_argument("--peak-tflops", type=float, help="datasheet rate, if not known here")
     made.add_argument(
@@ -149,25 +154,17 @@ def timed(work: Callable[[], object], repetitions: int) -> list[float]:
 def build(
     setting: Setting, directory: Path, microbatch_tokens: int, chunk_tokens: int
 ) -> PolicyLearner:
-    learner = PolicyLearner(
+    return PolicyLearner(
         ModelConfig(path=str(directory)),
         UpdateConfig(
             precision="bf16",
             max_tokens_per_microbatch=microbatch_tokens,
             activation_checkpointing=setting.checkpointing,
+            compile=setting.compiled,
         ),
         AlgorithmConfig(),
         logits_chunk_tokens=chunk_tokens,
     )
-    if setting.compiled:
-        # Layer by layer, around attention: how a pack is attended differs from pack to pack.
-        AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(varlen_attention))
-        torch._dynamo.reset()
-        for layer in decoder_of(learner.model).layers:  # type: ignore[union-attr]
-            layer.compile()
-    else:
-        register_attention()
-    return learner
 
 
 def samples_of(context: int, tokens: int, vocabulary: int) -> list[TrainingSample]:
@@ -256,7 +253,7 @@ def settings(given: argparse.Namespace) -> Iterator[Setting]:
     choices = {"on": (True,), "off": (False,), "both": (False, True)}
     for model in given.models:
         for compiled in choices[given.compile]:
-            for checkpointing in choices[given.checkpointing]:
+            for checkpointing in given.checkpointing:
                 yield Setting(SHAPES[model], checkpointing, compiled)
 
 
@@ -292,7 +289,7 @@ class Benchmark:
             row: Row = {
                 "model": setting.shape.name,
                 "context": context,
-                "checkpointing": "on" if setting.checkpointing else "off",
+                "checkpointing": setting.checkpointing,
                 "compile": "on" if setting.compiled else "off",
             }
             budget = max(context, given.microbatch_tokens)
@@ -365,7 +362,8 @@ class Benchmark:
             f"max(context, {given.microbatch_tokens}) tokens; logits of at most "
             f"{given.logits_chunk_tokens} tokens at a time. Median of {given.repetitions}; "
             "`warm-up s` is the first update, compilation included.",
-            "`compile`: each layer by torch.compile, around attention. The attention columns are "
+            "`compile`: `update.compile`, each layer by itself, around attention, which keeps one "
+            "product more than selective checkpointing. The attention columns are "
             "forward and backward pass of attention alone, one sample, with the same formula.",
         ]
 

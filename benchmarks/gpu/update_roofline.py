@@ -25,7 +25,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.kernels import CountedCompiler
 from benchmarks.gpu.operators import Ceilings, Entries, Ledger, Recorder, Work
@@ -36,10 +36,8 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import policy_learner, token_logprobs
 from earl_core.learner.attention import attention_plan, varlen_cuda
-from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention, varlen_attention
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import split_table
-from earl_core.learner.head import decoder_of
 from earl_core.learner.microbatches import UpdateMetrics
 from earl_core.learner.model import settle
 from earl_core.learner.parallel.mesh import ALONE, UpdateMesh
@@ -111,7 +109,7 @@ def _operators(cell: Cell, ceilings: Ceilings) -> Entries:
         _as_on_a_gpu(compiler),
         torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
     ):
-        learner = _learner(cell, compiler)
+        learner = _learner(cell)
         with recorder, _parts(learner, recorder.ledger):
             # One microbatch compiles, and makes the optimizer's state.
             with recorder.paused():
@@ -124,21 +122,14 @@ def _operators(cell: Cell, ceilings: Ceilings) -> Entries:
     return recorder.ledger.entries
 
 
-def _learner(cell: Cell, compiler: CountedCompiler) -> PolicyLearner:
+def _learner(cell: Cell) -> PolicyLearner:
     """As in a run, but for its weights, which are fake and so not loaded."""
     mesh = UpdateMesh(ALONE, 0, torch.device("cpu"))
 
     def fake_policy(*_: Any, mixed: bool, chunk_tokens: int | None, **__: Any) -> ParallelModel:
         model = AutoModelForCausalLM.from_config(cell.shape.config(cell.context))
         settle(model)
-        if cell.compiled:
-            torch._dynamo.reset()
-            AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(varlen_attention))
-            for layer in decoder_of(model).layers:  # type: ignore[union-attr]
-                layer.compile(backend=compiler)
-        made = parallelize(model, mesh, mixed=mixed, chunk_tokens=chunk_tokens)
-        made.module.scoring.compiled = cell.compiled
-        return made
+        return parallelize(model, mesh, mixed=mixed, chunk_tokens=chunk_tokens)
 
     with (
         patch.object(policy_learner, "load_policy", fake_policy),
@@ -146,7 +137,11 @@ def _learner(cell: Cell, compiler: CountedCompiler) -> PolicyLearner:
     ):
         return PolicyLearner(
             ModelConfig(path=cell.shape.name),
-            UpdateConfig(precision="bf16", max_tokens_per_microbatch=cell.microbatch_tokens),
+            UpdateConfig(
+                precision="bf16",
+                max_tokens_per_microbatch=cell.microbatch_tokens,
+                compile=cell.compiled,
+            ),
             AlgorithmConfig(),
             mesh=mesh,
             logits_chunk_tokens=positions_at_a_time(cell.shape.vocabulary, gpu=True),
@@ -172,21 +167,21 @@ def _as_on_a_gpu(compiler: CountedCompiler) -> Iterator[None]:
     they are on the CPU, and the learner's own questions are answered for a GPU.
     """
 
-    @cache
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        # Its schedule is for sizes that are known.
-        return torch.compile(function, backend=compiler, dynamic=False)
+    real = torch.compile
 
+    def compile_counted(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        # Its schedule is for sizes that are known.
+        return real(function, backend=compiler, dynamic=False)
+
+    torch._dynamo.reset()
     with (
         patch.object(FakeTensor, "is_cuda", True, create=True),
         patch.object(attention_plan, "kernel_calls_wanted", lambda _: True),
         patch.object(varlen_cuda, "usable", lambda *_: True),
-        patch.object(token_logprobs, "_compiled", compiled),
+        patch.object(torch, "compile", compile_counted),
+        patch.object(token_logprobs, "_compiled", cache(compile_counted)),
     ):
-        try:
-            yield
-        finally:
-            register_attention()
+        yield
 
 
 @contextmanager

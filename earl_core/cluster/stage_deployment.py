@@ -14,9 +14,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_args
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import (
     no_info_after_validator_function,
@@ -31,6 +31,19 @@ from earl_core.system.plural import plural
 
 Degree = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
+
+Checkpointing = Literal["none", "selective", "full"]
+"""What a decoder layer keeps of its activations for the backward pass: all of them; what matrix
+products and attention gave; its input alone. The rest is computed again."""
+
+CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+"""From the fastest to the smallest."""
+
+
+def _checkpointing(stored: Any) -> Any:
+    """Plans and observations of earlier versions say whether a layer keeps its input alone."""
+    return {True: "full", False: "none"}[stored] if isinstance(stored, bool) else stored
+
 
 AXES = ("replicas", "shard", "context_parallel", "tensor_parallel")
 """The axes of a mesh, in the order of rank numbers, the fastest last."""
@@ -59,7 +72,7 @@ class StageDeployment(NamedTuple):
     max_tokens_per_microbatch: Size = 0
     max_model_len: Size = 0
     max_running_requests: Size = 0
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] = "none"
     logits_chunk_tokens: Size = 0
     offload_optimizer: bool = False
 
@@ -112,7 +125,9 @@ class StageDeployment(NamedTuple):
         words += [f"{self.threads} threads"] if self.threads > 1 else []
         words += [f"microbatch {size}"] if (size := self.max_tokens_per_microbatch) else []
         words += [f"at most {most} running"] if (most := self.max_running_requests) else []
-        words += ["checkpointing"] if self.activation_checkpointing else []
+        words += {"none": [], "selective": ["selective checkpointing"], "full": ["checkpointing"]}[
+            self.activation_checkpointing
+        ]
         words += [f"logits by {size}"] if (size := self.logits_chunk_tokens) else []
         words += ["optimizer offloaded"] if self.offload_optimizer else []
         return ", ".join(words).replace(", x ", " x ")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from earl_core.cluster.stage_deployment import Checkpointing
 from earl_core.config.settings import Settings
 
 
@@ -57,10 +58,18 @@ class UpdateConfig(Settings):
         description="Stop before a step when the log-probs of the engine and of the trainer differ "
         "by more than this on average, in nats. None: 0.3, or 0.01 where both compute in float32.",
     )
-    activation_checkpointing: bool = Field(
-        default=False,
-        description="Keep the inputs of the layers only and compute the rest again in the backward "
-        "pass: less memory, about a third more time.",
+    activation_checkpointing: Checkpointing = Field(
+        default="none",
+        description="What the layers compute again in the backward pass. selective: all but matrix "
+        "products and attention, about half the memory in little more time; compiled layers keep "
+        "little more anyway. full: everything from their inputs, a fraction of the memory in about "
+        "a third more time.",
+    )
+    compile: bool | None = Field(
+        default=None,
+        description="Compile each decoder layer (torch.compile), around attention: fewer passes "
+        "over memory, half a minute more at the start. None: on a GPU yes, or with a warning no "
+        "where the compiler does not work; on a CPU no. Tensor-parallel layers never are.",
     )
     deterministic: bool = Field(
         default=False,
@@ -70,3 +79,17 @@ class UpdateConfig(Settings):
     threads: int = Field(
         default=0, ge=0, description="CPU threads of each rank; 0: the cores divided among them."
     )
+
+    def compiles(self, gpu: bool) -> bool:
+        """Whether layers are compiled on a GPU, or on a CPU, where the compiler works."""
+        return gpu if self.compile is None else self.compile
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(
+                f"update.activation_checkpointing is a word: write {'full' if value else 'none'} "
+                f"instead of {str(value).lower()}, or selective"
+            )
+        return value

@@ -43,9 +43,14 @@ def few_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers; none are known where the model names none."""
+    """The decoder layers, also those that FSDP2 has made a class of its own for; none are known
+    where the model names none."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [
+        module
+        for module in model.modules()
+        if any(each.__name__ in names for each in type(module).__mro__)
+    ]
 
 
 def _chosen(layers: list[nn.Module], types: Any) -> list[int]:

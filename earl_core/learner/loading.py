@@ -15,7 +15,7 @@ import torch
 
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention
-from earl_core.learner.model import checkpoint_activations, prepare_for_packing, settle
+from earl_core.learner.model import prepare_for_packing, settle
 from earl_core.learner.packing_check import without_interface
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
@@ -37,7 +37,6 @@ def load_policy(
     config: ModelConfig,
     mesh: UpdateMesh,
     *,
-    activation_checkpointing: bool = False,
     mixed: bool = False,
     chunk_tokens: int | None = None,
 ) -> ParallelModel:
@@ -56,8 +55,6 @@ def load_policy(
     empty.tie_weights()
     empty.generation_config = stored.generation_config
     settle(empty)
-    if activation_checkpointing:
-        checkpoint_activations(empty)
     parallel = parallelize(
         empty, mesh, mixed=mixed, chunk_tokens=chunk_tokens, float32_head=config.float32_head
     )

@@ -19,8 +19,8 @@ from earl_core.system.memory import (
 from earl_core.tensors.device_copies import host_memory, queued
 
 _ADVICE = (
-    "lower update.max_tokens_per_microbatch, set update.activation_checkpointing, or give the "
-    "stage more ranks"
+    "lower update.max_tokens_per_microbatch, set update.activation_checkpointing to selective or "
+    "full, or give the stage more ranks"
 )
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from earl_core.cluster.stage_deployment import Checkpointing
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import register_attention
+from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.data.packing import PackedMicrobatch
 from earl_core.learner.few_layers import few_layers
 from earl_core.learner.head import EntropyMode, decoder_of, head_of
 from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+from earl_core.learner.selective_checkpointing import selective_contexts
 from earl_core.learner.token_logprobs import HeadScore
 from earl_core.pretrained.huggingface import (
     GradientCheckpointingLayer,
@@ -49,9 +53,20 @@ class PackedTensors:
         )
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep each layer's input only, and compute the rest again in the backward pass."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def checkpoint_activations(model: PreTrainedModel, rung: Checkpointing) -> None:
+    """Have the layers keep what the rung says, and compute the rest again in the backward pass.
+
+    Call it after the layers are compiled: the compiler keeps one product more than `selective`, and
+    computes the rest again in fewer kernels.
+    """
+    if rung == "none" or (rung == "selective" and layers_compiled(model)):
+        if model.is_gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if rung == "selective":
+        options["context_fn"] = selective_contexts
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def prepare_for_packing(model: PreTrainedModel) -> None:
@@ -114,14 +129,13 @@ class Scoring(nn.Module):
         chunk_tokens: int | None = None,
         vocabulary: VocabularyShard | None = None,
         float32_head: bool = False,
-        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.head = head
         self.chunk_tokens = chunk_tokens
         self.vocabulary = vocabulary
         self.float32_head = float32_head
-        self.compiled = compiled
+        self.compiled = False
 
     def forward(
         self,

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from earl_core.learner.few_layers import decoder_layers
 from earl_core.learner.head import decoder_of, head_of
-from earl_core.learner.model import PolicyModule, Scoring, checkpoint_activations, settle
+from earl_core.learner.model import PolicyModule, Scoring, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
 from earl_core.pretrained.huggingface import PreTrainedModel
@@ -132,14 +132,13 @@ def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
     """The same model on another mesh, all of it on the meta device.
 
     Each parameter there says what part of it belongs to this rank; it and the buffers are to be
-    replaced by real ones.
+    replaced by real ones. The learner that adopts it compiles its layers
+    and says how they are checkpointed.
     """
     with torch.device("meta"):
         model = type(source.model)(copy.deepcopy(source.model.config))
     model.generation_config = source.model.generation_config
     settle(model)
-    if source.model.is_gradient_checkpointing:
-        checkpoint_activations(model)
     scoring = source.module.scoring
     return parallelize(
         model,

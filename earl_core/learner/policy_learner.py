@@ -19,11 +19,13 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
+from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
 from earl_core.learner.head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
+from earl_core.learner.model import checkpoint_activations
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import ParallelModel
@@ -78,10 +80,10 @@ class PolicyLearner:
         self.iterations = iterations
         self.seed = seed
         self._algorithm = Algorithm(algorithm)
+        self._compiled = compiling(update, mesh.device)
         parallel = load_policy(
             model,
             mesh,
-            activation_checkpointing=update.activation_checkpointing,
             mixed=update.precision == "bf16",
             chunk_tokens=logits_chunk_tokens,
         )
@@ -94,6 +96,10 @@ class PolicyLearner:
     ) -> None:
         """Go on with this model, on its mesh, and with this optimizer state, by parameter name."""
         self.parallel = parallel
+        parallel.module.scoring.compiled = self._compiled
+        if self._compiled and self.mesh.deployment.tensor_parallel == 1:
+            compile_layers(parallel.model)
+        checkpoint_activations(parallel.model, self.config.activation_checkpointing)
         self.optimizer.bind(self.named_parameters())
         for name, tensors in state.items():
             self.optimizer.load_state(name, tensors)

@@ -8,7 +8,6 @@ import torch
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.update import UpdateConfig
-from earl_core.learner.model import checkpoint_activations
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.parallel_model import ParallelModel, build_shell
 from earl_core.learner.policy_learner import PolicyLearner
@@ -57,7 +56,3 @@ def _take_settings(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     parallel.module.scoring.chunk_tokens = deployment.logits_chunk_tokens or None
-    if settings.activation_checkpointing:
-        checkpoint_activations(parallel.model)
-    else:
-        parallel.model.gradient_checkpointing_disable()

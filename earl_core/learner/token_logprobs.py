@@ -351,7 +351,7 @@ def _send_back(
 
 @cache
 def _compiled(function: Callable[..., _T]) -> Callable[..., _T]:
-    return torch.compile(function)
+    return torch.compile(function, dynamic=True)
 
 
 def _places(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import CHECKPOINTING, StageDeployment
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.changes import stage_changes
@@ -39,7 +39,8 @@ def selector_metrics(
 
     before: the last iteration's plan. manifests: the iteration's, by stage. seen: what the run
     observed in it. gpus: of the hardware; peaks are those of one of them, without any those of
-    the whole stage. Seconds, bytes, tokens; what is on or off is 1 or 0.
+    the whole stage. Seconds, bytes, tokens; what is on or off is 1 or 0; activation checkpointing
+    is 0 (none), 1 (selective) or 2 (full).
     """
     moved = {change.stage for change in stage_changes(before, plan) if change.switched}
     metrics = {
@@ -98,7 +99,7 @@ def _numbers(deployment: StageDeployment) -> dict[str, float]:
     """Its fields, but for sizes that have no limit."""
     left_out = ("stage", *(_TRAINING_ONLY if deployment.stage == "rollout" else ()))
     return {
-        name: float(value)
+        name: float(CHECKPOINTING.index(value) if name == "activation_checkpointing" else value)
         for name, value in deployment._asdict().items()
         if name not in left_out and (value or value is False)
     }

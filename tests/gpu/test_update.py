@@ -81,8 +81,12 @@ def test_an_update_in_bf16_points_where_float32_does(device: torch.device, tmp_p
 
 @pytest.mark.parametrize(
     "other",
-    [{"activation_checkpointing": True}, {"max_tokens_per_microbatch": 100_000}],
-    ids=["checkpointing", "one microbatch"],
+    [
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full"},
+        {"max_tokens_per_microbatch": 100_000},
+    ],
+    ids=["selective checkpointing", "checkpointing", "one microbatch"],
 )
 def test_how_memory_is_saved_changes_no_update(
     device: torch.device, other: dict[str, object], tmp_path: Path

@@ -16,6 +16,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,12 +26,13 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.shapes import Shape
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner import token_logprobs
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
+from earl_core.learner.compiled_layers import compile_layers
 from earl_core.learner.data.packing import separate
 from earl_core.learner.model import PackedTensors, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
@@ -39,6 +42,7 @@ from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.sizes import positions_at_a_time
 from earl_core.tensors.slices import local_part
 
+RUNG_TOKENS = 8192
 MICROBATCHES = 2
 """The second one's gradients are added to those of the first, which makes it the larger."""
 
@@ -50,6 +54,11 @@ class Held(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled layers are counted too."""
+        return True
 
     def __enter__(self) -> Held:
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
@@ -99,6 +108,7 @@ class Case(NamedTuple):
     layers: int
     deployment: StageDeployment
     mixed: bool = True
+    compiled: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -106,44 +116,57 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         precision = "bf16" if self.mixed else "fp32"
-        return f"{self.model} {self.layers} {precision} {self.deployment.label}"
+        compiled = " compiled" if self.compiled else ""
+        return f"{self.model} {self.layers} {precision}{compiled} {self.deployment.label}"
 
 
 def _case(
-    model: str, tokens: int, layers: int = 4, mixed: bool = True, full: bool = True, **mesh: int
+    model: str,
+    tokens: int,
+    rung: Checkpointing = "full",
+    *,
+    layers: int = 4,
+    mixed: bool = True,
+    compiled: bool = False,
+    **mesh: int,
 ) -> Case:
     deployment = StageDeployment(
-        "update", max_tokens_per_microbatch=tokens, activation_checkpointing=full, **mesh
+        "update", max_tokens_per_microbatch=tokens, activation_checkpointing=rung, **mesh
     )
-    return Case(model, layers, deployment, mixed)
+    return Case(model, layers, deployment, mixed, compiled)
 
 
 SEVEN_BILLION = _case("qwen2.5-7b", 16384, layers=28, shard=8)
 CASES = [
     SEVEN_BILLION,
-    _case("qwen2.5-0.5b", 8192, full=False),
+    _case("qwen2.5-0.5b", 8192, "none"),
     _case("qwen2.5-0.5b", 16384, shard=4),
-    _case("qwen2.5-1.5b", 4096, full=False, shard=2),
+    _case("qwen2.5-1.5b", 4096, "none", shard=2),
     _case("qwen2.5-1.5b", 4096),
-    _case("qwen2.5-7b", 16384, full=False, shard=8),
+    _case("qwen2.5-7b", 16384, "none", shard=8),
+    _case("qwen2.5-7b", 16384, "selective", shard=8),
+    _case("qwen2.5-7b", 16384, "none", shard=8, compiled=True),
+    _case("qwen2.5-1.5b", 16384, "full", shard=2, compiled=True),
     _case("qwen2.5-7b", 4096, shard=64),
     _case("qwen2.5-7b", 8192, tensor_parallel=2, shard=4),
     _case("qwen2.5-7b", 32768, context_parallel=2, shard=4),
     _case("qwen2.5-32b", 16384, shard=8),
     _case("qwen2.5-72b", 8192, shard=64),
     _case("qwen2.5-72b", 16384, tensor_parallel=8, shard=8),
-    _case("qwen2.5-72b", 16384, full=False, tensor_parallel=4, shard=8),
+    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=8),
+    _case("qwen2.5-72b", 16384, "selective", tensor_parallel=4, shard=8),
     _case("qwen2.5-72b", 65536, tensor_parallel=4, context_parallel=4, shard=8),
     _case("llama-3.1-8b", 131072, context_parallel=8),
-    _case("llama-3.1-8b", 8192, mixed=False, full=False, shard=8),
+    _case("llama-3.1-8b", 8192, "none", mixed=False, shard=8),
 ]
 """One whole depth, which says that the others, of four layers, tell of all."""
 
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """What the head holds on a GPU, whose products need no copy in 16 bits; and meshes that are
-    joined while tensors are fake, which asks real ones for their numbers."""
+    """What the head holds on a GPU, whose products need no copy in 16 bits; meshes that are joined
+    while tensors are fake, which asks real ones for their numbers; and compiled layers that keep
+    what inductor would have them keep, and run operator by operator."""
 
     def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         out.zero_()
@@ -152,11 +175,19 @@ def _as_on_a_gpu() -> Iterator[None]:
         with unset_fake_temporarily():
             return joined(meshes)
 
-    joined = DeviceMesh._concatenate
+    def partition(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        graph = aot_autograd(
+            fw_compiler=lambda graph, _: graph.forward,
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        return compiling(function, backend=graph, dynamic=False)
+
+    joined, compiling = DeviceMesh._concatenate, torch.compile
     with (
         patch.object(token_logprobs, "_multiply", multiply),
         patch.object(token_logprobs, "_LOGITS_PER_STEP", token_logprobs._LOGITS_PER_STEP_OF_A_GPU),
         patch.object(DeviceMesh, "_concatenate", staticmethod(join)),
+        patch.object(torch, "compile", partition),
     ):
         yield
 
@@ -169,12 +200,14 @@ def all_peaks(scratch: Path) -> dict[str, int]:
 def _peak(case: Case) -> int:
     try:
         with _as_on_a_gpu():
-            return update_peak(case.shape, case.deployment, case.mixed)
+            return update_peak(case.shape, case.deployment, case.mixed, case.compiled)
     finally:
         dist.destroy_process_group()
 
 
-def update_peak(shape: ModelShape, deployment: StageDeployment, mixed: bool = True) -> int:
+def update_peak(
+    shape: ModelShape, deployment: StageDeployment, mixed: bool = True, compiled: bool = False
+) -> int:
     """Bytes of rank 0 in the microbatches of a later step: parts, moments, gradients and what is
     made on the way. One sample fills a microbatch, and all of it is trained.
     """
@@ -185,12 +218,14 @@ def update_peak(shape: ModelShape, deployment: StageDeployment, mixed: bool = Tr
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         settle(model)
-        if deployment.activation_checkpointing:
-            checkpoint_activations(model)
+        checkpoint_activations(model, deployment.activation_checkpointing)
         chunk = deployment.logits_chunk_tokens or positions_at_a_time(
             shape.vocabulary / deployment.tensor_parallel, gpu=True
         )
         parallel = parallelize(model, mesh, mixed=mixed, chunk_tokens=chunk)
+        if compiled:
+            torch._dynamo.reset()
+            compile_layers(model)
         with Held() as held:
             for parameter in model.parameters():
                 held.count(local_part(parameter).untyped_storage())
@@ -217,3 +252,22 @@ def _compute(parallel: ParallelModel, held: Held, deployment: StageDeployment) -
     for parameter in named.values():
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
+
+
+def rungs(scratch: Path) -> dict[str, list[int]]:
+    """The peak of each rung of activation checkpointing, of two and of four layers: Qwen2.5-1.5B
+    with a small vocabulary, two shards."""
+    peaks: dict[str, list[int]] = {}
+    for rung in CHECKPOINTING:
+        deployment = StageDeployment(
+            "update",
+            shard=2,
+            max_tokens_per_microbatch=RUNG_TOKENS,
+            activation_checkpointing=rung,
+        )
+        for layers in (2, 4):
+            sizes = {"layers": layers, "vocabulary": 4096}
+            shape = MODELS["qwen2.5-1.5b"].model_copy(update=sizes)
+            peaks.setdefault(rung, []).append(update_peak(shape, deployment))
+            dist.destroy_process_group()
+    return peaks

@@ -118,7 +118,7 @@ CASES = {
     "gspo_tied": Case(
         kind="qwen2",
         algorithm={"policy_loss": "gspo", "aggregation": "sequence_mean_token_mean"},
-        update={"activation_checkpointing": True},
+        update={"activation_checkpointing": "selective"},
         chunk_tokens=3,
     ),
     "one_rank_has_all": Case(
@@ -132,7 +132,7 @@ CASES = {
             "aggregation": {"name": "constant", "length": 64},
             "importance_correction": {"level": "sequence"},
         },
-        update={"max_tokens_per_microbatch": 1, "activation_checkpointing": True},
+        update={"max_tokens_per_microbatch": 1, "activation_checkpointing": "full"},
         dealt=(0, 0, 1, 0, 2),
     ),
     "one_microbatch": Case(
@@ -147,7 +147,11 @@ CASES = {
 MIXED = Case(
     kind="qwen2",
     algorithm={"entropy_coefficient": 0.01},
-    update={"precision": "bf16", "max_tokens_per_microbatch": 1, "activation_checkpointing": True},
+    update={
+        "precision": "bf16",
+        "max_tokens_per_microbatch": 1,
+        "activation_checkpointing": "full",
+    },
 )
 
 # Of time and memory, and of the cut into microbatches.

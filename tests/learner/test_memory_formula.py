@@ -26,7 +26,7 @@ def test_the_formula_is_within_a_tenth_of_an_updates_peak(
     case: Case, peaks: dict[str, int]
 ) -> None:
     formula = memory_model(case.shape, cluster("h100-80gb", 16, 8))
-    needs = TrainingNeeds(mixed=case.mixed)
+    needs = TrainingNeeds(mixed=case.mixed, compiled=case.compiled)
     predicted = formula.training(case.deployment, 0, needs).total
     assert predicted == pytest.approx(peaks[str(case)], rel=0.1)
 

@@ -38,7 +38,12 @@ def make_learner(
     logits_chunk_tokens: int | None = None,
     **update: Any,
 ) -> PolicyLearner:
-    settings = {"precision": "fp32", "learning_rate": 1e-3, "max_tokens_per_microbatch": 64}
+    settings = {
+        "precision": "fp32",
+        "learning_rate": 1e-3,
+        "max_tokens_per_microbatch": 64,
+        "compile": False,
+    }
     return PolicyLearner(
         ModelConfig(path=str(directory)),
         UpdateConfig(**(settings | update)),
@@ -187,7 +192,7 @@ def test_checkpointed_activations_and_chunked_logits_change_nothing(tmp_path: Pa
     algorithm = {"entropy_coefficient": 0.01}
     plain = make_learner(tmp_path, algorithm, epsilon=1e-2)
     expected = plain.update(samples, iteration=0)
-    checkpointed = make_learner(tmp_path, algorithm, epsilon=1e-2, activation_checkpointing=True)
+    checkpointed = make_learner(tmp_path, algorithm, epsilon=1e-2, activation_checkpointing="full")
     forwards = []
     first = checkpointed.model.model.layers[0]
     first.self_attn.register_forward_hook(lambda *_: forwards.append(1))

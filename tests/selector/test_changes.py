@@ -29,10 +29,16 @@ def plan(reason: str = "", **stages: StageDeployment) -> DeploymentPlan:
     [
         (
             "update",
-            {"max_tokens_per_microbatch": 4096, "activation_checkpointing": True},
+            {"max_tokens_per_microbatch": 4096, "activation_checkpointing": "full"},
             "it ran out of memory in this run",
             "update: TP 1, microbatch 8192 -> 4096, checkpointing: it ran out of memory in this "
             "run",
+        ),
+        (
+            "update",
+            {"activation_checkpointing": "selective"},
+            "",
+            "update: TP 1, selective checkpointing",
         ),
         (
             "rollout",
@@ -70,7 +76,7 @@ def test_a_change_is_one_line(stage: str, fields: dict[str, Any], reason: str, l
 
 
 def test_means_given_up_are_named_too() -> None:
-    careful = UPDATE._replace(activation_checkpointing=True, logits_chunk_tokens=512)
+    careful = UPDATE._replace(activation_checkpointing="full", logits_chunk_tokens=512)
     (change,) = stage_changes(plan(update=careful), plan())
     assert change.text == "update: TP 1, no checkpointing, all logits at once"
 

@@ -92,7 +92,12 @@ def test_the_memory_fallback_on_a_cpu_begins_with_smaller_microbatches() -> None
     assert [item.max_tokens_per_microbatch for item in seen[:4]] == [4096, 2048, 1024, 1024]
     chunk = logits_chunk(MODELS["smollm2-135m"].vocabulary, gpu=False)
     means = [(item.logits_chunk_tokens, item.activation_checkpointing) for item in seen]
-    assert list(dict.fromkeys(means)) == [(0, False), (chunk, False), (chunk, True)]
+    assert list(dict.fromkeys(means)) == [
+        (0, "none"),
+        (chunk, "none"),
+        (chunk, "selective"),
+        (chunk, "full"),
+    ]
     assert min(item.max_tokens_per_microbatch for item in seen) == 1024
     assert not any(item.offload_optimizer for item in seen)
     nearest = error.nearest
@@ -108,9 +113,9 @@ def test_the_memory_fallback_of_long_samples_has_logits_in_chunks_before_checkpo
     # No smaller microbatch holds the longest sample.
     assert min(item.max_tokens_per_microbatch for item in seen) == 4096
     means = [(item.logits_chunk_tokens, item.activation_checkpointing) for item in seen]
-    assert means[:2] == [(0, False), (chunk, False)]
-    assert all(item.activation_checkpointing for item in seen[2:])
-    assert means[-1] == (chunk, True)
+    assert means[:2] == [(0, "none"), (chunk, "none")]
+    assert all(item.activation_checkpointing != "none" for item in seen[2:])
+    assert means[-1] == (chunk, "full")
 
 
 def test_what_others_hold_is_not_there() -> None:
@@ -214,7 +219,7 @@ def test_a_layout_that_was_not_measured_shares_what_all_have_in_common() -> None
                 "update",
                 threads=4,
                 max_tokens_per_microbatch=512,
-                activation_checkpointing=True,
+                activation_checkpointing="full",
                 logits_chunk_tokens=64,
             ),
             Hardware(cpu_cores=4, memory_bytes=GIB),

@@ -97,12 +97,20 @@ def test_training_counts_the_work_and_what_is_sent() -> None:
     assert line.training_seconds(alone, load, 1, 0) == pytest.approx(work, rel=1e-6)
     assert line.training_seconds(alone, load, 2, 0) == pytest.approx(2 * work, rel=1e-6)
     slower = {
-        "checkpointing": alone._replace(activation_checkpointing=True),
+        "selective": alone._replace(activation_checkpointing="selective"),
+        "checkpointing": alone._replace(activation_checkpointing="full"),
         "tensor": alone._replace(tensor_parallel=8, replicas=1),
         "offload": alone._replace(offload_optimizer=True),
     }
     for layout in slower.values():
         assert line.training_seconds(layout, load, 1, 1) > work
+    # Norms, activations and sums are computed again, matrix products are not.
+    again = line.training_seconds(slower["selective"], load, 1, 0) - work
+    moved = 2 * (7 * QWEN.hidden_size + 3 * QWEN.feed_forward)
+    moved += 2 * 2 * (QWEN.query_size + QWEN.key_value_size)
+    assert again == pytest.approx(tokens * QWEN.layers * moved / 3.35e12, rel=1e-6)
+    full = line.training_seconds(slower["checkpointing"], load, 1, 0) - work
+    assert again < 0.2 * full
     scoring = line.training_seconds(alone, load, 1, 1, forward_only=True)
     assert scoring == pytest.approx(scored, rel=1e-6)
 

@@ -26,7 +26,7 @@ from tests.tracking.conftest import Runs, history
 GIB = 2.0**30
 ROLLOUT = StageDeployment(stage="rollout", max_model_len=4096, max_running_requests=64)
 UPDATE = StageDeployment(stage="update", threads=2, max_tokens_per_microbatch=8192)
-LEAN = UPDATE._replace(activation_checkpointing=True)
+LEAN = UPDATE._replace(activation_checkpointing="full")
 PREDICTED = StagePrediction(
     seconds=12.0, tokens_per_second=100.0, peak_bytes=3 * GIB, budget_bytes=8 * GIB, measured=0.7
 )
@@ -84,7 +84,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     assert update["switched"] == 1
     assert update["out_of_memory"] == 1
     assert update["max_tokens_per_microbatch"] == 8192
-    assert update["activation_checkpointing"] == 1
+    assert update["activation_checkpointing"] == 2
     # Nothing was predicted or observed of the rollout; its manifest knows what it took.
     assert found["selector/rollout/measured_peak_bytes"] == GIB
     assert found["selector/rollout/max_model_len"] == 4096

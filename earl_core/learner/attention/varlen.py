@@ -58,6 +58,8 @@ def windows_seen() -> Iterator[set[int | None]]:
         register_attention()
 
 
+# How a pack is attended differs from pack to pack: a compiled layer calls it as it is.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def varlen_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

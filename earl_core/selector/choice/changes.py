@@ -19,9 +19,10 @@ _NUMBERS = {
     "max_running_requests": "running",
     "max_model_len": "context",
 }
-_MEANS = {
-    "activation_checkpointing": "checkpointing",
-    "offload_optimizer": "optimizer offloaded",
+_CHECKPOINTING = {
+    "none": "no checkpointing",
+    "selective": "selective checkpointing",
+    "full": "checkpointing",
 }
 
 
@@ -65,9 +66,10 @@ class StageSwitch(NamedTuple):
             if old[field] != new[field]:
                 engines = field == "replicas" and self.stage == "rollout"
                 words.append(_arrow("engines" if engines else word, old[field], new[field]))
-        for field, word in _MEANS.items():
-            if old[field] != new[field]:
-                words.append(word if new[field] else f"no {word}")
+        if old["activation_checkpointing"] != (rung := new["activation_checkpointing"]):
+            words.append(_CHECKPOINTING[rung])
+        if old["offload_optimizer"] != (moved := new["offload_optimizer"]):
+            words.append("optimizer offloaded" if moved else "no optimizer offloaded")
         if old["logits_chunk_tokens"] != (chunk := new["logits_chunk_tokens"]):
             words.append(f"logits by {chunk}" if chunk else "all logits at once")
         return words

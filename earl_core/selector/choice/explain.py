@@ -249,10 +249,10 @@ _SAMPLE = 8192
 
 def _memory_row(name: str, shape: ModelShape, device: DeviceFigures) -> Row:
     hardware = Hardware(cpu_cores=1, memory_bytes=1, gpus=1)
-    memory, needs = MemoryModel(shape, device, hardware), TrainingNeeds()
+    memory, needs = MemoryModel(shape, device, hardware), TrainingNeeds(compiled=True)
     sample = StageDeployment("update", max_tokens_per_microbatch=_SAMPLE)
     update = memory.training(sample, _SAMPLE, needs)
-    lean = memory.training(sample._replace(activation_checkpointing=True), _SAMPLE, needs)
+    lean = memory.training(sample._replace(activation_checkpointing="full"), _SAMPLE, needs)
     capacities = []
     for degree in (1, 2, 4, 8):
         engine = memory.vllm(StageDeployment("rollout", 1, degree), VllmConfig())

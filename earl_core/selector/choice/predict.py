@@ -201,7 +201,7 @@ class Predictor:
             return self._engine(candidate, load).total
         needs = TrainingNeeds(
             mixed=self.given.update.precision == "bf16",
-            trained=self.given.trained_share,
+            compiled=self.given.update.compiles(self.hardware.gpus > 0),
             answered=min(1.0, load.generated / load.context),
         )
         model = self.memory.scoring if candidate.stage == "reference" else self.memory.training
@@ -319,7 +319,7 @@ class Predictor:
         """Why the host cannot hold the optimizer state of its ranks; empty when it can."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
         own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        needed = 8.0 * own * self.given.trained_share * ranks
+        needed = 8.0 * own * ranks
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
         if needed <= budget:
             return ""

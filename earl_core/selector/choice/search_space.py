@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.selector.model.candidates import (
     Offers,
     RuledOut,
@@ -88,10 +88,10 @@ def _training(predictor: Predictor, stage: str) -> Offers:
     meshes, out = training_candidates(stage, predictor.shape, predictor.hardware, episodes, asked)
     # On a CPU there is one mesh; the many of GPUs would make too many candidates.
     tried = smaller if predictor.memory.shared else smaller[:1]
-    always = given.update.activation_checkpointing and stage == "update"
+    least = given.update.activation_checkpointing if stage == "update" else "none"
     made: list[StageDeployment] = []
     for mesh in meshes:
-        first = mesh._replace(activation_checkpointing=True) if always else mesh
+        first = mesh._replace(activation_checkpointing=least)
         sized = partial(_with_microbatch, first)
         if predictor.measured(stage):
             for size in (*larger, asked, *tried):
@@ -130,7 +130,6 @@ def _less_at_a_time(
 
 
 def _fallbacks(predictor: Predictor, candidate: StageDeployment) -> Iterator[StageDeployment]:
-    free = "update.activation_checkpointing" not in predictor.given.selector.fixed_fields
     chunk = logits_chunk(predictor.shape.vocabulary, gpu=not predictor.memory.shared)
     saved = predictor.stage_peak(candidate) - predictor.stage_peak(
         candidate._replace(logits_chunk_tokens=chunk)
@@ -139,10 +138,23 @@ def _fallbacks(predictor: Predictor, candidate: StageDeployment) -> Iterator[Sta
         # The learner never computes all logits at once: smaller chunks than its own slow the head
         # down, and on a CPU they may take more than they save.
         chunk = 0
-    for step in fallbacks(candidate, chunk, free and candidate.stage == "update"):
+    for step in fallbacks(candidate, chunk, _rungs(predictor, candidate.stage)):
         # On a CPU the optimizer lies in the host's memory as it is.
         if not (step.offload_optimizer and predictor.memory.shared) and _as_fixed(step, predictor):
             yield step
+
+
+def _rungs(predictor: Predictor, stage: str) -> tuple[Checkpointing, ...]:
+    """The kinds of activation checkpointing that may be chosen, `none` first."""
+    given = predictor.given
+    if stage != "update" or "update.activation_checkpointing" in given.selector.fixed_fields:
+        return ()
+    # A compiled layer has no selective checkpointing of its own: it keeps little more anyway.
+    return tuple(
+        rung
+        for rung in CHECKPOINTING
+        if not (rung == "selective" and given.update.compiles(predictor.hardware.gpus > 0))
+    )
 
 
 def _first_that_fits(

@@ -75,8 +75,7 @@ class SelectionInput(Settings):
     this run. reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU
     hosts, where nothing is given back between stages, else of a GPU, where sleepers keep their
     libraries; what is not there was not measured. context_overflow: the most tokens that an engine
-    of this run was built too small for. trained_share: part of the parameters that has gradients
-    (1 without adapters).
+    of this run was built too small for.
 
     A worked example, a 7B model on 8 GPUs after episodes of at most 8,000 tokens, then 100,000:
 
@@ -120,7 +119,6 @@ class SelectionInput(Settings):
     reserved_bytes: dict[str, float] = Field(default_factory=dict)
     context_overflow: float = Field(default=0.0, ge=0)
     iterations_left: int | None = Field(default=None, ge=1)
-    trained_share: float = Field(default=1.0, gt=0, le=1)
 
     @classmethod
     def of(

@@ -4,10 +4,10 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.deployment.feasibility import tensor_problem
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.model import cpu
@@ -137,11 +137,11 @@ def training_candidates(
 
 
 def fallbacks(
-    candidate: StageDeployment, chunk: int, vary_checkpointing: bool = True
+    candidate: StageDeployment, chunk: int, rungs: Sequence[Checkpointing] = CHECKPOINTING
 ) -> Iterator[StageDeployment]:
     """The candidate, then itself with ever more means against memory running out, fastest first:
-    logits in chunks of so many positions (0: they would not help), activation checkpointing,
-    optimizer offload.
+    logits in chunks of so many positions (0: they would not help), selective and full activation
+    checkpointing where they are among the rungs, optimizer offload.
 
     Smaller microbatches come before all of them (`smaller_microbatches`).
     """
@@ -149,9 +149,11 @@ def fallbacks(
     if chunk:
         candidate = candidate._replace(logits_chunk_tokens=chunk)
         yield candidate
-    if vary_checkpointing and not candidate.activation_checkpointing:
-        candidate = candidate._replace(activation_checkpointing=True)
-        yield candidate
+    further = CHECKPOINTING[CHECKPOINTING.index(candidate.activation_checkpointing) + 1 :]
+    for rung in further:
+        if rung in rungs:
+            candidate = candidate._replace(activation_checkpointing=rung)
+            yield candidate
     if candidate.stage == "update":
         yield candidate._replace(offload_optimizer=True)
 

@@ -52,13 +52,13 @@ class Memory(NamedTuple):
 class TrainingNeeds(NamedTuple):
     """What the algorithm asks of the training stages.
 
-    mixed: bf16 copies compute, of float32 weights; else all is float32. trained: share of the
-    parameters that has gradients and optimizer state (1 without adapters). answered: share of the
-    tokens that the policy wrote, the only ones with logits.
+    mixed: bf16 copies compute, of float32 weights; else all is float32. compiled: the layers are,
+    unless they are tensor parallel. answered: share of the tokens that the policy wrote, the only
+    ones with logits.
     """
 
     mixed: bool = True
-    trained: float = 1.0
+    compiled: bool = False
     answered: float = 1.0
 
 
@@ -97,8 +97,8 @@ class MemoryModel:
         own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
         state = Memory(
             weights=4 * own,
-            gradients=4 * own * needs.trained,
-            optimizer=0.0 if candidate.offload_optimizer else 8 * own * needs.trained,
+            gradients=4 * own,
+            optimizer=0.0 if candidate.offload_optimizer else 8 * own,
             runtime=self.runtime,
         )
         work = _Work(self, candidate, longest, needs)
@@ -186,7 +186,6 @@ class _Work:
         self.value = 2 if needs.mixed else 4
         self.mixed, self.tied, self.layers = needs.mixed, shape.tied_embeddings, shape.layers
         self.shared, self.wrapped = candidate.parts > 1, needs.mixed or candidate.parts > 1
-        self.checkpointing = candidate.activation_checkpointing
         self.layer = shape.layer_parameters / tensor
         self.table = shape.embedding_parameters / tensor
         budget = max(float(candidate.max_tokens_per_microbatch), longest)
@@ -196,13 +195,23 @@ class _Work:
         self.whole_state = self.value * shape.hidden_size
         self.state = self.whole_state / tensor
         self.kept = model.layer_bytes(candidate, longest, needs.mixed)
+        selective, compiled = selective_layer_bytes(shape, tensor, needs.mixed), False
+        self.products = feed_forward_bytes(shape, tensor, needs.mixed)
+        if needs.compiled and tensor == 1:
+            # Beside the products the compiler keeps what down reads, and the states between them.
+            selective += self.value * (shape.hidden_size + shape.feed_forward)
+            self.kept, compiled = selective, True
+            self.products -= self.value * shape.feed_forward
+        rung = candidate.activation_checkpointing
+        self.between = {"none": self.kept, "selective": selective, "full": self.state}[rung]
+        # Computed again beside what all layers have left.
+        self.again = 0.0 if rung == "none" or (compiled and rung == "selective") else self.kept
         layers, numbers = model.under_way
         self.layers_under_way, self.table_under_way = layers * self.kept, numbers * self.table
         self.logit_bytes = model.logit_bytes if needs.mixed else 4
         self.norms = norm_bytes(shape, tensor, needs.mixed)
         self.normalising = 18 * shape.hidden_size / tensor
         self.wide = self.value * shape.feed_forward / tensor
-        self.products = feed_forward_bytes(shape, tensor, needs.mixed)
         self.matrix = shape.hidden_size * shape.feed_forward / tensor
         # Keys and values of a whole pack, of which a context rank has a part.
         whole = 2 * self.value * shape.key_value_size * candidate.context_parallel / tensor
@@ -217,12 +226,10 @@ class _Work:
         """The moments that may hold the most: the head's backward pass, which comes first, those of
         the last two layers and of the first one, and the embedding's."""
         yield from self._head()
-        between = self.state if self.checkpointing else self.kept
-        again = self.kept if self.checkpointing else 0.0
-        kept = self.layers * between + again
+        kept = self.layers * self.between + self.again
         yield from self._in_layer(kept, summed=0.0, fetched=self.layer)
         if self.layers > 1:
-            yield from self._in_layer(kept - between, self.layer, self.layer)
+            yield from self._in_layer(kept - self.between, self.layer, self.layer)
         if not self.tied:
             yield from self._in_layer(self.kept, self.layer, self.table)
         yield self._embedding()
@@ -248,7 +255,7 @@ class _Work:
     def _head(self) -> Iterator[Memory]:
         """The gradient of the head's weight is summed in float32, beside a chunk of logits and what
         goes to the states; these are added up at the end; and the weight's is cast."""
-        kept = self.layers * (self.state if self.checkpointing else self.kept) + self.norms / 2
+        kept = self.layers * self.between + self.norms / 2
         summed, cast = 4 * self.table, self.value * self.table if self.mixed else 0.0
         one = 4 + self.value if self.mixed else 4
         states = self.answers * self.row, self.tokens * (self.row + self.whole_state)
@@ -279,7 +286,7 @@ class _Work:
         moving = 2 * self.wide + self.state + self.whole_state + self.layers_under_way
         unit = self.layer if self.wrapped else self.matrix
         # A layer that is computed again keeps what it gathered.
-        gathered = self.whole if self.checkpointing else 0.0
+        gathered = self.whole if self.again else 0.0
         rest = kept - self.products
         for written, tokens in (
             (self.matrix, kept + moving + gathered),
@@ -325,10 +332,25 @@ def feed_forward_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
 
 
 def norm_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """What the two norms of a layer keep of a token: input in float32 and normalised input, of which
-    tensor ranks have parts, and the output, which each rank's matrices read whole."""
+    """What the two norms of a layer keep of a token: input in float32 and normalised input, of
+    which tensor ranks have parts, and the output, which each rank's matrices read whole."""
     split, whole = (4 + 2, 2) if mixed else (4 + 4, 4)
     return 2 * shape.hidden_size * (split / tensor + whole)
+
+
+def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
+    """What one token leaves in one layer under selective checkpointing, bytes on one device.
+
+    The layer's input; the products: query, key, value, output, gate, up and down; attention's
+    output and its log-sum. Tensor parallel ranks share all but the results of output and down
+    before they are added up over the ranks.
+    """
+    value = 2 if mixed else 4
+    split = (3 if tensor > 1 else 1) * shape.hidden_size + 2 * (
+        shape.query_size + shape.key_value_size
+    )
+    split += (2 if shape.gated_mlp else 1) * shape.feed_forward
+    return 2 * value * shape.hidden_size + (value * split + 4 * shape.attention_heads) / tensor
 
 
 def kv_bytes_per_token(shape: ModelShape, tensor: int, value: int = 2) -> float:

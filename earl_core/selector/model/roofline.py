@@ -159,7 +159,7 @@ class Roofline:
         shape, device = self.shape, self.device
         samples = math.ceil(load.episodes / candidate.data_parallel)
         tokens = samples * load.context
-        passes = 1.0 if forward_only else 3.0 + candidate.activation_checkpointing
+        passes = 1.0 if forward_only else 3.0 + (candidate.activation_checkpointing == "full")
         attention = 2.0 * shape.layers * shape.query_size * load.context
         flops = passes * tokens * (2.0 * self._parameters + attention)
         computing = flops / (
@@ -172,6 +172,8 @@ class Roofline:
         microbatches = max(1, math.ceil(tokens / size))
         # A backward pass through a layer starts twice as many kernels as a forward one.
         computing = max(computing, microbatches * passes * shape.layers * device.layer_seconds)
+        if candidate.activation_checkpointing == "selective" and not forward_only:
+            computing += self._elementwise_seconds(candidate, tokens)
         communicating = self._tensor_seconds(candidate, tokens, microbatches, passes)
         communicating += self._context_seconds(candidate, tokens, passes)
         gathering = self._gather_seconds(candidate, microbatches, forward_only, value)
@@ -180,6 +182,17 @@ class Roofline:
             return seconds
         seconds += epochs * self._adding_seconds(candidate, load, tokens, microbatches)
         return seconds + steps * self._optimizer_seconds(candidate)
+
+    def _elementwise_seconds(self, candidate: StageDeployment, tokens: float) -> float:
+        """Seconds in which selective checkpointing computes again in 16 bit, bound by memory: two
+        norms, a residual sum, turned queries and keys, and the feed-forward layer's activation."""
+        shape = self.shape
+        # Read and written: sums 3, norms 2 each; turned 2; the gate and its product 3, or 2.
+        split = 2 * (shape.query_size + shape.key_value_size)
+        split += (3 if shape.gated_mlp else 2) * shape.feed_forward
+        moved = 2.0 * shape.layers * (7 * shape.hidden_size + split / candidate.tensor_parallel)
+        bandwidth = self.device.memory_bandwidth * candidate.threads
+        return tokens * moved / (candidate.context_parallel * bandwidth)
 
     def _adding_seconds(
         self, candidate: StageDeployment, load: Load, tokens: float, microbatches: int

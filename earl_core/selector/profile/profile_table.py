@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 from pydantic import Field, ValidationError
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stage_deployment import CHECKPOINTING, StageDeployment
 from earl_core.config.settings import Settings
 from earl_core.system.errors import EarlError, InUse
 from earl_core.system.files import canonical_json, write_atomic
@@ -91,8 +91,10 @@ def key_of(candidate: StageDeployment) -> str:
         value = getattr(candidate, field)
         if name == "threads" and value > 1:
             parts.append(f"{candidate.replicas}x{value}threads")
-        elif value is True:
+        elif value is True or value == "full":
             parts.append(name)
+        elif isinstance(value, str):
+            parts += [] if value == "none" else [value]
         elif name == "tp" or value != StageDeployment._field_defaults[field]:
             parts.append(f"{name}{value}")
     return " ".join(parts)
@@ -106,6 +108,10 @@ def candidate_of_key(key: str, devices: int) -> StageDeployment:
         name = part.rstrip("0123456789")
         if name.endswith("threads"):
             found["replicas"], found["threads"] = map(int, name[: -len("threads")].split("x"))
+        elif name in CHECKPOINTING:
+            found["activation_checkpointing"] = name
+        elif name == "checkpointing":
+            found["activation_checkpointing"] = "full"
         else:
             found[_PARTS[name]] = int(part[len(name) :]) if part != name else True
     candidate = StageDeployment(stage, **found)
