@@ -193,7 +193,7 @@ class Predictor:
         own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
         if candidate.stage == "rollout":
             return self._value * own
-        return own * (4 + (4 if candidate.offload_optimizer else 12) * self.given.trained_share)
+        return own * (8 if candidate.offload_optimizer else 16)
 
     def formula_peak(self, candidate: StageDeployment, load: Load) -> float:
         """Bytes on one device by formula alone: what `Peak.predicted` of a measurement is."""
