@@ -95,7 +95,7 @@ class SelectionInput(Settings):
         ...     statistics=Statistics(context_mean=(4800.0,), context_max=(8000.0,)),
         ... )
         >>> select(given)["update"].label
-        'TP 1, CP 2, shard 4, 8 threads, microbatch 8192'
+        'TP 1, shard 8, 8 threads, microbatch 8192'
         >>> longer = Statistics(context_mean=(60000.0,), context_max=(100000.0,))
         >>> select(given.model_copy(update={"statistics": longer}))["update"].label
         'TP 1, shard 8, 8 threads, microbatch 100352, checkpointing'
