@@ -116,7 +116,11 @@ def options() -> argparse.Namespace:
     made.add_argument(
         "--seconds", type=float, default=480.0, help="start no further cell after this long"
     )
-    given = made.parse_args()
+    return _filled(made.parse_args())
+
+
+def _filled(given: argparse.Namespace) -> argparse.Namespace:
+    """With defaults, which depend on `--smoke` and `--quick`."""
     if given.smoke:
         given.models = given.models or ["tiny"]
         given.contexts = given.contexts or [128, 512]

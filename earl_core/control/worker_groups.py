@@ -7,7 +7,6 @@ but the rollout one for each engine, so that an engine that is lost takes no oth
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import defaultdict
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.fork_server import NATIVE_RUNTIMES
 from earl_core.cluster.group import Group
 from earl_core.cluster.group_here import GroupHere
 from earl_core.cluster.host import Host, LocalHost, local_hosts
@@ -32,6 +30,7 @@ from earl_core.cluster.stage_deployment import (
 )
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
+from earl_core.control.worker_environment import worker_environment
 from earl_core.deployment.shapes import Hardware
 from earl_core.run.worker import Peers
 from earl_core.system.errors import Cancelled
@@ -372,34 +371,3 @@ class WorkerGroups:
         if groups:
             with ThreadPoolExecutor(len(groups)) as pool:
                 list(pool.map(lambda group: group.stop(grace_seconds), groups))
-
-
-def worker_environment(role: str, threads: int, hardware: Hardware) -> dict[str, str]:
-    """Of a rank that computes with this many CPU threads."""
-    allocator = {}
-    told = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if hardware.gpus and role in ("update", "reference") and not told:
-        # Contexts grow, and no block of the last iteration fits the next one's; vLLM's memory that
-        # sleeps cannot be had so.
-        allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    return allocator | {
-        "OMP_NUM_THREADS": str(threads),
-        **NATIVE_RUNTIMES,
-        "MKL_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-        "TOKENIZERS_PARALLELISM": "false",
-        # Code of environments runs there, and has no business with the servers.
-        **dict.fromkeys(
-            (
-                "PREFECT_API_AUTH_STRING",
-                "PREFECT_SERVER_API_AUTH_STRING",
-                "PREFECT_API_KEY",
-                "MLFLOW_TRACKING_PASSWORD",
-                "MLFLOW_TRACKING_TOKEN",
-            ),
-            "",
-        ),
-        # vLLM must be gone before the supervisor loses patience, or it leaves entries in shared
-        # memory.
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
-    }

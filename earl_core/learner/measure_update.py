@@ -14,7 +14,8 @@ from earl_core.config import RunConfig
 from earl_core.learner import memory
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.selector.profile_planner import GENERATED_SHARE, MICROBATCHES, WINDOW_SECONDS
+from earl_core.selector.choice.expected_load import GENERATED_SHARE
+from earl_core.selector.profile_planner import MICROBATCHES, WINDOW_SECONDS
 from earl_core.system.memory import give_back_free_memory, private_peak_bytes
 from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.schema import SAMPLE_BITS

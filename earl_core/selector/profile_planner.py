@@ -28,9 +28,6 @@ from earl_core.selector.profile.profile_table import (
     log_ratios,
 )
 
-GENERATED_SHARE = 0.5
-"""Part of a synthetic sequence that counts as the model's: what `forecast` assumes too."""
-
 GENERATED_TOKENS = 32
 """Tokens that each sequence decodes in a timed pass, at most."""
 

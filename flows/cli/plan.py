@@ -19,6 +19,7 @@ from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.dispatch import read_manifest
 from earl_core.run.record import read_lines
 from earl_core.selector.choice.changes import infeasible_text
+from earl_core.selector.choice.expected_load import GENERATED_SHARE
 from earl_core.selector.choice.explain import (
     PlannedLoad,
     ask,
@@ -28,7 +29,7 @@ from earl_core.selector.choice.explain import (
     summary,
 )
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import GENERATED_SHARE, NoFeasiblePlan
+from earl_core.selector.choice.predict import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.catalogue import MODELS, known_model
 from earl_core.selector.model.devices import DEVICES, cluster, device_of, find_devices

@@ -86,9 +86,8 @@ def episode_trace(
 
     tools: whether tools answer the model. mismatch: between engine and trainer, over the whole
     iteration, because an update keeps no log-probs by episode. end_seconds: Unix time at which the
-    episode is drawn to end. How long a turn took is not kept, because equal episodes have equal
-    bytes: an answer is drawn a millisecond long for each of its tokens, the environment without a
-    length.
+    episode is drawn to end. Turns have no times, because equal episodes have equal bytes: an answer
+    is drawn a millisecond long for each of its tokens, the environment without a length.
     """
     episode, turns = kept["episode_id"], kept["turns"]
     end_ns = int(end_seconds * _SECOND)

@@ -228,23 +228,20 @@ def test_all_that_was_said_is_text(
     assert "<u>gone</u>" in reader.text("#reasons")
     assert "microbatch 8192 -> 4096: <i>it fits</i>" in reader.text("#spans")
     assert reader.texts("#rows tbody tr:first-child td:nth-child(3)") == ["shop"]
-    for number, text in enumerate(HOSTILE):
+    hidden = {4: "it is (hidden)", 5: "it was (hidden)"}
+    for number, text in {**dict(enumerate(HOSTILE)), **hidden}.items():
         reader.read(number)
         assert reader.texts("#dialogue .model pre") == [text]
         reader.page.get_by_role("radio", name="Tokens").click()
-        reader.page.wait_for_selector("#dialogue .token")
-        assert "".join(reader.texts("#dialogue .trained")) == text
+        if number in hidden:
+            reader.page.get_by_text("are left out: they hold a secret").wait_for()
+        else:
+            reader.page.wait_for_selector("#dialogue .token")
+            assert "".join(reader.texts("#dialogue .trained")) == text
         reader.page.get_by_role("radio", name="Text").click()
         reader.page.wait_for_selector("#dialogue .model")
     reader.read(3)
     assert reader.texts("#dialogue .call") == [CALL]
-    for number, text in ((4, "it is (hidden)"), (5, "it was (hidden)")):
-        reader.read(number)
-        assert reader.texts("#dialogue .model pre") == [text]
-        reader.page.get_by_role("radio", name="Tokens").click()
-        reader.page.get_by_text("are left out: they hold a secret").wait_for()
-        reader.page.get_by_role("radio", name="Text").click()
-        reader.page.wait_for_selector("#dialogue .model")
     assert reader.page.title() == "Run run"
     assert reader.page.locator("#dialogue img, #dialogue script").count() == 0
     reader.close()

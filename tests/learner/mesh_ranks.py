@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import fsdp  # noqa: F401  (imported before the ranks part)
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,14 +26,13 @@ from transformers import (
 
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
-from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.parallel_model import build_shell
 from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
-from earl_core.learner.token_logprobs import HeadScore
 from earl_core.tensors.slices import local_part, slices_of
 from tests.learner.cuts import meshes
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.test_policy_learner import make_learner
+from tests.learner.vocabulary_ranks import compare_vocabularies
 from tests.learnt import assert_learnt
 
 SHAPE = {
@@ -374,62 +372,3 @@ def check_shell(learner: PolicyLearner, mesh: UpdateMesh) -> None:
     for our, their in zip(ours, theirs, strict=True):
         assert (our.box, our.shape) == (their.box, their.shape), our.name
         assert their.tensor.is_meta
-
-
-def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
-    """Log-probs, entropies and gradients of split logits against whole ones in float64.
-
-    With few rows some ranks have none.
-    """
-    ranks, size = mesh.submesh("tensor_parallel"), mesh.deployment.tensor_parallel
-    found: dict[str, float] = {}
-    for rows, positions in ((23, 9), (8, 3), (5, 4), (2, 3), (1, 3), (9, 0)):
-        generator = torch.Generator().manual_seed(rows)
-
-        def random(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64) * 3
-
-        weight, hidden = random(rows, 6), random(positions, 6)
-        towards = random(2, positions)
-        targets = torch.randint(0, rows, (positions,), generator=generator)
-        ids = torch.randint(0, rows, (1, 7), generator=generator)
-        most = -(-rows // size)
-        start = min(rows, most * mesh.tensor_rank)
-        shard = VocabularyShard(start, min(most, rows - start), most, ranks.get_group())
-        for mode in ("none", "detached", "differentiable"):
-            head = torch.nn.Linear(6, rows, bias=False)
-            head.weight = torch.nn.Parameter(
-                distribute_tensor(weight.float(), ranks, [Shard(0)], src_data_rank=None)
-            )
-            whole = weight.clone().requires_grad_()
-            both = [each.requires_grad_() for each in (hidden.clone(), hidden.float())]
-            theirs = torch.log_softmax(both[0] @ whole.T / 0.7, dim=-1)
-            expected = [theirs.gather(1, targets[:, None])[:, 0], -(theirs.exp() * theirs).sum(-1)]
-            score = HeadScore(0.7, mode, vocabulary=shard, chunk_tokens=4)
-            ours = score(head, both[1], torch.arange(positions), targets)
-            table = torch.nn.Embedding(1, 1)
-            table.weight = head.weight
-            looked = DTensor.from_local(shard.embed(table, ids), ranks, [Partial()]).full_tensor()
-            table = torch.nn.functional.embedding(ids, whole)
-            loss = (ours[0] * towards[0]).sum() + (looked**2).sum()
-            reference = (expected[0] * towards[0]).sum() + (table**2).sum()
-            if mode == "differentiable":
-                loss = loss + (ours[1] * towards[1]).sum()
-                reference = reference + (expected[1] * towards[1]).sum()
-            loss.backward()
-            reference.backward()
-            pairs = [
-                (ours[0], expected[0]),
-                (looked, table),
-                (both[1].grad, both[0].grad),
-                (local_part(head.weight.grad), whole.grad[start : start + most]),
-            ]
-            assert (ours[1] is None) == (mode == "none")
-            if ours[1] is not None:
-                assert ours[1].requires_grad == (mode == "differentiable")
-                pairs.append((ours[1], expected[1]))
-            for number, (one, other) in enumerate(pairs):
-                gap = (one - other).abs()
-                name = f"{mesh.deployment} {rows}_{mode}_{number} vocabulary"
-                found[name] = float(gap.max()) if gap.numel() else 0.0
-    return found

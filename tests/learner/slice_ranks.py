@@ -5,24 +5,18 @@ Every rank runs all cases; a case gives a JSON value, or fails all.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
-import functools
 import itertools
-import json
 import math
 import os
-import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
@@ -49,16 +43,11 @@ from earl_core.learner.state.reshard import move_state
 from earl_core.tensors import hashing
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import boxes_of_all, local_box, slices_of
-from earl_core.weights.manifest import WeightsManifest
 from earl_core.weights.publish import publish
 from tests.learner.cuts import check_boxes, mesh_of, meshes
-from tests.learner.helpers import random_samples, save_model
-from tests.learner.launched import launch
+from tests.learner.helpers import random_samples
 from tests.learner.test_policy_learner import make_learner
 from tests.learnt import assert_learnt
-
-RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
-"""Of the tests' worlds: the meshes of two ranks cut in every way, those of four combine them."""
 
 
 class Moments:
@@ -372,46 +361,3 @@ def two(scratch: Path) -> dict[str, Any]:
 
 def four(scratch: Path) -> dict[str, Any]:
     return all_cases(scratch, 4)
-
-
-@dataclass(frozen=True)
-class References:
-    """What one process writes: checkpoints of both kinds and the published weights' digests."""
-
-    scratch: Path
-    files: dict[bool, dict[str, Any]]
-    manifests: dict[bool, WeightsManifest]
-
-
-@functools.cache
-def references() -> References:
-    """Written once for the test session."""
-    scratch = Path(tempfile.mkdtemp(prefix="earl-slices-"))
-    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    files, manifests = {}, {}
-    for tied in (False, True):
-        model = policy(tied)
-        target = scratch / f"{'tied' if tied else 'untied'}-reference"
-        weights = dict(model.named_parameters())
-        write_training_state(
-            target,
-            model=model,
-            tokenizer=words(),
-            optimizer=Moments(weights),
-            state={"policy_version": 7},
-        )
-        manifests[tied] = publish(weights, scratch / f"published-{tied}", 7, "bfloat16")
-        files[tied] = json.loads((target / "state.json").read_text())
-    save_model("llama", scratch / "model")
-    shutil.copytree(scratch / "tied-reference", scratch / "damaged")
-    with (scratch / "damaged" / "optimizer.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    return References(scratch, files, manifests)
-
-
-@functools.cache
-def results(ranks: int) -> list[dict[str, Any]]:
-    """What each of two or four ranks answered; they are launched once for the test session."""
-    function = {2: "two", 4: "four"}[ranks]
-    return launch(__name__, function, ranks, references().scratch)

@@ -21,7 +21,8 @@ from earl_core.system.files import canonical_json
 from earl_core.tensors.errors import CheckpointError
 from earl_core.weights.load import tensor_files
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
-from tests.learner.slice_ranks import RANKS, references, results, value_of
+from tests.learner.slice_ranks import value_of
+from tests.learner.slice_results import RANKS, references, results
 from tests.learner.test_policy_learner import largest_difference, make_learner
 from tests.learnt import assert_learnt
 

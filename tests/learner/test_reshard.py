@@ -13,7 +13,8 @@ from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.state.reshard import move_state
 from earl_core.tensors.collectives import Ranks
 from tests.learner.cuts import meshes
-from tests.learner.slice_ranks import RANKS, policy, results
+from tests.learner.slice_ranks import policy
+from tests.learner.slice_results import RANKS, results
 
 
 @pytest.mark.parametrize("ranks", RANKS)

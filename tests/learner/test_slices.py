@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from earl_core.tensors.slices import Box, shares
 from tests.learner.cuts import meshes
-from tests.learner.slice_ranks import RANKS, results
+from tests.learner.slice_results import RANKS, results
 
 
 @st.composite

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.tensors.safetensors_layout import open_file
-from tests.learner.slice_ranks import RANKS, references, results
+from tests.learner.slice_results import RANKS, references, results
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -11,7 +11,8 @@ from functools import partial
 from typing import NamedTuple
 
 from earl_core.cluster.stage_deployment import PLACEMENTS, StageDeployment
-from earl_core.selector.choice.selection import WINDOW, SelectionInput, forecast, model_length
+from earl_core.selector.choice.expected_load import loads
+from earl_core.selector.choice.selection import SelectionInput, model_length
 from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_model
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
@@ -25,41 +26,6 @@ from earl_core.selector.profile.profile_table import (
     key_of,
 )
 from earl_core.system.errors import EarlError
-
-GENERATED_SHARE = 0.5
-"""Part of an episode's tokens that the model writes, until a rollout was seen."""
-
-_UNKNOWN_TURN = 512
-
-
-def loads(given: SelectionInput) -> tuple[Load, Load]:
-    """The load expected of the next iteration, and that at the end of the forecast, when samples
-    may be as long again as any of the last iterations."""
-    seen, settings = given.statistics, given.selector
-    limit = float(given.model.max_positions)
-    if seen.context_mean:
-        mean, longest = list(seen.context_mean), list(seen.context_max or seen.context_mean)
-    else:
-        turn = given.rollout.max_tokens_per_turn or _UNKNOWN_TURN
-        # What the engines are first built for says more than limits that nobody means to reach.
-        built = float(given.rollout.max_model_len or limit)
-        mean = longest = [min(limit, built, float(given.rollout.max_turns * turn))]
-
-    def at(steps: int) -> Load:
-        context = min(limit, forecast(mean, steps, settings.hysteresis))
-        share = seen.generated_share[-1] if seen.generated_share else GENERATED_SHARE
-        return Load(
-            episodes=given.rollout.episodes_per_iteration,
-            context=max(1.0, context),
-            longest=max(1.0, context, min(limit, forecast(longest, steps, settings.hysteresis))),
-            generated=max(1.0, context * share),
-            turns=seen.turns_mean[-1] if seen.turns_mean else float(given.rollout.max_turns),
-            tool_wait=seen.tool_wait_seconds[-1] if seen.tool_wait_seconds else 0.0,
-        )
-
-    ahead = at(1 + settings.forecast)
-    return at(1), ahead._replace(longest=max(ahead.longest, min(limit, max(longest[-WINDOW:]))))
-
 
 STAGES = ("rollout", "reference", "update")
 """Stages whose deployment is a choice, in their order."""

@@ -1,0 +1,39 @@
+"""The environment variables of a rank, beside those of the controller."""
+
+from __future__ import annotations
+
+import os
+
+from earl_core.cluster.fork_server import NATIVE_RUNTIMES
+from earl_core.deployment.shapes import Hardware
+
+
+def worker_environment(role: str, threads: int, hardware: Hardware) -> dict[str, str]:
+    """Of a rank that computes with this many CPU threads."""
+    allocator = {}
+    told = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if hardware.gpus and role in ("update", "reference") and not told:
+        # Contexts grow, and no block of the last iteration fits the next one's; vLLM's memory that
+        # sleeps cannot be had so.
+        allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return allocator | {
+        "OMP_NUM_THREADS": str(threads),
+        **NATIVE_RUNTIMES,
+        "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Code of environments runs there, and has no business with the servers.
+        **dict.fromkeys(
+            (
+                "PREFECT_API_AUTH_STRING",
+                "PREFECT_SERVER_API_AUTH_STRING",
+                "PREFECT_API_KEY",
+                "MLFLOW_TRACKING_PASSWORD",
+                "MLFLOW_TRACKING_TOKEN",
+            ),
+            "",
+        ),
+        # vLLM must be gone before the supervisor loses patience, or it leaves entries in shared
+        # memory.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+    }

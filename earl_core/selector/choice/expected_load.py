@@ -1,0 +1,40 @@
+"""What the next iterations are expected to ask of the stages."""
+
+from __future__ import annotations
+
+from earl_core.selector.choice.selection import WINDOW, SelectionInput, forecast
+from earl_core.selector.model.roofline import Load
+
+GENERATED_SHARE = 0.5
+"""Part of an episode's tokens that the model writes, until a rollout was seen."""
+
+_UNKNOWN_TURN = 512
+
+
+def loads(given: SelectionInput) -> tuple[Load, Load]:
+    """The load expected of the next iteration, and that at the end of the forecast, when samples
+    may be as long again as any of the last iterations."""
+    seen, settings = given.statistics, given.selector
+    limit = float(given.model.max_positions)
+    if seen.context_mean:
+        mean, longest = list(seen.context_mean), list(seen.context_max or seen.context_mean)
+    else:
+        turn = given.rollout.max_tokens_per_turn or _UNKNOWN_TURN
+        # What the engines are first built for says more than limits that nobody means to reach.
+        built = float(given.rollout.max_model_len or limit)
+        mean = longest = [min(limit, built, float(given.rollout.max_turns * turn))]
+
+    def at(steps: int) -> Load:
+        context = min(limit, forecast(mean, steps, settings.hysteresis))
+        share = seen.generated_share[-1] if seen.generated_share else GENERATED_SHARE
+        return Load(
+            episodes=given.rollout.episodes_per_iteration,
+            context=max(1.0, context),
+            longest=max(1.0, context, min(limit, forecast(longest, steps, settings.hysteresis))),
+            generated=max(1.0, context * share),
+            turns=seen.turns_mean[-1] if seen.turns_mean else float(given.rollout.max_turns),
+            tool_wait=seen.tool_wait_seconds[-1] if seen.tool_wait_seconds else 0.0,
+        )
+
+    ahead = at(1 + settings.forecast)
+    return at(1), ahead._replace(longest=max(ahead.longest, min(limit, max(longest[-WINDOW:]))))
