@@ -101,6 +101,11 @@ class Held(TorchDispatchMode):
         return found
 
 
+def shape_of(model: str, **sizes: int) -> ModelShape:
+    """A known shape with other sizes; a copy would keep what was worked out for the old ones."""
+    return ModelShape(**{**MODELS[model].model_dump(), **sizes})
+
+
 class Case(NamedTuple):
     """A rank's update: of `layers` layers of a known shape."""
 
@@ -112,7 +117,7 @@ class Case(NamedTuple):
 
     @property
     def shape(self) -> ModelShape:
-        return MODELS[self.model].model_copy(update={"layers": self.layers})
+        return shape_of(self.model, layers=self.layers)
 
     def __str__(self) -> str:
         precision = "bf16" if self.mixed else "fp32"
@@ -266,8 +271,7 @@ def rungs(scratch: Path) -> dict[str, list[int]]:
             activation_checkpointing=rung,
         )
         for layers in (2, 4):
-            sizes = {"layers": layers, "vocabulary": 4096}
-            shape = MODELS["qwen2.5-1.5b"].model_copy(update=sizes)
+            shape = shape_of("qwen2.5-1.5b", layers=layers, vocabulary=4096)
             peaks.setdefault(rung, []).append(update_peak(shape, deployment))
             dist.destroy_process_group()
     return peaks

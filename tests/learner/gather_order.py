@@ -50,7 +50,7 @@ def begun(scratch: Path) -> dict[str, list[tuple[int, int]]]:
     with FakeTensorMode(allow_non_fake_inputs=True), Gathers() as gathers:
         model = LlamaForCausalLM(config)
         settle(model)
-        checkpoint_activations(model)
+        checkpoint_activations(model, "full")
         parallel = parallelize(model, mesh, mixed=True)
         places = torch.zeros(TOKENS, dtype=torch.int64)
         packed = PackedTensors(

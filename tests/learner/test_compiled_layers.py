@@ -38,8 +38,8 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once(tmp_path: Path) ->
         for name in ("loss", "grad_norm", "entropy"):
             assert found[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-5), number
         if number == 0:
-            # What lies between the layer's input, attention and its output.
-            assert 1 <= counters["stats"]["unique_graphs"] <= 5
+            # What lies between the layer's input, attention and its output; the head's passes.
+            assert 1 <= counters["stats"]["unique_graphs"] <= 7
             compiled = dict(counters["stats"])
     assert counters["stats"] == compiled
     assert largest_difference(plain, learner) < 1e-5

@@ -101,7 +101,7 @@ def test_each_rung_takes_less_memory(tmp_path: Path) -> None:
     state = 16 * shape.layer_parameters / 2
     kept = (peaks["selective"][1] - peaks["selective"][0]) / 2 - state
     tokens = fake_peaks.RUNG_TOKENS
-    assert kept / tokens == pytest.approx(selective_layer_bytes(shape), rel=0.01)
+    assert kept / tokens == pytest.approx(selective_layer_bytes(shape, 1, mixed=True), rel=0.01)
 
 
 def test_a_boolean_of_earlier_versions() -> None:

@@ -115,7 +115,8 @@ def test_more_memory_is_never_slower(
             times.append(iteration_seconds(item, select(item)))
         except NoFeasiblePlan:
             times.append(float("inf"))
-    assert times[1] <= times[0] * (1 + 1e-9)
+    # What is configured is kept, where it fits, unless more than noise speaks for others.
+    assert times[1] <= times[0] * (1 + item.selector.hysteresis)
 
 
 noises = st.lists(st.floats(-1, 1), min_size=6, max_size=24)
