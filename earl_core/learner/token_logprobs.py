@@ -351,7 +351,9 @@ def _send_back(
 
 @cache
 def _compiled(function: Callable[..., _T]) -> Callable[..., _T]:
-    return torch.compile(function, dynamic=True)
+    # Where a number is a symbol, as the temperature would be, torch 2.13 computes with another one.
+    exact: Callable[..., Callable[..., _T]] = torch._dynamo.config.patch(specialize_float=True)
+    return exact(torch.compile(function, dynamic=True))
 
 
 def _places(
