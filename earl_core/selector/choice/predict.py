@@ -156,10 +156,9 @@ class Predictor:
     def own_part(self, candidate: StageDeployment) -> float:
         """Bytes on one device of what a rank holds of the parameters, whatever the load: of an
         engine its weights; of the update float32 weights, gradients and two Adam moments."""
-        own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
         if candidate.stage == "rollout":
-            return self._value * own
-        return own * (8 if candidate.offload_optimizer else 16)
+            return self._value * self.shape.parameters / candidate.tensor_parallel
+        return self.memory.state(candidate).total
 
     def formula_peak(self, candidate: StageDeployment, load: Load) -> float:
         """Bytes on one device by formula alone: what `Peak.predicted` of a measurement is."""

@@ -94,15 +94,15 @@ class MemoryModel:
         Float32 weights, gradients and two Adam moments, divided by tensor, shard and context ranks,
         and beside them the most that a backward pass holds at a time.
         """
-        own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        state = Memory(
-            weights=4 * own,
-            gradients=4 * own,
-            optimizer=0.0 if candidate.offload_optimizer else 8 * own,
-            runtime=self.runtime,
-        )
+        state = self.state(candidate)._replace(runtime=self.runtime)
         work = _Work(self, candidate, longest, needs)
         return max((state.plus(moment) for moment in work.backward()), key=lambda m: m.total)
+
+    def state(self, candidate: StageDeployment) -> Memory:
+        """An update rank's part of parameters, gradients and moments, whatever the load."""
+        own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
+        moments = 0.0 if candidate.offload_optimizer else 8 * own
+        return Memory(weights=4 * own, gradients=4 * own, optimizer=moments)
 
     def scoring(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one rank that only scores (reference, value): float32 weights, and a forward pass
