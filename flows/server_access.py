@@ -177,6 +177,9 @@ def read_access(path: Path) -> Access | None:
 _EVERY_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 """A server that does not answer for so long is taken for lost; a restart is shorter."""
+_UNANSWERED = 6
+"""Questions in a row without an answer, beside that time: a machine that was paused has asked none,
+and the first one after it may have been on its way."""
 
 
 class ServerLost(EarlError):
@@ -191,14 +194,14 @@ class ServerWatch:
 
     def __init__(self, url: str, process: subprocess.Popen[bytes] | None) -> None:
         self._url, self._process = url, process
-        self._answered = time.monotonic()
+        self._answered, self._unanswered = time.monotonic(), 0
         threading.Thread(target=self._ask, name="server-watch", daemon=True).start()
 
     def check(self) -> None:
         """Raise `ServerLost` once the server is lost; returns at once."""
         silent = time.monotonic() - self._answered
         ended = self._process is not None and self._process.poll() is not None
-        if ended or silent > SILENT_SECONDS:
+        if ended or (silent > SILENT_SECONDS and self._unanswered >= _UNANSWERED):
             how = "has ended" if ended else f"has not answered for {silent:.0f} s"
             raise ServerLost(
                 f"the Prefect server at {self._url} {how}: start one with `earl up`, or let the "
@@ -208,5 +211,7 @@ class ServerWatch:
     def _ask(self) -> None:
         while True:
             if healthy(self._url, timeout=_EVERY_SECONDS):
-                self._answered = time.monotonic()
+                self._answered, self._unanswered = time.monotonic(), 0
+            else:
+                self._unanswered += 1
             time.sleep(_EVERY_SECONDS)

@@ -55,6 +55,10 @@ class Site:
         self.page.get_by_role("link", name=name, exact=True).first.click()
         self.page.get_by_role("button", name="Run", exact=True).wait_for()
 
+    def schedules(self, deployment: str) -> list[dict[str, Any]]:
+        """As the server has them."""
+        return self.access.ask(f"deployments/name/{deployment}/{deployment}")["schedules"]
+
     def open_form(self, deployment: str) -> None:
         self.open_deployment(deployment)
         self.page.get_by_role("button", name="Run", exact=True).click()

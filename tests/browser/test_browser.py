@@ -34,7 +34,10 @@ def test_the_deployments_are_listed_and_a_schedule_is_added(site: Site) -> None:
     dialogue.get_by_role("button", name="Cron").click()
     dialogue.get_by_text("Every minute").wait_for()
     dialogue.get_by_role("button", name="Save").click()
+    # The dialogue says the same words, and leaving the page would end a request on its way.
+    dialogue.wait_for(state="detached")
     site.page.get_by_text("Every minute").wait_for()
+    assert site.schedules("evaluate")
 
 
 def test_an_iteration_is_submitted_by_its_form_and_its_artifacts_are_read(site: Site) -> None:
@@ -88,10 +91,9 @@ def test_the_schedule_has_fired(site: Site) -> None:
         lambda: site.access.ask("flow_runs/filter", chosen),
     )
     # It would go on beside the tests that follow.
-    deployment = site.access.ask("deployments/name/evaluate/evaluate")
-    (schedule,) = deployment["schedules"]
+    (schedule,) = site.schedules("evaluate")
     assert schedule["schedule"]["cron"] == "* * * * *"
-    schedules = f"deployments/{deployment['id']}/schedules/{schedule['id']}"
+    schedules = f"deployments/{schedule['deployment_id']}/schedules/{schedule['id']}"
     site.access.ask(schedules, method="DELETE")
     site.open_flow_run(found[0]["id"])
     site.wait_for("Completed")
