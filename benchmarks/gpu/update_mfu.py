@@ -86,7 +86,7 @@ def options() -> argparse.Namespace:
     made.add_argument(
         "--microbatch-tokens",
         type=int,
-        default=16384,
+        default=UpdateConfig().tokens_per_microbatch(gpu=True),
         metavar="TOKENS",
         help="tokens of a microbatch where the context is shorter",
     )

@@ -196,11 +196,11 @@ class RunConfig(Settings):
                 "model.float32_head changes nothing where rollout.dtype is float32 and "
                 "update.precision fp32: leave it out"
             )
-        budget = rollout.max_tokens_per_turn
-        if budget is not None and budget > self.update.max_tokens_per_microbatch:
+        turn, microbatch = rollout.max_tokens_per_turn, self.update.max_tokens_per_microbatch
+        if turn is not None and microbatch is not None and turn > microbatch:
             raise ValueError(
-                f"update.max_tokens_per_microbatch ({self.update.max_tokens_per_microbatch}) is "
-                f"smaller than rollout.max_tokens_per_turn ({budget}): raise the first"
+                f"update.max_tokens_per_microbatch ({microbatch}) is smaller than "
+                f"rollout.max_tokens_per_turn ({turn}): raise the first, or leave it out"
             )
         if self.update.minibatches > rollout.prompts_per_iteration:
             raise ValueError(

@@ -35,8 +35,9 @@ class SelectorConfig(Settings):
 
     policy: Literal["fixed", "average_context", "live_tokens"] = Field(
         default="fixed",
-        description="fixed: `stages` says all. average_context: the rollout follows the mean "
-        "context. live_tokens: the least predicted time of an iteration, over all stages.",
+        description="fixed: `stages` says all, and rules fill in what it leaves open. "
+        "average_context: the rollout follows the mean context. live_tokens: the least predicted "
+        "time of an iteration, over all stages.",
     )
     stages: tuple[Literal["rollout", "reference", "update"], ...] = Field(
         default=("rollout", "reference", "update"),

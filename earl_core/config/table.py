@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from earl_core.config.run import RunConfig
+from earl_core.config.update import UpdateConfig
 from earl_core.system.plural import plural
 from earl_core.system.shared_memory import room_in
 
@@ -35,7 +36,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("prompts per optimizer step", f"{per_step:g}", "prompts_per_iteration / minibatches"),
         (
             "tokens per microbatch, at most",
-            str(update.max_tokens_per_microbatch),
+            str(update.max_tokens_per_microbatch or _microbatch(update)),
             "update.max_tokens_per_microbatch",
         ),
         ("episodes in all", str(episodes * config.iterations), "x iterations"),
@@ -47,6 +48,11 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("checkpoint every", plural(config.checkpoint.every, "iteration"), "checkpoint.every"),
         ("shared memory", str(room_in(config.dispatch.directory)), "dispatch.directory"),
     ]
+
+
+def _microbatch(update: UpdateConfig) -> str:
+    on_gpu, without = map(update.tokens_per_microbatch, (True, False))
+    return f"{on_gpu} if a GPU's memory holds them, {without} without a GPU"
 
 
 def _played_rows(config: RunConfig) -> list[tuple[str, str, str]]:

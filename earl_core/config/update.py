@@ -9,6 +9,11 @@ from pydantic import Field, field_validator
 from earl_core.cluster.stage_deployment import Checkpointing
 from earl_core.config.settings import Settings
 
+_USUAL = 4096
+_ON_GPU = 16384
+"""A 1.5B model's update does a sixth more work in a second than with 4,096, by the roofline of its
+operators."""
+
 
 class UpdateConfig(Settings):
     """How the policy is updated from one iteration's episodes."""
@@ -49,8 +54,11 @@ class UpdateConfig(Settings):
     )
     epochs: int = Field(default=1, ge=1, description="Passes over an iteration's episodes.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps in each epoch.")
-    max_tokens_per_microbatch: int = Field(
-        default=4096, ge=1, description="Tokens packed into one forward pass."
+    max_tokens_per_microbatch: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens packed into one forward pass; a longer sample is one of its own. None: "
+        "4,096, on a GPU the most of 16,384, 8,192, ... 1,024 that its memory holds.",
     )
     max_mismatch: float | None = Field(
         default=None,
@@ -83,6 +91,10 @@ class UpdateConfig(Settings):
     def compiles(self, gpu: bool) -> bool:
         """Whether layers are compiled on a GPU, or on a CPU, where the compiler works."""
         return gpu if self.compile is None else self.compile
+
+    def tokens_per_microbatch(self, gpu: bool) -> int:
+        """Tokens of a microbatch, at most, before a GPU's memory has its say."""
+        return self.max_tokens_per_microbatch or (_ON_GPU if gpu else _USUAL)
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod

@@ -155,7 +155,8 @@ class StageWatch:
         """Around the stage's work: what shows that it is infeasible is written down and raised as
         `StageInfeasible`; all else passes.
 
-        Under a policy that does not move the stage, running out of memory is an error like others.
+        Under a policy that does not move the stage, running out of memory is an error like others,
+        unless a GPU's token budget is open.
         """
         try:
             yield
@@ -167,8 +168,7 @@ class StageWatch:
             if infeasible.stage not in ("", stage):
                 # Its group holds the memory of another stage's work.
                 logger.info("%s failed for %s", stage, infeasible.stage)
-            moves = controller.config.selector.moves
-            movable = infeasible.kind == "context_overflow" or stage in moves
+            movable = infeasible.kind == "context_overflow" or self._movable()
             seen = self._infeasible(infeasible, load, movable)
             text = f"infeasible: {infeasible.kind.replace('_', ' ')}"
             controller.run.note(iteration, stage, text)
@@ -177,6 +177,12 @@ class StageWatch:
                 raise
             controller.listener(stage, iteration, {"repeated": infeasible_text(seen)})
             raise StageInfeasible(seen.model_dump(mode="json"), _reason(seen, error)) from error
+
+    def _movable(self) -> bool:
+        """Whether less memory is another choice away: of the policy, or of an open token budget."""
+        config, gpus = self._controller.config, self._controller.hardware.gpus
+        smaller = gpus > 0 and config.update.max_tokens_per_microbatch is None
+        return self._stage in config.selector.moves or (self._stage == "update" and smaller)
 
     @contextmanager
     def timing_switch(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ def configured(
         engines._replace(threads=of_engine, max_running_requests=rollout.max_running_requests),
         mesh._replace(
             threads=of_rank,
-            max_tokens_per_microbatch=update.max_tokens_per_microbatch,
+            max_tokens_per_microbatch=update.tokens_per_microbatch(hardware.gpus > 0),
             activation_checkpointing=update.activation_checkpointing,
         ),
     )

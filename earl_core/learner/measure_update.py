@@ -44,7 +44,7 @@ def measure_training(
     steps = 1 if scoring else settings.minibatches
     share = math.ceil(samples / (steps * learner.mesh.deployment.data_parallel))
     # What a rank goes through in one step (or pass of scoring), in full microbatches.
-    together = min(max(1, learner.config.max_tokens_per_microbatch // context), share)
+    together = min(max(1, learner.tokens_per_microbatch // context), share)
     microbatches = share / together
     measured = min(MICROBATCHES, math.ceil(microbatches))
     made = _synthetic_samples(learner, config, context, measured * together)

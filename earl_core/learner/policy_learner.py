@@ -118,6 +118,11 @@ class PolicyLearner:
         return self.parallel.mesh
 
     @property
+    def tokens_per_microbatch(self) -> int:
+        """Tokens of a microbatch, at most, unless a sample alone has more."""
+        return self.config.tokens_per_microbatch(self.device.type == "cuda")
+
+    @property
     def device(self) -> torch.device:
         """Where the model lives."""
         return self.mesh.device
@@ -258,7 +263,7 @@ class PolicyLearner:
         together = [samples[row].episode_id for row in rows]
         plan = plan_shared(
             [samples[row].tokens for row in rows],
-            self.config.max_tokens_per_microbatch,
+            self.tokens_per_microbatch,
             keep_together=together if self._algorithm.whole_episodes else None,
         )
         return [[rows[index] for index in part] for part in plan]

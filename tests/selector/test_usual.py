@@ -13,14 +13,16 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig, parse_config
 from earl_core.config.stages import StagesConfig
 from earl_core.deployment.feasibility import check_stages
-from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan
-from earl_core.selector.choice.selection import SelectionInput
+from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import cluster
 from tests.config.test_config import with_
+
+SEEN = Statistics(context_mean=(700.0,), context_max=(900.0,))
 
 
 def config(**stages: Any) -> RunConfig:
@@ -54,6 +56,30 @@ def test_without_stages_all_gpus_are_used(
     assert made["rollout"].ranks == made["update"].ranks == 8 * hosts
     assert made.reasons["update"].endswith(f"spread over all {8 * hosts} GPUs, as `stages` leaves "
                                            "it open")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "size"),
+    [
+        ("h100-80gb", "qwen2.5-1.5b", 16384),
+        ("h100-80gb", "qwen2.5-3b", 4096),
+        ("rtx-4090", "qwen2.5-0.5b", 8192),
+    ],
+)
+def test_an_open_token_budget_is_the_most_that_a_gpu_holds(
+    device: str, model: str, size: int
+) -> None:
+    made, hardware = config(), cluster(device, 1, 1)
+    asked = SelectionInput.of(made, hardware, MODELS[model], statistics=SEEN)
+    first = select(asked)["update"]
+    assert first.max_tokens_per_microbatch == size
+    # A formula may err: what ran out of memory is not taken again, but half of it.
+    failed = Forbidden(deployment=first, beyond_bytes=1.0)
+    again = select(asked.model_copy(update={"forbidden": (failed,)}))["update"]
+    assert again == first._replace(max_tokens_per_microbatch=size // 2)
+    given = made.update.model_copy(update={"max_tokens_per_microbatch": 3000})
+    named = asked.model_copy(update={"update": given})
+    assert select(named)["update"].max_tokens_per_microbatch == 3000
 
 
 def test_fixed_says_what_cannot_fit_whatever_the_load() -> None:

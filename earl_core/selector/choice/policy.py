@@ -17,7 +17,7 @@ from earl_core.cluster.stage_deployment import Move, StageDeployment, move_betwe
 from earl_core.deployment.plan import Basis, DeploymentPlan, StagePrediction
 from earl_core.selector.choice.predict import STAGES, NoFeasiblePlan, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, switch_seconds, tokens
-from earl_core.selector.choice.search_space import offers
+from earl_core.selector.choice.search_space import offers, with_fitting_microbatch
 from earl_core.selector.choice.selection import (
     CONTEXT_RAISED,
     SelectionInput,
@@ -44,7 +44,7 @@ def select(given: SelectionInput) -> DeploymentPlan:
     doubled before the longest episode seen would reach it, up to the model's position range.
     Raises `NoFeasiblePlan`, naming the bytes needed, when no candidate of a stage is feasible.
     """
-    return POLICIES[given.selector.policy](given)
+    return POLICIES[given.selector.policy](with_fitting_microbatch(given))
 
 
 def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, DeploymentPlan]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.candidates import (
     Offers,
     RuledOut,
@@ -22,9 +23,7 @@ from earl_core.selector.model.candidates import (
 )
 from earl_core.selector.model.sizes import coarse, logits_chunk, smaller_microbatches
 
-if TYPE_CHECKING:
-    from earl_core.selector.choice.predict import Predictor
-
+_LEAST_TOKENS = 1024
 _WORTH_SAVING = 0.02
 """Share of a stage's memory for which logits are computed in chunks smaller than usual."""
 
@@ -38,6 +37,27 @@ def offers(predictor: Predictor, stage: str) -> Offers:
         label = f"{len(made) - len(kept)} candidates" if kept else "all candidates"
         out.append(RuledOut(stage, label, reason))
     return list(dict.fromkeys(kept)), out
+
+
+def with_fitting_microbatch(given: SelectionInput) -> SelectionInput:
+    """With a token budget of the update where the run file leaves it open: on GPUs the most that
+    fits the configured stage deployment."""
+    if given.update.max_tokens_per_microbatch is not None:
+        return given
+    size = given.update.tokens_per_microbatch(given.hardware.gpus > 0)
+    if given.hardware.gpus:
+        try:
+            predictor = Predictor(given)
+        except ValueError:  # no formula knows this model's memory
+            size = given.update.tokens_per_microbatch(gpu=False)
+        else:
+            mesh = predictor.candidate_of(predictor.configured["update"])
+            # Below the longest sample all sizes are alike.
+            least = max(_LEAST_TOKENS, predictor.ahead.longest)
+            while size > least and not predictor.fits(_with_microbatch(mesh, size)):
+                size //= 2
+    update = given.update.model_copy(update={"max_tokens_per_microbatch": size})
+    return given.model_copy(update={"update": update})
 
 
 def _rollout(predictor: Predictor) -> Offers:
@@ -82,7 +102,7 @@ def _most_offered(predictor: Predictor, candidate: StageDeployment) -> float:
 
 def _training(predictor: Predictor, stage: str) -> Offers:
     given = predictor.given
-    asked = given.update.max_tokens_per_microbatch
+    asked = given.update.tokens_per_microbatch(predictor.hardware.gpus > 0)
     larger, smaller = _sizes(predictor, asked)
     episodes = predictor.now.episodes
     meshes, out = training_candidates(stage, predictor.shape, predictor.hardware, episodes, asked)

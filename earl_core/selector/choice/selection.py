@@ -153,7 +153,8 @@ class SelectionInput(Settings):
         minibatch = self.rollout.episodes_per_iteration // self.update.minibatches
         mesh = StageDeployment(
             "update",
-            max_tokens_per_microbatch=self.update.max_tokens_per_microbatch,
+            # Where this is open, smaller microbatches are taken before copies span hosts.
+            max_tokens_per_microbatch=self.update.tokens_per_microbatch(gpu=False),
             activation_checkpointing=self.update.activation_checkpointing,
         )
         return (
