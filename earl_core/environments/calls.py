@@ -76,6 +76,9 @@ class Calls:
     tools: what the model may call beside the environment's own methods.
     """
 
+    passing: tuple[type[BaseException], ...] = ()
+    """What is raised on, because it is no failure of the environment."""
+
     def __init__(
         self, create: Callable[[], Environment], threads: Executor, tools: Toolbox
     ) -> None:
@@ -119,6 +122,8 @@ class Calls:
             reason, detail = "invalid_result", str(error)
         except EnvironmentFailed as error:
             reason, detail = error.reason, error.detail
+        except self.passing:
+            raise
         except BaseException:
             # Exceptions of the user's own too: whoever waits for the reply must get one.
             reason = "timeout" if call.overdue else "exception"
@@ -188,6 +193,8 @@ class Calls:
         if environment is not None:
             try:
                 await self._invoke(call, environment.close)
+            except self.passing:
+                raise
             except BaseException:
                 logger.warning("close() of an environment raised", exc_info=True)
 

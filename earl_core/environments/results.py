@@ -73,10 +73,11 @@ def _checked_messages(messages: Any) -> Any:
             raise WireError(
                 f"A message's role must be one of {', '.join(ROLES)}, not {message['role']!r:.50}."
             )
-        if not all(map(_is_call, message.get("tool_calls", ()))):
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise WireError(
                 "A message's tool_calls must be a list of calls with the text function.name and "
-                f"the dict function.arguments, not {message['tool_calls']!r:.200}."
+                f"the dict function.arguments, not {calls!r:.200}."
             )
         _check_text("A message's content", message["content"])
     return messages

@@ -28,6 +28,7 @@ UNUSABLE: dict[str, Any] = {
     "surrogate": StepResult([{"role": "user", "content": "a\ud800"}], 0.0, False),
     "role": StepResult([{"role": "referee", "content": "a"}], 0.0, False),
     "calls": StepResult([{"role": "assistant", "content": "", "tool_calls": [{}]}], 0.0, False),  # type: ignore[typeddict-item]
+    "no_calls": StepResult([{"role": "user", "content": "", "tool_calls": None}], 0.0, False),  # type: ignore[typeddict-item]
     "metric_text": StepResult([], 0.0, True, {"metrics": {"a": "x"}}),
     "metric_nan": StepResult([], 0.0, True, {"metrics": {"a": float("nan")}}),
     "metric_list": StepResult([], 0.0, True, {"metrics": [1.0]}),
