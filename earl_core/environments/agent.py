@@ -8,7 +8,7 @@ the policy by OpenAI's API at `base_url`, and returns the episode's reward: a nu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
@@ -57,11 +57,17 @@ class AgentEnvironment:
     async def _step(self, text: str) -> StepResult:
         return episode_result(await self._run(self._task, **self.policy))
 
-    def _call(self, text: str) -> StepResult:
-        return episode_result(self._run(self._task, **self.policy))
+    def _call(self, text: str) -> Any:
+        value = self._run(self._task, **self.policy)
+        # A decorated coroutine function may be a plain one that returns the coroutine.
+        return _awaited(value) if inspect.isawaitable(value) else episode_result(value)
 
     def close(self) -> None:
         """It holds nothing."""
+
+
+async def _awaited(value: Awaitable[Any]) -> StepResult:
+    return episode_result(await value)
 
 
 def episode_result(value: Any) -> StepResult:

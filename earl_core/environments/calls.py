@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _DETAIL_CHARACTERS = 4000
 _FRAMES_SHOWN = 6
-_RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
 @dataclass(eq=False)
@@ -77,6 +76,9 @@ class Calls:
     tools: what the model may call beside the environment's own methods.
     """
 
+    passing: tuple[type[BaseException], ...] = ()
+    """What is raised on, because it is no failure of the environment."""
+
     def __init__(
         self, create: Callable[[], Environment], threads: Executor, tools: Toolbox
     ) -> None:
@@ -94,7 +96,7 @@ class Calls:
     async def run(self, call: Call) -> bytes | None:
         """Runs a call and returns its encoded reply, None for "close".
 
-        What the environment raises, SystemExit included, becomes a "failed" reply.
+        Whatever the environment raises, SystemExit included, becomes a "failed" reply.
         """
         try:
             if call.kind == "close":
@@ -120,7 +122,10 @@ class Calls:
             reason, detail = "invalid_result", str(error)
         except EnvironmentFailed as error:
             reason, detail = error.reason, error.detail
-        except _RAISED:
+        except self.passing:
+            raise
+        except BaseException:
+            # Exceptions of the user's own too: whoever waits for the reply must get one.
             reason = "timeout" if call.overdue else "exception"
             detail = f"{call.overdue}\n{traceback.format_exc()}".lstrip()
         await self._close(call)
@@ -160,8 +165,8 @@ class Calls:
             call.thread = threading.get_ident()
             try:
                 outcome = future.set_result, function(*arguments)
-            except StopIteration as error:
-                # No future can hold it.
+            except (StopIteration, GeneratorExit) as error:
+                # No future can hold the one; the other would close who waits for it.
                 held = RuntimeError(f"it raised {error!r}")
                 held.__cause__ = error
                 outcome = future.set_exception, held
@@ -188,7 +193,9 @@ class Calls:
         if environment is not None:
             try:
                 await self._invoke(call, environment.close)
-            except _RAISED:
+            except self.passing:
+                raise
+            except BaseException:
                 logger.warning("close() of an environment raised", exc_info=True)
 
 

@@ -119,7 +119,7 @@ class _JsonLines:
         line = self._lines[index]
         try:
             row = json.loads(self._buffer[self._ends[index] : self._ends[index + 1]])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"line {line} of {self._name} is no JSON: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"line {line} of {self._name} is no JSON object, like {{...}}")

@@ -34,6 +34,8 @@ from earl_core.system.frames import Channel, encode
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 3.0
+_SHOWN_SHARE = 0.75
+"""Of the time that a start may take: then the stacks are written to the log."""
 
 
 def alive_interval(timeout_seconds: float) -> float:
@@ -144,6 +146,8 @@ def _serve(connection: socket.socket) -> None:
         return
     name, options = start["name"], start["options"]
     loop = asyncio.new_event_loop()
+    # The log tells where it stood, should it take too long.
+    faulthandler.dump_traceback_later(_SHOWN_SHARE * start["start_timeout_seconds"])
     try:
         made = registry.check(name, options)
         characters = registry.characters_of(made, name)

@@ -35,6 +35,7 @@ class _CallsHere(Calls):
     event loop, which answers them, must go on."""
 
     in_threads = False
+    passing = (_DebuggerLeft,)
 
     async def _invoke(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
         if self.in_threads:

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.data_set import Row, read_rows
 from earl_core.environments.options import Options
+from earl_core.environments.results import ROLES
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_object
-
-_ROLES = ("system", "user", "assistant", "tool")
 
 
 class PromptOptions(Options):
@@ -56,12 +55,7 @@ class PromptEnvironment:
     def __init__(self, options: PromptOptions) -> None:
         self.options = options
         self._reward = import_object(options.reward_function, "the option reward_function")
-        if not callable(self._reward):
-            raise ConfigError(
-                f"the option reward_function {options.reward_function!r} is not a function",
-                remedy="name one",
-            )
-        self._told = len(inspect.signature(self._reward).parameters) > 2
+        self._told = _takes_messages(self._reward, options.reward_function)
         named = (options.prompt_column, options.answer_column, *options.scoring_columns)
         columns = tuple(column for column in named if column is not None)
         self._rows = read_rows(options.path, options.split, columns)
@@ -87,9 +81,10 @@ class PromptEnvironment:
             raise RuntimeError("the question was answered or not asked yet: call reset first")
         row, self._row = self._row, None
         returned = self._reward(text, row, *([self._used] if self._told else []))
-        reward, details = returned if isinstance(returned, tuple) else (returned, {})
+        pair = isinstance(returned, tuple) and len(returned) == 2
+        reward, details = returned if pair else (returned, {})
         value = float(reward) if isinstance(reward, Real) else math.nan
-        if not math.isfinite(value):
+        if not math.isfinite(value) or not isinstance(details, Mapping):
             raise TypeError(
                 f"the reward function {self.options.reward_function!r} returned {returned!r}: it "
                 "must return a finite number, or a finite number and a dict"
@@ -124,9 +119,32 @@ class PromptEnvironment:
         return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
 
 
+def _takes_messages(function: Any, path: str) -> bool:
+    """Whether a reward function has a third argument, for the messages of tools. Raises ConfigError
+    for what is no plain function of (completion, row)."""
+    what = f"the option reward_function {path!r}"
+    if not callable(function):
+        raise ConfigError(f"{what} is not a function", remedy="name one")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{what} is a coroutine function",
+            remedy="make it a plain one, or name it in the section reward",
+        )
+    try:
+        signature = inspect.signature(function)
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        places = sum(each.kind in by_place for each in signature.parameters.values())
+        signature.bind("completion", {}, *([[]] if places > 2 else []))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{what} is no function of (completion, row): {error}", remedy="name one that is"
+        ) from error
+    return places > 2
+
+
 def _is_message(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
-        and value.get("role") in _ROLES
+        and value.get("role") in ROLES
         and isinstance(value.get("content"), str)
     )

@@ -10,6 +10,7 @@ from typing import Any
 from earl_core.environments.base import StepResult
 from earl_core.system.frames import WireError
 
+ROLES = ("system", "user", "assistant", "tool")
 LARGEST_NUMBER = 1e30
 """Of a reward or metric: what comes of it, sums and float32 columns, must stay finite too."""
 
@@ -68,9 +69,27 @@ def _checked_messages(messages: Any) -> Any:
             raise WireError(
                 f"A message must be a dict with the texts role and content, not {message!r:.200}."
             )
-        _check_text("A message's role", message["role"])
+        if message["role"] not in ROLES:
+            raise WireError(
+                f"A message's role must be one of {', '.join(ROLES)}, not {message['role']!r:.50}."
+            )
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise WireError(
+                "A message's tool_calls must be a list of calls with the text function.name and "
+                f"the dict function.arguments, not {calls!r:.200}."
+            )
         _check_text("A message's content", message["content"])
     return messages
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), dict)
+    )
 
 
 def _checked_info(info: Any) -> dict[str, Any]:

@@ -113,10 +113,18 @@ class Numbers(NamedTuple):
     def finite(self) -> dict[str, float]:
         """What MLflow can store, under names that it takes."""
         return {
-            _BAD_NAME.sub("_", name)[:_KEY_LIMIT]: float(value)
+            _stored_name(name): float(value)
             for name, value in self.metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
+
+
+def _stored_name(name: str) -> str:
+    # One name that MLflow refuses costs all metrics of its step, and it wants a path in its
+    # shortest form.
+    parts = _BAD_NAME.sub("_", name).split("/")
+    shortest = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    return shortest[:_KEY_LIMIT].rstrip("/")
 
 
 def open_mlflow_run(uri: str, experiment: str, name: str, uid: str, known: str | None) -> MlflowRun:

@@ -128,6 +128,14 @@ async def test_faults_cost_their_own_episode_only() -> None:
         assert odd[90] == expected(90, 7, ["sleep 0", "b"])[:1] + odd[90][1:]
 
 
+@BOTH
+async def test_exceptions_that_are_no_errors_cost_their_episode_too(name: str) -> None:
+    async with running(name, step_timeout_seconds=2.0) as pool:
+        plays = (play(pool, n, ["a", said]) for n, said in enumerate(("own", "generator")))
+        assert await asyncio.wait_for(asyncio.gather(*plays), 10) == ["exception"] * 2
+        assert pool.host_restarts == 0
+
+
 async def test_results_that_cannot_be_used_cost_their_episode_and_say_why() -> None:
     limits = r"a finite number between -1e\+30 and 1e\+30"
     reasons = {
@@ -136,6 +144,9 @@ async def test_results_that_cannot_be_used_cost_their_episode_and_say_why() -> N
         "unending": "The reward .*not a larger integer",
         "text_reward": "The reward .*not '1'",
         "surrogate": "content cannot be encoded as UTF-8",
+        "role": "role must be one of system, user, assistant, tool, not 'referee'",
+        "calls": "tool_calls must be a list of calls",
+        "no_calls": "tool_calls must be a list of calls .*not None",
         "metric_text": rf"info\[\"metrics\"\]\['a'\] must be {limits}, not 'x'",
         "metric_nan": r"\['a'\] must be .*not nan",
         "metric_list": "must be a dict of numbers by name",
@@ -349,8 +360,9 @@ async def test_mistakes_show_at_the_start(tmp_path: Path) -> None:
         pool = EnvironmentPool(name, options, hosts=2, log_path=tmp_path / "hosts.log")
         with pytest.raises(ConfigError, match=match):
             await pool.start()
-    late = EnvironmentPool(f"{USER}:NeverReady", start_timeout_seconds=0.5)
-    with pytest.raises(ConfigError, match=r"was not ready after 0.5 s \(environment.start_tim"):
+    late = EnvironmentPool(f"{USER}:NeverReady", start_timeout_seconds=4)
+    told = r"was not ready after 4 s \(environment.start_tim[\s\S]*user_environments.py"
+    with pytest.raises(ConfigError, match=told):
         await late.start()
     with pytest.raises(RuntimeError, match="await start"):
         await EnvironmentPool("tic_tac_toe").reset(0, 0, 0)

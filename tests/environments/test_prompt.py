@@ -134,6 +134,17 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
     match("cannot be imported: ModuleNotFoundError", row, reward_function="nowhere.at:all")
     match("has no attribute 'nothing'", row, reward_function="math:nothing")
     match("is not a function", row, reward_function="math:pi")
+    match("line 2 of .* is no JSON", row + "[" * 100_000)
+    match("no function of .completion, row.", row, reward_function="math:sqrt")
+    match("no function of .completion, row.", row, reward_function="builtins:max")
+    match("is a coroutine function", row, reward_function=f"{USER}:scored_later")
+
+
+def test_further_arguments_by_name_are_no_place_for_messages(data: str) -> None:
+    named = f"{USER}:scored_strictly"
+    environment = create("prompt", {"path": data, "reward_function": named})
+    environment.reset(0, 0)
+    assert environment.step("2").reward == 0.5
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,20 @@ def test_ten_megabytes_and_what_cannot_be_encoded() -> None:
     in_pool(scenario)
 
 
+def test_what_a_function_returns_is_awaited_and_written_or_the_model_is_told() -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        await pool.reset(0, 0, 0)
+        calls = (call(name) for name in ("decorated", "unwritable", "dozing"))
+        result = await pool.use_tools(0, calling(*calls))
+        awaited, unwritten, dozed = texts(result)
+        assert awaited == "awaited"
+        assert unwritten.startswith("Error: TypeError: keys must be")
+        assert dozed == "Error: dozing took over 0.5 s"
+        assert result.info == {"tool_errors": 2}
+
+    in_pool(scenario, tools=tuple(f"{USER}:{n}" for n in ("decorated", "unwritable", "dozing")))
+
+
 def test_methods_of_the_environment_are_tools_with_its_state() -> None:
     async def scenario(pool: EnvironmentPool) -> None:
         names = [schema["function"]["name"] for schema in pool.tools]
@@ -193,6 +207,8 @@ def test_python_that_does_not_end_is_ended() -> None:
         (f"{USER}:no_such", "cannot be imported"),
         (f"{USER}:undocumented", "give every argument a type, and a line in the docstring"),
         (f"{USER}:NUMBER", "is not a function"),
+        (f"{USER}:paint", f"'colour' of the tool '{USER}:paint' is a Colour, which"),
+        (f"{USER}:many", f"'numbers' of the tool '{USER}:many' cannot be given by name"),
     ],
 )
 def test_bad_tools_are_refused_before_work_starts(tool: str, message: str) -> None:
@@ -271,6 +287,22 @@ def test_references_of_a_schema_are_not_fetched(monkeypatch: pytest.MonkeyPatch)
 
     result = asyncio.run(toolbox.use([call("f", a=1)], in_thread))  # type: ignore[list-item]
     assert "Unresolvable" in texts(result)[0]
+
+
+def test_a_schema_may_be_true() -> None:
+    parameters = {"type": "object", "properties": {"a": True}}
+    about = {"name": "f", "description": "", "parameters": parameters}
+    toolbox = Toolbox([Tool({"type": "function", "function": about}, repr_of)], 1.0)
+
+    async def in_thread(function: Callable[[], Any]) -> Any:
+        return function()
+
+    result = asyncio.run(toolbox.use([call("f", a=None)], in_thread))  # type: ignore[list-item]
+    assert texts(result) == ["None"]
+
+
+def repr_of(a: Any) -> str:
+    return repr(a)
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,18 @@ UNUSABLE: dict[str, Any] = {
     "unending": StepResult([], 10**10_000, True),
     "text_reward": StepResult([], "1", True),  # type: ignore[arg-type]
     "surrogate": StepResult([{"role": "user", "content": "a\ud800"}], 0.0, False),
+    "role": StepResult([{"role": "referee", "content": "a"}], 0.0, False),
+    "calls": StepResult([{"role": "assistant", "content": "", "tool_calls": [{}]}], 0.0, False),  # type: ignore[typeddict-item]
+    "no_calls": StepResult([{"role": "user", "content": "", "tool_calls": None}], 0.0, False),  # type: ignore[typeddict-item]
     "metric_text": StepResult([], 0.0, True, {"metrics": {"a": "x"}}),
     "metric_nan": StepResult([], 0.0, True, {"metrics": {"a": float("nan")}}),
     "metric_list": StepResult([], 0.0, True, {"metrics": [1.0]}),
 }
 """What `Counting` returns when it is told so."""
+
+
+class Own(BaseException):
+    """What `except Exception` does not catch."""
 
 
 class Counting:
@@ -72,6 +79,10 @@ class Counting:
             raise SystemExit(3)
         if command == "stop":
             raise StopIteration
+        if command == "own":
+            raise Own
+        if command == "generator":
+            raise GeneratorExit
         if command == "sleep":
             time.sleep(float(argument))
         if command == "nap":
@@ -357,3 +368,13 @@ class Named(Trying):
     """Names fewer characters than it shows."""
 
     characters = "what [no]1"
+
+
+async def scored_later(completion: str, row: dict[str, Any]) -> float:
+    """Not for prompts."""
+    return 1.0
+
+
+def scored_strictly(completion: str, row: dict[str, Any], *, strict: bool = True) -> float:
+    """Takes no messages."""
+    return 0.5 if strict else 0.0

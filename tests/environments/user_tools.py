@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import enum
+import functools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
@@ -56,6 +59,59 @@ def dying() -> str:
 def unprintable() -> dict[str, str]:
     """Returns half a character."""
     return {"text": "\ud800"}
+
+
+def unwritable() -> Any:
+    """Returns what JSON cannot."""
+    return {(1, 2): 3}
+
+
+def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that makes a plain function of any."""
+
+    @functools.wraps(function)
+    def inner(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    return inner
+
+
+@plainly
+async def decorated() -> str:
+    """Is a coroutine function inside."""
+    await asyncio.sleep(0)
+    return "awaited"
+
+
+@plainly
+async def dozing() -> str:
+    """Sleeps inside."""
+    await asyncio.sleep(60)
+    return ""
+
+
+class Colour(enum.Enum):
+    """Not of JSON."""
+
+    RED = "red"
+
+
+def paint(colour: Colour | None = None) -> str:
+    """Takes what JSON does not have.
+
+    Args:
+        colour: Which.
+    """
+    return str(colour)
+
+
+def many(*numbers: int) -> int:
+    """Takes no names.
+
+    Args:
+        numbers: Any.
+    """
+    return sum(numbers)
 
 
 def undocumented(number: int) -> int:

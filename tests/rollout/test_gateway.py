@@ -127,8 +127,9 @@ def test_conversations_of_a_session_are_samples_of_their_own() -> None:
 
 
 def test_a_plain_function_is_an_agent_too() -> None:
-    episodes, _, _ = asyncio.run(played(answering(), "in_a_thread", 6, limits()))
-    assert [episode.total_reward for episode in episodes] == [2.0] * 6
+    for name, reward in (("in_a_thread", 2.0), ("undecided", 1.0)):
+        episodes, _, _ = asyncio.run(played(answering(), name, 6, limits()))
+        assert [episode.total_reward for episode in episodes] == [reward] * 6
 
 
 FAULTS = {

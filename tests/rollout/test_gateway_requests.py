@@ -28,6 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BROKEN_CALL = {"name": "f", "arguments": "["}
 SURROGATE_CALL = {"name": "f", "arguments": '{"a": "\\ud800"}'}
+DEEP: dict[str, Any] = {}
+for _ in range(150):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
 REFUSED: dict[str, tuple[Any, str]] = {
     "no JSON": (b"{", "no JSON"),
     "no object": ([], "JSON object"),
@@ -52,6 +55,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "assistant", "tool_calls": [{"function": SURROGATE_CALL}]}]},
         "messages[0].tool_calls cannot be encoded as UTF-8",
     ),
+    "calls that are no list": (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
+        "messages[0].tool_calls must be a list",
+    ),
+    "a deep schema": ({**HELLO, "tools": [schema("f", DEEP)]}, "nested too deeply"),
     "a surrogate in a tool": (
         {**HELLO, "tools": [schema("f", {"type": "object", "title": "\ud800"})]},
         "tools cannot be encoded as UTF-8",
@@ -79,6 +87,17 @@ def test_bad_requests_get_one_clear_message_and_cost_nothing(case: str) -> None:
         assert (await asking.post(HELLO)).status_code == 200
 
     asked(scenario, max_turns=1)
+
+
+def test_other_endpoints_are_named_by_those_that_there_are() -> None:
+    async def scenario(asking: Asking) -> None:
+        for method, path, status in (("POST", "responses", 404), ("PUT", "chat/completions", 405)):
+            found = await asking.http.request(method, f"{asking.url}/{path}")
+            assert found.status_code == status
+            assert found.json()["error"]["code"] == "not_found"
+            assert "POST .../v1/chat/completions" in found.json()["error"]["message"]
+
+    asked(scenario)
 
 
 def test_a_wrong_key_and_a_session_that_is_over_are_refused() -> None:

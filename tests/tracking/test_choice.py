@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.utils.validation import _validate_metric_name
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.plan import DeploymentPlan, StagePrediction
@@ -237,3 +238,11 @@ def test_a_page_without_candidates_says_why(run: RunDirectory) -> None:
     assert "mixture of 8 experts" in plan_page(run, chosen, None, [])
     later = chosen.model_copy(update={"iteration": 6})
     assert "cannot be shown" in plan_page(run, later, None, [])
+
+
+def test_mlflow_takes_whatever_environments_and_rewards_call_their_metrics() -> None:
+    told = ("outcome/", "a//b", "../c", "a/./d", "e?/ü", "/f")
+    stored = Numbers(0, dict.fromkeys(told, 1.0), 0.0).finite()
+    assert len(stored) == len(told)
+    for name in stored:
+        _validate_metric_name(name)

@@ -6,9 +6,11 @@ The docstring describes the function and, in a section `Args:`, each argument, a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import inspect
+import types
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_object
@@ -17,6 +19,9 @@ BUILT_IN = {
     "calculator": "earl_core.environments.tools.calculator:calculator",
     "python": "earl_core.environments.tools.python:python",
 }
+
+_PLAIN = (str, int, float, bool, list, tuple, dict, types.NoneType, Any)
+"""The classes that the schema has words for. Of any other one it would ask for an object."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,40 @@ def tool_of(function: Callable[..., Any], path: str) -> Tool:
     if not callable(function):
         raise ConfigError(f"the tool {path!r} is not a function", remedy="name one")
     try:
-        return Tool(get_json_schema(function), function)
+        schema = get_json_schema(function)
+        _check_signature(function, path)
+        return Tool(schema, function)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"the tool {path!r} has no schema: {type(error).__name__}: {error}",
             remedy="give every argument a type, and a line in the docstring's section Args",
         ) from error
+
+
+def _check_signature(function: Callable[..., Any], path: str) -> None:
+    """Raise `ConfigError` for arguments that no call can give: they come by name, as JSON."""
+    hints = get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"the argument {name!r} of the tool {path!r} cannot be given by name",
+                remedy="do without *, ** and / in its signature",
+            )
+        for kind in _classes(hints[name]):
+            if kind not in _PLAIN and not issubclass(kind, dict):
+                raise ConfigError(
+                    f"the argument {name!r} of the tool {path!r} is a {kind.__name__}, which JSON "
+                    "does not have",
+                    remedy="take a text, a number, a list, a dict or a Literal instead",
+                )
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    """Those that a type hint is made of."""
+    if get_origin(hint) in (Union, types.UnionType, list, dict, tuple):
+        for each in get_args(hint):
+            yield from _classes(each)
+    elif isinstance(hint, type) and get_origin(hint) is None:
+        yield hint

@@ -69,17 +69,16 @@ class Toolbox:
         turn = asyncio.Lock()
 
         async def answer(call: ToolCall) -> tuple[Message, bool]:
-            name, failed = call["function"]["name"], False
+            name, number, failed = call["function"]["name"], call["id"], True
             try:
-                said = await self._run(call["function"], in_thread, turn)
+                text = _text(await self._run(call["function"], in_thread, turn))
+                failed = False
             except EnvironmentFailed:
                 raise
             except EarlError as error:
-                said, failed = f"Error: {error}"[:_ERROR_CHARACTERS], True
+                text = _text(f"Error: {error}"[:_ERROR_CHARACTERS])
             except (Exception, SystemExit, KeyboardInterrupt) as error:
-                said = f"Error: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
-                failed = True
-            text, number = _text(said), call["id"]
+                text = _text(f"Error: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
             return Message(role="tool", content=text, tool_call_id=number, name=name), failed
 
         answers = await asyncio.gather(*map(answer, calls))
@@ -94,12 +93,20 @@ class Toolbox:
         _check_arguments(tool, arguments)
         if tool.ready is not None:
             await tool.ready()
-        if not inspect.iscoroutinefunction(tool.function):
+        if inspect.iscoroutinefunction(tool.function):
+            said = tool.function(**arguments)
+        else:
             async with turn:
-                return await in_thread(partial(tool.function, **arguments))
+                said = await in_thread(partial(tool.function, **arguments))
+        if not inspect.isawaitable(said):
+            return said
         try:
-            return await asyncio.wait_for(tool.function(**arguments), self._timeout)
+            # A decorated coroutine function may be a plain one that returns the coroutine.
+            async with asyncio.timeout(self._timeout) as limit:
+                return await said
         except TimeoutError:
+            if not limit.expired():
+                raise
             raise EarlError(f"{tool.name} took over {self._timeout:g} s") from None
 
 
@@ -129,11 +136,15 @@ def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
 
     parameters = tool.schema["function"].get("parameters") or {}
     named = parameters.get("properties", {})
-    # `nullable` is OpenAPI's word, which templates know and JSON schema does not.
+    # `nullable` is OpenAPI's word, which templates know and JSON schema does not. A schema may be
+    # true or false, too.
+    nullable = {
+        name for name, each in named.items() if isinstance(each, dict) and each.get("nullable")
+    }
     given = {
         name: value
         for name, value in arguments.items()
-        if value is not None or not named.get(name, {}).get("nullable")
+        if value is not None or name not in nullable
     }
     # A registry of its own: references in the schema of a server are not fetched from the net.
     validator = Draft202012Validator(parameters, registry=Registry())

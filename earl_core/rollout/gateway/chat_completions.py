@@ -145,7 +145,10 @@ def _message(number: int, message: Any) -> Message:
     where = f"messages[{number}]"
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise invalid(f"{where} must be an object with one of the roles {', '.join(_ROLES)}")
-    calls = [_call(where, each) for each in message.get("tool_calls") or ()]
+    given = message.get("tool_calls") or []
+    if not isinstance(given, list):
+        raise invalid(f"{where}.tool_calls must be a list")
+    calls = [_call(where, each) for each in given]
     content = message.get("content")
     if content is None and calls:
         content = ""

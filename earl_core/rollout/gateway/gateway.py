@@ -31,7 +31,7 @@ from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway import chat_completions, generate
 from earl_core.rollout.gateway.batches import Batches
 from earl_core.rollout.gateway.pending import Growth, PendingAnswer
-from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Call, Session, refused
+from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Call, Session, invalid, refused
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
 
@@ -40,6 +40,7 @@ _BACKLOG = 4096
 _IDLE_SECONDS = 3600
 """A connection is kept: an agent may be long with a tool, and its client need not ask again when a
 request meets the end of its connection."""
+_ENDPOINTS = "POST .../v1/chat/completions, POST .../inference/v1/generate and GET .../v1/models"
 _STANDING_BRANCHES = 256
 _STANDING_SECONDS = 0.25
 _PIECE_SECONDS = 0.1
@@ -232,6 +233,9 @@ class Gateway:
             raise
         except ClientDisconnect:
             raise refused(499, "client_gone", "the client went away") from None
+        except RecursionError as error:
+            # JSON that can be read may still be too deep to check or to render.
+            raise invalid("its tools or calls are nested too deeply") from error
         except Exception as error:
             # The agent's own deadline, or the rollout's end, comes next.
             if not self.failed.done():
@@ -293,8 +297,10 @@ def _named(session: Session) -> str:
 
 
 def _refusal_body(error: HTTPException) -> dict[str, Any]:
-    code = (error.headers or {}).get(ERROR_CODE, "not_found")
-    return chat_completions.error_body(error.status_code, code, error.detail)
+    code, told = (error.headers or {}).get(ERROR_CODE), error.detail
+    if code is None:
+        code, told = "not_found", f"{told}: there is nothing but {_ENDPOINTS}"
+    return chat_completions.error_body(error.status_code, code, told)
 
 
 async def _refusal(_: Request, error: Exception) -> Response:
