@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
+from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware
 from earl_core.selector.choice.explain import considered
@@ -298,8 +299,9 @@ def test_candidates_use_every_device(model: str, machine: tuple[int, int], episo
 @pytest.mark.parametrize("hosts", [3, 6])
 def test_all_of_three_hosts_share_a_model(hosts: int) -> None:
     """Powers of two alone would leave copies of parts that three hosts could share."""
-    given_hosts = given(16384.0, model="qwen2.5-72b", hosts=hosts, selector={"stages": ("update",)})
-    update = select(given_hosts)["update"]
+    only, small = {"stages": ("update",)}, UpdateConfig(max_tokens_per_microbatch=4096)
+    asked = given(16384.0, model="qwen2.5-72b", hosts=hosts, selector=only, update=small)
+    update = select(asked)["update"]
     assert update.shard % 3 == 0
     assert update.world_size == 8 * hosts
 
