@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
-from earl_core.rollout.engines import torch_engine
+from earl_core.rollout.engines import slot_cache, torch_engine
 from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.engine import (
     Completion,
@@ -204,3 +204,16 @@ def test_sampling_inverts_the_distribution(seed: int, vocabulary: int, temperatu
             assert low - 1e-5 <= uniforms[row] <= cumulative[token] + 1e-5
         assert token != 0
         assert float(logprobs[row]) == pytest.approx(expected[row, token], abs=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_the_attention_of_a_gpu_is_that_of_a_cpu(width: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, width, 8, 16).transpose(1, 2)
+    key, value = (torch.randn(4, 2, 30, 16)[:3, :, :20] for _ in range(2))
+    hidden = torch.arange(20) > torch.randint(0, 20, (3, 1, width, 1))
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    expected = slot_cache.attend_on_cpu(query, key, value, mask, 0.25)
+    found = slot_cache.attend_on_gpu(query, key, value, mask, 0.25)
+    assert float(expected.std()) > 0.1
+    assert torch.allclose(found, expected, atol=1e-6)
