@@ -21,6 +21,7 @@ from earl_core.rollout.errors import (
     EngineError,
     EngineLost,
 )
+from earl_core.rollout.rollout_worker import RolloutWorker
 from earl_core.system.errors import ConfigError
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of, reference_logprobs
@@ -217,3 +218,18 @@ def test_the_attention_of_a_gpu_is_that_of_a_cpu(width: int) -> None:
     found = slot_cache.attend_on_gpu(query, key, value, mask, 0.25)
     assert float(expected.std()) > 0.1
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["release_memory", "restore_memory"])
+def test_a_worker_whose_engine_is_lost_gives_its_memory_back_by_ending_it(
+    method: str, tmp_path: Path
+) -> None:
+    make("llama_untied", tmp_path)
+    driver = _start(tmp_path)
+    driver.engine._lost = "it ran out of memory"  # type: ignore[attr-defined]
+    worker = RolloutWorker.__new__(RolloutWorker)
+    worker._engine, worker._digest = driver.engine, "of its weights"
+    driver.run(getattr(worker, method)())
+    assert worker._engine is None
+    assert worker._digest == ""
+    assert driver.engine._model is None  # type: ignore[attr-defined]
