@@ -145,10 +145,8 @@ class Update:
 
     def __init__(self, directory: Path, given: argparse.Namespace, vocabulary: int) -> None:
         self._settings = UpdateConfig(precision="bf16", learning_rate=1e-8)
-        self._given, self._vocabulary = given, vocabulary
-        self._learner = PolicyLearner(
-            ModelConfig(path=str(directory)), self._settings, AlgorithmConfig()
-        )
+        self._directory, self._given, self._vocabulary = directory, given, vocabulary
+        self._learner: PolicyLearner | None = None
 
     def cells(self, context: int, until: float) -> list[Cell]:
         """Every budget at every step of the memory fallback, where chunks of logits may help and
@@ -190,6 +188,9 @@ class Update:
             "activation_checkpointing": layout.activation_checkpointing,
         }
         settings = self._settings.model_copy(update=wanted)
+        if self._learner is None:
+            model = ModelConfig(path=str(self._directory))
+            self._learner = PolicyLearner(model, self._settings, AlgorithmConfig())
         reshard(self._learner, layout, settings)
         draw = np.random.default_rng(context)
         samples = [random_sample(draw, context, self._vocabulary, number=n) for n in range(count)]
@@ -198,9 +199,10 @@ class Update:
             began = now()
             self._learner.update(samples, iteration=0)
             return context * count / (now() - began)
-        finally:
-            # After a failure they would stay for the next layout to trip over.
-            self._learner.optimizer.zero_grad()
+        except Exception:
+            # Torch before 2.13 does not go on after a pass that was cut off.
+            self._learner = None
+            raise
 
 
 class Decoding:

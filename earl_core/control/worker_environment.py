@@ -6,6 +6,10 @@ import os
 
 from earl_core.cluster.fork_server import NATIVE_RUNTIMES
 from earl_core.deployment.shapes import Hardware
+from earl_core.system.import_path import installed
+
+_ROUNDS_AS_TOLD = "2.13."
+"""Torch that knows the setting; those before end at a word that they do not know."""
 
 
 def worker_environment(role: str, threads: int, hardware: Hardware) -> dict[str, str]:
@@ -15,7 +19,12 @@ def worker_environment(role: str, threads: int, hardware: Hardware) -> dict[str,
     if hardware.gpus and role in ("update", "reference") and not told:
         # Contexts grow, and no block of the last iteration fits the next one's; vLLM's memory that
         # sleeps cannot be had so.
-        allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        settings = "expandable_segments:True"
+        if (installed("torch") or "").startswith(_ROUNDS_AS_TOLD):
+            # Page-locked memory is a power of two else: an offloaded optimizer takes up to twice
+            # its size of the host.
+            settings += ",pinned_max_round_threshold_mb:64"
+        allocator = {"PYTORCH_ALLOC_CONF": settings}
     return allocator | {
         "OMP_NUM_THREADS": str(threads),
         **NATIVE_RUNTIMES,

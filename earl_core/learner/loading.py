@@ -28,6 +28,7 @@ from earl_core.pretrained.huggingface import (
 )
 from earl_core.pretrained.model_directory import model_directory
 from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.device_copies import upload
 from earl_core.tensors.safetensors_layout import open_file
 from earl_core.tensors.slices import local_box
 from earl_core.weights.load import tensor_files
@@ -69,7 +70,7 @@ def _take(stored: PreTrainedModel, model: PreTrainedModel, device: torch.device)
         box = local_box(parameter)
         part = torch.empty(box.sizes, dtype=torch.float32, device=device)
         if box.numel:
-            part.copy_(weights[name][box.index])
+            upload([(part, weights[name][box.index])])
         fill(places[name], parameter, part)
     kept = dict(stored.named_buffers())
     for prefix, module in model.named_modules():

@@ -14,6 +14,8 @@ nothing; in float32 it stays what it was, and no process group is asked for anyt
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +29,7 @@ from earl_core.learner.model import PolicyModule, Scoring, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
 from earl_core.pretrained.huggingface import PreTrainedModel
+from earl_core.system.errors import EarlError
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,35 @@ class ParallelModel:
             for module in self.module.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Around forward and backward passes; `rest` at the end.
+
+        What an error cuts off, such as memory that ran out, FSDP2 does not forget by itself: the
+        next passes would lose gradients and say nothing. Torch before 2.13 cannot forget it, and
+        the model refuses to compute from then on.
+        """
+        try:
+            yield
+        except BaseException:
+            if isinstance(self.module, FSDPModule) and self.module._get_fsdp_state()._is_root:
+                # Those of units that are gathered now would be added to the next ones.
+                self.module.zero_grad()
+                forget = getattr(self.module, "reset_iter_state", None)
+                if forget is None:
+                    cast(Any, self.module).forward = _cut_off
+                else:
+                    forget()
+            raise
+        self.rest()
+
+
+def _cut_off(*given: Any) -> Any:
+    raise EarlError(
+        f"an earlier pass was cut off, after which torch {torch.__version__} computes wrongly",
+        remedy="start the learner anew, or install torch 2.13",
+    )
 
 
 def parallelize(

@@ -160,21 +160,21 @@ class PolicyLearner:
         done = 0
         plan = self._plan(samples, range(len(samples)))
         (count,) = self._levelled([plan])
-        for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
-            packed = fed.packed
-            with memory.microbatch("score", -1, number, count, packed.tokens.size):
-                if packed.targets.size or self._others_wait:
-                    logprobs, _ = self._forward(fed, "none")
-            if number > len(plan):
-                continue
-            if packed.targets.size:
-                per_row = packed.split_by_row(logprobs.cpu().numpy())
-                for row, values in zip(packed.rows, per_row, strict=True):
-                    scored[row][samples[row].loss_mask.astype(bool, copy=False)] = values
-            done += len(packed.rows)
-            if on_progress is not None:
-                on_progress(done, len(samples))
-        self.parallel.rest()
+        with self.parallel.passes():
+            for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
+                packed = fed.packed
+                with memory.microbatch("score", -1, number, count, packed.tokens.size):
+                    if packed.targets.size or self._others_wait:
+                        logprobs, _ = self._forward(fed, "none")
+                if number > len(plan):
+                    continue
+                if packed.targets.size:
+                    per_row = packed.split_by_row(logprobs.cpu().numpy())
+                    for row, values in zip(packed.rows, per_row, strict=True):
+                        scored[row][samples[row].loss_mask.astype(bool, copy=False)] = values
+                done += len(packed.rows)
+                if on_progress is not None:
+                    on_progress(done, len(samples))
         return scored
 
     def update(
@@ -314,19 +314,19 @@ class PolicyLearner:
         began = time.perf_counter()
         self.optimizer.zero_grad()
         done = 0
-        for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
-            packed, own = fed.packed, number <= len(plan)
-            self.parallel.begin_microbatch(last=number == count)
-            with memory.microbatch("update", iteration, number, count, packed.tokens.size):
-                if own and packed.targets.size:
-                    self._accumulate(fed, minibatch, metrics, first_pass=first_pass)
-                elif self._others_wait:
-                    logprobs, _ = self._forward(fed, "none")
-                    torch.autograd.backward(logprobs.sum() * 0.0)
-            if own and report is not None:
-                done += len(packed.rows)
-                report(done, len(minibatch.rows))
-        self.parallel.rest()
+        with self.parallel.passes():
+            for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
+                packed, own = fed.packed, number <= len(plan)
+                self.parallel.begin_microbatch(last=number == count)
+                with memory.microbatch("update", iteration, number, count, packed.tokens.size):
+                    if own and packed.targets.size:
+                        self._accumulate(fed, minibatch, metrics, first_pass=first_pass)
+                    elif self._others_wait:
+                        logprobs, _ = self._forward(fed, "none")
+                        torch.autograd.backward(logprobs.sum() * 0.0)
+                if own and report is not None:
+                    done += len(packed.rows)
+                    report(done, len(minibatch.rows))
         self._gradients.reduce()
         norm = self._gradients.clip(self.config.max_grad_norm)
         if not math.isfinite(norm):

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,14 +298,24 @@ class RolloutWorker(RunWorker):
             raise
 
     async def release_memory(self) -> None:
-        """Give the engine's memory back between rollouts; `ensure` must follow `restore_memory`."""
+        """Give the engine's memory back between rollouts; `ensure` must follow `restore_memory`.
+
+        An engine that cannot, because it was lost meanwhile, gives it back by its end.
+        """
         if self._engine is not None:
-            await self._engine.release_memory()
+            await self._or_end(self._engine.release_memory())
 
     async def restore_memory(self) -> None:
-        """Undo `release_memory`."""
+        """Undo `release_memory`; an engine that cannot is gone, and `ensure` builds anew."""
         if self._engine is not None:
-            await self._engine.restore_memory()
+            await self._or_end(self._engine.restore_memory())
+
+    async def _or_end(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except Exception:
+            logger.warning("the engine is ended, and the next rollout starts one", exc_info=True)
+            await self._drop_engine()
 
     async def close(self) -> None:
         """End the engine, and the processes of environments and reward functions."""

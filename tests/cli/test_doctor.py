@@ -155,6 +155,29 @@ def test_the_driver_must_know_the_cuda_of_torch(
     assert not advice or advice in blocking[0].advice
 
 
+def test_what_triton_builds_with_must_be_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, Machine([H100]))
+    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.delenv("CC", raising=False)
+    # As triton itself looks for them.
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: "/usr/bin/clang" * (name == "clang"))
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(gpus.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+
+    def warned() -> list[str]:
+        return [each.text for each in gpus.check_gpus(read_hardware()) if each.level == "warning"]
+
+    assert not any("triton" in text for text in warned())
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    compiler, headers = (text for text in warned() if "triton" in text)
+    assert "no C compiler" in compiler
+    assert "Python.h is missing" in headers
+    assert "vLLM does not start" in headers
+
+
 def test_torch_says_in_a_file_what_it_was_built_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
-from earl_core.rollout.engines import torch_engine
+from earl_core.rollout.engines import slot_cache, torch_engine
 from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.engine import (
     Completion,
@@ -21,6 +21,7 @@ from earl_core.rollout.errors import (
     EngineError,
     EngineLost,
 )
+from earl_core.rollout.rollout_worker import RolloutWorker
 from earl_core.system.errors import ConfigError
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of, reference_logprobs
@@ -204,3 +205,31 @@ def test_sampling_inverts_the_distribution(seed: int, vocabulary: int, temperatu
             assert low - 1e-5 <= uniforms[row] <= cumulative[token] + 1e-5
         assert token != 0
         assert float(logprobs[row]) == pytest.approx(expected[row, token], abs=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_the_attention_of_a_gpu_is_that_of_a_cpu(width: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, width, 8, 16).transpose(1, 2)
+    key, value = (torch.randn(4, 2, 30, 16)[:3, :, :20] for _ in range(2))
+    hidden = torch.arange(20) > torch.randint(0, 20, (3, 1, width, 1))
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    expected = slot_cache.attend_on_cpu(query, key, value, mask, 0.25)
+    found = slot_cache.attend_on_gpu(query, key, value, mask, 0.25)
+    assert float(expected.std()) > 0.1
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["release_memory", "restore_memory"])
+def test_a_worker_whose_engine_is_lost_gives_its_memory_back_by_ending_it(
+    method: str, tmp_path: Path
+) -> None:
+    make("llama_untied", tmp_path)
+    driver = _start(tmp_path)
+    driver.engine._lost = "it ran out of memory"  # type: ignore[attr-defined]
+    worker = RolloutWorker.__new__(RolloutWorker)
+    worker._engine, worker._digest = driver.engine, "of its weights"
+    driver.run(getattr(worker, method)())
+    assert worker._engine is None
+    assert worker._digest == ""
+    assert driver.engine._model is None  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.fork_server import fork_server
@@ -197,7 +198,14 @@ def test_learners_on_gpus_take_expandable_segments(
         role: worker_environment(role, 2, eight).get("PYTORCH_ALLOC_CONF")
         for role in ("rollout", "reference", "update")
     }
-    theirs = None if own else "expandable_segments:True"
+    theirs = None if own else "expandable_segments:True,pinned_max_round_threshold_mb:64"
     assert found == {"rollout": None, "reference": theirs, "update": theirs}
     here = Hardware(cpu_cores=2, memory_bytes=2**34)
     assert "PYTORCH_ALLOC_CONF" not in worker_environment("update", 2, here)
+    if theirs:
+        # It raises for a word that torch does not know.
+        torch._C._accelerator_setAllocatorSettings(theirs)
+        torch._C._accelerator_setAllocatorSettings("")
+        monkeypatch.setattr("earl_core.control.worker_environment.installed", lambda name: "2.11.0")
+        older = worker_environment("update", 2, eight)
+        assert older["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from earl_core.learner.attention import attention_plan, varlen_cuda
+from earl_core.learner.attention import attention_plan, varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.kernels import Found, Kernels, choose
 from earl_core.learner.attention.varlen import varlen_attention
@@ -96,3 +96,21 @@ def test_long_samples_of_one_length_go_to_the_fused_call(
     for mine, other in zip(ours, theirs, strict=True):
         assert float(other.grad.abs().max()) > 0.1
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "window"), [(700, None), (700, 40), (300, None)])
+def test_a_gpu_without_a_varlen_kernel_is_asked_for_no_shared_key_heads(
+    rows: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 and masks go to a kernel that takes none; without it all scores exist at once."""
+    asked: list[tuple[int, int, bool]] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object):  # type: ignore[no-untyped-def]
+        asked.append((key.shape[1], value.shape[1], bool(options["enable_gqa"])))
+        return torch.empty_like(query)
+
+    monkeypatch.setattr(varlen_dense.F, "scaled_dot_product_attention", attend)
+    query = torch.empty(1, 8, rows, 64, device="meta")
+    key, value = (torch.empty(1, 2, 700, 64, device="meta") for _ in range(2))
+    varlen_dense.attend_bucket(query, key, value, 0.125, window)
+    assert set(asked) == {(8, 8, False)}

