@@ -21,6 +21,8 @@ from earl_core.environments.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
 from tests.environments.test_tools import SHOP, call, calling, check, in_pool, texts
 
+pytest.importorskip("mcp")  # comes with vLLM
+
 SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
 
 
