@@ -267,7 +267,7 @@ class Predictor:
             tokens = max(filled, round(self.ahead.longest))
             short = self._short_of(candidate.stage, peak, budget)
             problem = f"a microbatch of {tokens:,} tokens {short}"
-        if not problem and candidate.offload_optimizer:
+        if not problem and candidate.stage == "update" and not self.memory.shared:
             problem = self._host_problem(candidate)
         seconds = self._training_seconds(candidate, load) / factor
         return Prediction(candidate, seconds, peak, budget, 0.0, measured, problem)
@@ -281,14 +281,18 @@ class Predictor:
         return self.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
-        """Why the host cannot hold the optimizer state of its ranks; empty when it can."""
+        """Why a host of GPUs cannot hold what its ranks leave there for the engines' time, float32
+        weights and two Adam moments, beside two published versions; empty when it can."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
         own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        needed = 8.0 * own * ranks
+        needed = 12.0 * own * ranks + 2.0 * self._value * self.shape.parameters
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
-        if needed <= budget:
+        if needed <= budget or not PLACEMENTS[self.given.stages.placement].gives_way("rollout"):
             return ""
-        return f"the optimizer state of a host's ranks needs {gib(needed)} of its {gib(budget)}"
+        return (
+            "while engines have the GPUs, its weights and optimizer state and two published "
+            f"versions need {gib(needed)} of a host's {gib(budget)}"
+        )
 
     def _predict_rollout(self, candidate: StageDeployment, load: Load) -> Prediction:
         capacity, offered = self.capacity(candidate), load.offered(candidate)
