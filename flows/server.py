@@ -72,6 +72,7 @@ def configure(runs_directory: str | Path) -> Path:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",  # whole events, once the server is gone
         "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
         "GIT_PYTHON_REFRESH": "quiet",
     }.items():

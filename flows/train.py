@@ -108,7 +108,9 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
                 if not _may_go_back(controller, number, returned):
                     raise
                 controller.go_back()
-        await _evaluate_if_due(controller, settings.iterations)
+        # Where `iterations` was lowered, no checkpoint need hold the last version that it asks for.
+        if controller.next_iteration() == settings.iterations:
+            await _evaluate_if_due(controller, settings.iterations)
         forget_results(controller.run.path)
         controller.run.finish()
         return {"run": run, "iterations": settings.iterations}
@@ -127,7 +129,9 @@ def _may_go_back(
     if resume_point(controller.run).iteration >= number or place in returned:
         return False
     returned.add(place)
-    controller.run.note(number, "update", "state lost: back to the last checkpoint")
+    text = "the training state was lost with its ranks: back to the last checkpoint"
+    controller.run.note(number, "update", text)
+    controller.listener("update", number, {"repeated": text})
     return True
 
 

@@ -6,7 +6,7 @@ import re
 
 from pydantic import Field, field_validator
 
-from earl_core.config.settings import Options, Settings
+from earl_core.config.settings import Options, Place, Settings
 
 # `models/` is where recipes and documentation keep directories.
 _HUB_NAME = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -16,7 +16,7 @@ _HUB = "earl_core.models.hub:build"
 class ModelConfig(Settings):
     """The initial policy: any causal language model that transformers loads."""
 
-    path: str = Field(
+    path: Place = Field(
         description="A Hugging Face model directory (weights, config and tokenizer), relative to "
         "the working directory. Where there is none and no builder, `org/name` names a model of "
         "the hub, downloaded once; ./org/name is always a directory."

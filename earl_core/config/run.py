@@ -40,7 +40,7 @@ from earl_core.config.services import (
     ExperienceConfig,
     TrackingConfig,
 )
-from earl_core.config.settings import Settings
+from earl_core.config.settings import Place, Settings
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.system.files import canonical_json
@@ -64,7 +64,7 @@ class RunConfig(Settings):
         description="Every random draw of the run derives from it, and from its place in the run.",
     )
     iterations: int = Field(ge=1, description="Iterations after which the run is finished.")
-    runs_directory: str = Field(
+    runs_directory: Place = Field(
         default="runs",
         description="Where the run's directory is made; relative to the working directory.",
     )

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.config.rollout import RolloutConfig
-from earl_core.config.settings import Settings
+from earl_core.config.settings import Place, Settings
 from earl_core.config.stages import StagesConfig
 
 VARIABLE_FIELDS = (
@@ -77,7 +77,7 @@ class SelectorConfig(Settings):
     fixed_fields: tuple[str, ...] = Field(
         default=(), description="Fields that stay as configured, such as `update.shard`."
     )
-    profile_directory: str = Field(
+    profile_directory: Place = Field(
         default="profiles",
         min_length=1,
         description="Where `earl profile` writes what it measured and runs read it; relative to "

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from earl_core.config.environment import SuiteConfig
-from earl_core.config.settings import Options, Settings
+from earl_core.config.settings import Options, Place, Settings
 from earl_core.system.files import user_directory
 
 _HOSTS = re.compile(r"[1-9]\d*(\.\.[1-9]\d*)?")
@@ -81,7 +81,7 @@ class ExperienceConfig(Settings):
 class DispatchConfig(Settings):
     """Where shards live and how they are checked."""
 
-    directory: str = Field(
+    directory: Place = Field(
         default_factory=lambda: str(user_directory()),
         description="A folder in shared memory for the runs of one user, /dev/shm/earl-<user id> "
         "unless set.",

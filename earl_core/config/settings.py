@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -53,3 +54,7 @@ def _check_options(value: dict[str, Any]) -> dict[str, Any]:
 
 Options = Annotated[dict[str, Any], AfterValidator(_check_options)]
 """Keys that only their user knows, with values that JSON holds exactly."""
+
+
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A directory; `~` is the user's home, as a shell reads it, and never a folder of that name."""

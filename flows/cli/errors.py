@@ -113,8 +113,8 @@ def print_ending(run: Path, settings: RunConfig, used: Server, console: Console)
     """The whole ending of a finished run."""
     text = learning_curve(run)
     if text:
-        console.print(f"\n[bold]Learning curve of {run.name}[/bold]")
-        console.print(text, highlight=False, markup=False)
+        console.print(f"\nLearning curve of {run.name}", style="bold")
+        console.print(text, highlight=False)
     evaluations = evaluations_of(run)
     if evaluations:
         console.print()
@@ -125,9 +125,9 @@ def print_ending(run: Path, settings: RunConfig, used: Server, console: Console)
         ("Where to look", places(run, used)),
         ("What to try next", next_commands(run, settings)),
     ):
-        console.print(f"\n[bold]{heading}[/bold]")
+        console.print(f"\n{heading}", style="bold")
         for what, command in lines:
-            console.print(f"  {what:<36} {command}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"  {what:<36} {command}", highlight=False, soft_wrap=True)
 
 
 def learning_curve(run: Path) -> str:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.rollout.pass_rates import suite_rows
@@ -54,10 +55,11 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     """The outcomes of an evaluation, and its suites, as tables."""
     metrics = result["metrics"]
     console.print(
-        f"\n[bold]{result['run']}[/bold], {result['checkpoint']} (policy version "
-        f"{result['policy_version']}): {plural(result['episodes'], 'held-out game')} in "
-        f"{duration(metrics['seconds'])}",
-        highlight=False,
+        Text.assemble(
+            (f"\n{result['run']}", "bold"),
+            f", {result['checkpoint']} (policy version {result['policy_version']}): "
+            f"{plural(result['episodes'], 'held-out game')} in {duration(metrics['seconds'])}",
+        )
     )
     rows = [
         {

@@ -62,12 +62,12 @@ def explain_run(run: str, runs_directory: str, explain: bool, as_json: bool = Fa
         return
     console = make_console()
     policy = plan.policy if plan else inputs[-1].selector.policy
-    console.print(f"[bold]{path}[/bold], iteration {iteration}, policy {policy}")
+    console.print(Text.assemble((str(path), "bold"), f", iteration {iteration}, policy {policy}"))
     for attempt, given in enumerate(inputs[:-1] if explain else ()):
-        console.print(f"\n[bold]Attempt {attempt + 1} of {len(inputs)}[/bold]")
+        console.print(f"\nAttempt {attempt + 1} of {len(inputs)}", style="bold")
         _print_attempt(given, seen, console)
     if len(inputs) > 1:
-        console.print(f"\n[bold]Attempt {len(inputs)} of {len(inputs)}[/bold]")
+        console.print(f"\nAttempt {len(inputs)} of {len(inputs)}", style="bold")
     if plan is None:
         console.print("No plan was sealed: the run ended, or is still choosing.")
         _print_attempt(inputs[-1], seen, console)
@@ -76,7 +76,7 @@ def explain_run(run: str, runs_directory: str, explain: bool, as_json: bool = Fa
     if explain:
         _print_considered(inputs[-1], plan, console)
         if rows := outcome_rows(inputs[-1], plan, seen):
-            console.print("\n[bold]Predicted and measured[/bold]")
+            console.print("\nPredicted and measured", style="bold")
             console.print(rows_table(rows))
     _print_again(inputs[-1], plan, console)
 
@@ -125,23 +125,21 @@ def _print_attempt(given: SelectionInput, seen: Sequence[Observation], console: 
     try:
         plan = select(given)
     except NoFeasiblePlan as error:
-        console.print(f"No feasible plan: {error}", markup=False)
+        console.print(f"No feasible plan: {error}")
         return
     _print_plan(plan, console)
     _print_considered(given, plan, console)
     for item in seen:
         own = plan.stages.get(item.stage) == item.deployment
         if own and item.kind in INFEASIBLE:
-            console.print(infeasible_text(item), style="yellow", markup=False)
+            console.print(infeasible_text(item), style="yellow")
 
 
 def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
     try:
         again = select(given)
     except NoFeasiblePlan as error:
-        console.print(
-            f"Choosing again gives no plan: this version of earl finds that {error}", markup=False
-        )
+        console.print(f"Choosing again gives no plan: this version of earl finds that {error}")
         return
     if (again.stages, again.policy) == (plan.stages, plan.policy):
         console.print("Choosing again from the sealed input gives the same plan.")
@@ -178,7 +176,8 @@ def explain_question(
     devices = plural(hardware.devices, device.name)
     if hardware.gpus:
         devices = f"{hardware.hosts} x {hardware.devices_per_host} {device.name}"
-    console.print(f"[bold]{name}[/bold] ({shape.parameters / 1e9:.3g} B parameters) on {devices}")
+    size = f" ({shape.parameters / 1e9:.3g} B parameters) on {devices}"
+    console.print(Text.assemble((name, "bold"), size))
     if model is None:
         console.print(
             "It is the largest well-known model that fits there, with iterations of at most an "
@@ -198,7 +197,8 @@ def explain_question(
             _print_plan(select(inputs[0]), console)
         if explain:
             for given in inputs:
-                console.print(f"\n[bold]Context {given.statistics.context_mean[-1]:,.0f}[/bold]")
+                context = given.statistics.context_mean[-1]
+                console.print(f"\nContext {context:,.0f}", style="bold")
                 plan = select(given)
                 if len(inputs) > 1:
                     _print_plan(plan, console)
@@ -217,15 +217,15 @@ def _need(shape: ModelShape, loads: Sequence[PlannedLoad]) -> Need:
     )
 
 
-def _shared_memory(need: Need, here: bool) -> str:
+def _shared_memory(need: Need, here: bool) -> Text:
     weights = f"{gib(need.weights)} for two versions of the weights"
-    text = (
+    text = Text(
         f"Shared memory of each host: {weights} and {gib(need.samples)} for an iteration's "
         f"samples, so {gib(need.size)} or more."
     )
     room = room_in(DispatchConfig().directory)
     if here and need.size > room.size:
-        text += f" [yellow]It is too small here, {room}: {enlarge(need.size)}.[/yellow]"
+        text.append(f" It is too small here, {room}: {enlarge(need.size)}.", style="yellow")
     return text
 
 
@@ -306,14 +306,14 @@ def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Cons
     try:
         tables = candidate_tables(given, plan)
     except ValueError as error:
-        console.print(f"No other candidates were weighed: {error}", markup=False)
+        console.print(f"No other candidates were weighed: {error}")
         return
     if given.selector.policy != "live_tokens":
         console.print(
             f"\nThe policy {given.selector.policy} does not weigh these; what is predicted of them:"
         )
     for heading, rows in tables:
-        console.print(f"\n[bold]{heading}[/bold]")
+        console.print(f"\n{heading}", style="bold")
         console.print(rows_table(rows))
 
 

@@ -66,7 +66,7 @@ class Person:
             if text.lower() in ("q", "quit", "exit"):
                 raise EOFError
             text = text.strip("[]")
-            if text.isascii() and text.isdigit() and int(text) in legal:
+            if text in map(str, legal):
                 return int(text) - 1
             self.console.print(f"{text!r} is not one of {shown}.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from earl_core.config import load_config
 from earl_core.system.plural import plural
@@ -43,14 +44,15 @@ def print_result(result: dict[str, Any], minutes: float, console: Console) -> No
             "--minutes; to measure again, remove the file.",
             highlight=False,
         )
-    console.print(f"\n[bold]Measured[/bold] ({points}, {spent})")
+    console.print(Text.assemble(("\nMeasured", "bold"), f" ({points}, {spent})"))
     console.print(rows_table(result["measured"]))
     if result["choices"]:
-        console.print("\n[bold]What live_tokens would choose now[/bold]")
+        console.print("\nWhat live_tokens would choose now", style="bold")
         console.print(rows_table(result["choices"]))
     if result["memory_errors"]:
-        console.print("\n[bold]Memory model[/bold], each measured peak predicted from the others")
+        heading = ("\nMemory model", "bold")
+        console.print(Text.assemble(heading, ", each measured peak predicted from the others"))
         console.print(rows_table(result["memory_errors"]))
     for failure in result["failures"]:
-        console.print(f"Left out: {failure}", style="yellow", highlight=False, markup=False)
+        console.print(f"Left out: {failure}", style="yellow", highlight=False)
     console.print(f"\nProfile: {result['path']}", highlight=False, soft_wrap=True)

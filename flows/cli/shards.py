@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 from rich.filesize import decimal
+from rich.text import Text
 
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch import Manifest, read_manifest
@@ -121,10 +122,12 @@ def _of_manifest(shard: str, runs_directory: str) -> tuple[Manifest, list[Path]]
 def _show_manifest(manifest: Manifest, console: Console) -> None:
     rows = sum(entry.rows for entry in manifest.shards)
     console.print(
-        f"[bold]{manifest.stage}[/bold] of iteration {manifest.iteration}, run {manifest.run}, "
-        f"policy version {manifest.policy_version}: {plural(len(manifest.shards), 'shard')}, "
-        f"{plural(rows, 'row')}, {decimal(manifest.tensor_bytes)}",
-        highlight=False,
+        Text.assemble(
+            (manifest.stage, "bold"),
+            f" of iteration {manifest.iteration}, run {manifest.run}, policy version "
+            f"{manifest.policy_version}: {plural(len(manifest.shards), 'shard')}, "
+            f"{plural(rows, 'row')}, {decimal(manifest.tensor_bytes)}",
+        )
     )
 
 
@@ -139,7 +142,8 @@ def _show_file(path: Path, row: int, console: Console) -> None:
 
 
 def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) -> None:
-    console.print(f"\n[bold]{path}[/bold]  {decimal(path.stat().st_size)}", highlight=False)
+    size = decimal(path.stat().st_size)
+    console.print(Text.assemble((f"\n{path}", "bold"), f"  {size}"))
     rows = []
     for field, column in zip(batch.schema, batch.columns, strict=True):
         count = len(column.values) if pa.types.is_large_list(field.type) else len(column)
@@ -154,7 +158,7 @@ def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) 
     for name in batch.schema.names:
         value = batch.column(name)[row].as_py()
         text = _list_text(value) if isinstance(value, list) else str(value)
-        console.print(f"  {name:<22}{text}", highlight=False, markup=False)
+        console.print(f"  {name:<22}{text}", highlight=False)
 
 
 def _list_text(values: list[Any]) -> str:

@@ -43,7 +43,6 @@ def serve_shards(run: str, runs_directory: str, host: str, port: int) -> None:
     console.print(f"Serving the shards of {path} at {server.address}, read-only.")
     console.print(
         f"Each call needs the header `authorization: Bearer TOKEN`; the token is in {place}.",
-        markup=False,
     )
     console.print(
         f'pyarrow.flight.connect("{server.address}").list_flights(options=...) lists them; '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -29,12 +30,12 @@ _PIPE_WIDTH = 140
 def make_console(quiet: bool = False) -> Console:
     """Standard output; pipes and logs get lines that are wide enough for every table.
 
+    Texts are printed as they are: paths and answers may hold brackets, which rich takes for markup.
     quiet: nothing of it is shown.
     """
-    console = Console(highlight=False, quiet=quiet)
-    if console.is_terminal:
-        return console
-    return Console(highlight=False, quiet=quiet, width=_PIPE_WIDTH)
+    options: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "quiet": quiet}
+    console = Console(**options)
+    return console if console.is_terminal else Console(**options, width=_PIPE_WIDTH)
 
 
 def resolved_table(config: RunConfig) -> FittingTable:

@@ -22,7 +22,7 @@ from flows.cli.board import find_board
 from flows.cli.curve import HEIGHT, WIDTH, Series, draw
 from flows.cli.display import LiveDisplay, PlainDisplay, make_display
 from flows.cli.errors import next_commands
-from flows.cli.tables import duration, rows_table
+from flows.cli.tables import duration, make_console, rows_table
 from tests.cli.conftest import CONFIG, ROOT
 
 Event = tuple[str, int, dict[str, Any]]
@@ -289,6 +289,13 @@ def test_what_to_try_next_looks_where_the_shards_are() -> None:
 
 def commands(config: RunConfig) -> list[str]:
     return [command for _, command in next_commands(Path("runs/demo"), config)]
+
+
+def test_brackets_and_colons_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "runs [bold]/[/old] :key:"
+    make_console().print(text)
+    make_console().print(rows_table([{"run": text}]))
+    assert capsys.readouterr().out.count(text) == 2
 
 
 def test_a_pipe_gets_plain_lines() -> None:

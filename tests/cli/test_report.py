@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from earl_core.dispatch import Manifest
 from earl_core.models.tiny import character_tokenizer
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import write_episodes
+from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan
 from flows.cli.report import report
 from tests.cli.conftest import Earl
@@ -245,6 +247,21 @@ def test_all_that_was_said_is_text(
     assert reader.page.title() == "Run run"
     assert reader.page.locator("#dialogue img, #dialogue script").count() == 0
     reader.close()
+
+
+def test_a_page_replaces_files_alone(tmp_path: Path) -> None:
+    run = RunDirectory.open(parse_config(config(tmp_path)))
+    run.store_config()
+    run.close()
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="it is no file"):
+        report("run", str(tmp_path / "runs"), pipe, 100)
+    assert pipe.is_fifo()
+    link.symlink_to(tmp_path / "page.html")
+    report("run", str(tmp_path / "runs"), link, 100)
+    assert link.is_symlink()
+    assert "</html>" in link.read_text()
 
 
 def test_a_run_without_an_iteration_says_so(browser: Browser, tmp_path: Path) -> None:

@@ -54,11 +54,16 @@ def answering() -> Iterator[tuple[str, list[bytes]]]:
         httpd.shutdown()
 
 
+CONFIGURED = (
+    "HOME", "SERVER_ANALYTICS_ENABLED", "LOGGING_HANDLERS_CONSOLE_LEVEL", "INTERNAL_LOGGING_LEVEL"
+)  # fmt: skip
+
+
 def test_configure_keeps_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DO_NOT_TRACK", "MLFLOW_DISABLE_TELEMETRY", "GIT_PYTHON_REFRESH"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "DEBUG")
-    for name in ("HOME", "SERVER_ANALYTICS_ENABLED", "LOGGING_HANDLERS_CONSOLE_LEVEL"):
+    for name in CONFIGURED:
         monkeypatch.delenv(f"PREFECT_{name}", raising=False)
     home = server.configure(tmp_path / "runs")
     try:
@@ -67,10 +72,11 @@ def test_configure_keeps_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert os.environ["PREFECT_HOME"] == str(home)
         assert os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
         assert os.environ["PREFECT_SERVER_LOGGING_LEVEL"] == "DEBUG"
+        assert os.environ["PREFECT_INTERNAL_LOGGING_LEVEL"] == "CRITICAL"
         monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "mine"))
         assert server.configure(tmp_path / "runs") == tmp_path / "mine"
     finally:
-        for name in ("HOME", "SERVER_ANALYTICS_ENABLED", "LOGGING_HANDLERS_CONSOLE_LEVEL"):
+        for name in CONFIGURED:
             os.environ.pop(f"PREFECT_{name}", None)
 
 

@@ -80,11 +80,11 @@ def test_watch_games_without_a_terminal(earl: Earl, finished_run: Done) -> None:
 
 
 def test_a_person_plays_against_it(earl: Earl, finished_run: Done) -> None:
-    shown = earl.run("play", "done", "--me", "--games", "1", "--seed", "5", text="0\n")
+    shown = earl.run("play", "done", "--me", "--games", "1", "--seed", "5", text="a[/x]b\n")
     assert shown.returncode == 0, shown.stderr
     assert "You are O and move second." in shown.stdout
-    # Either the agent lost by an illegal first move, or it was the person's turn and 0 is no move.
-    assert "1 game played" in shown.stdout or "'0' is not one of" in shown.stdout
+    # Either the agent lost by an illegal first move, or the person's turn came; this is no move.
+    assert "1 game played" in shown.stdout or "'a[/x]b' is not one of" in shown.stdout
 
 
 @pytest.mark.parametrize(

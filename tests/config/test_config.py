@@ -209,3 +209,9 @@ def test_the_flow_process_imports_no_torch(modules: str) -> None:
         "sys.exit(f'imported {found}' if found else 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_places_begin_with_the_home_where_they_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = parse_config(with_(model__path="~/models/x", runs_directory="~/runs"))
+    assert (config.model.path, config.runs_directory) == ("/home/me/models/x", "/home/me/runs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from earl_core.control.run_controller import close_controller, open_controller
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import describe_state
 from flows.iteration import iteration
+from flows.train import train
 from tasks.tracking.tracker import Tracker
 
 
@@ -95,6 +97,16 @@ def test_a_run_that_has_all_its_iterations_is_left_alone(tmp_path: Path, tiny_mo
     assert stages == ["checkpoint"] * 2
     assert run.stable_iterations() == [0, 1]
     run.close()
+
+
+def test_a_run_that_has_more_iterations_than_are_wanted_now_is_finished(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    path = with_checkpoints(config_in(tmp_path, tiny_model), 2)
+    shutil.rmtree(path / "checkpoints" / "000000")
+    wanted = ["iterations=1", "evaluation.every=1"]
+    asyncio.run(train.fn(str(path / "config.yaml"), overrides=wanted))
+    assert json.loads((path / "run.json").read_text())["finished"]
 
 
 def test_a_finished_run_stays_finished(tmp_path: Path, tiny_model: Path) -> None:

@@ -144,6 +144,7 @@ def test_onlookers_and_sweepers_never_make_a_start_fail(tmp_path: Path) -> None:
 def test_a_look_takes_nothing_and_what_cannot_be_looked_at_counts_as_held(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert not is_held(path)
+    assert not is_held(Path("/dev/null/run/lock"))
     lock = FileLock(path)
     assert is_held(path)
     with pytest.raises(BlockingIOError):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.config.services import DispatchConfig
+from earl_core.dispatch.segments.pool_directory import make_store
 from earl_core.run import RunDirectory
 from earl_core.run.stores import sweep
 from earl_core.system import files as module
@@ -26,6 +27,11 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_two_users_have_two_directories() -> None:
     assert DispatchConfig().directory == f"/dev/shm/earl-{os.geteuid()}"
+
+
+def test_a_file_system_without_folders_is_an_error_and_no_endless_try() -> None:
+    with pytest.raises(FileNotFoundError):
+        make_store(Path("/proc/store"))
 
 
 def _open(path: Path) -> None:

@@ -142,7 +142,7 @@ def read_mark(directory: Path) -> StoreMark | None:
         return None
 
 
-def make_store(directory: Path) -> None:
+def make_store(directory: Path, attempts: int = 20) -> None:
     """Make a store's directory, mode 0700, and mark it; nothing happens to one that is marked.
 
     Raises `NotOurs` for a link, a directory of another user, or one that holds anything, and when
@@ -154,8 +154,11 @@ def make_store(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700)
     except FileNotFoundError:
-        # Another run, the last one in it, has just removed the parent.
-        return make_store(directory)
+        # Another run, the last one in it, has just removed the parent. Some file systems say this
+        # always.
+        if attempts == 1:
+            raise
+        return make_store(directory, attempts - 1)
     except FileExistsError:
         _check_empty(directory)
         if read_mark(directory) is not None:

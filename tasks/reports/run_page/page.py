@@ -8,6 +8,7 @@ nothing to be loaded, so that what a model wrote runs nothing and reaches nobody
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import time
@@ -52,7 +53,8 @@ def write_page(
     """Write the page of a run, whole or not at all.
 
     iterations, evaluations: a mapping of numbers each, ascending by `iteration`. most_episodes: of
-    all iterations together. Raises `ConfigError` where no run lies, `OSError`.
+    all iterations together. output: a device or a pipe is never replaced by a file. Raises
+    `ConfigError` where no run lies, `OSError`.
     """
     records = read_records(run, iterations, evaluations)
     tokens = find_token_texts(records.tokenizer_files)
@@ -63,7 +65,10 @@ def write_page(
     notes = [_how_many(*counts, tokens is None), *packed.damaged]
     data = {**_told(records), "notes": redact_tree(notes), "tools": _tool_patterns(records)}
     page = _filled(data, packed).encode()
-    write_atomic(output, page)
+    target = output.resolve()  # a link stays one
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    write_atomic(target, page)
     return Written(output, len(page), *counts)
 
 
