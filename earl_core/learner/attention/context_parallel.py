@@ -112,17 +112,25 @@ class PackExchange:
         return torch.cat(parts)
 
     def sum_to_owner(self, whole: torch.Tensor) -> torch.Tensor:
-        """Every rank's [T, ...] → this rank's rows [T_r, ...], summed over ranks. Collective."""
-        most = max(self.cut.counts)
-        sent = whole.new_zeros(self.cut.size * most, *whole.shape[1:])
-        for rank in range(self.cut.size):
-            for late, (start, stop) in enumerate(self.cut.stretches(rank)):
-                first = self._start(rank, late=bool(late), most=most)
-                sent[first : first + stop - start] = whole[start:stop]
-        received = whole.new_empty(most, *whole.shape[1:])
-        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-        reduce_scatter(received, sent, group=self.place.group)
-        return received[: self.cut.counts[self.place.rank]]
+        """Every rank's [T, ...] → this rank's rows [T_r, ...], summed over ranks. Collective.
+
+        Summed here, in the order of the ranks and in float32, because a reduction under way rounds
+        16 bits at every rank, in an order of its own; as many bytes travel.
+        """
+        counts, mine = list(self.cut.counts), self.cut.counts[self.place.rank]
+        sent = torch.cat(
+            [
+                whole[start:stop]
+                for rank in range(self.cut.size)
+                for start, stop in self.cut.stretches(rank)
+            ]
+        )
+        received = whole.new_empty(self.cut.size, mine, *whole.shape[1:])
+        dist.all_to_all_single(
+            received.flatten(0, 1), sent, [mine] * len(counts), counts, group=self.place.group
+        )
+        # Of 16 bits, too, torch sums in float32 and rounds once.
+        return received.sum(0)
 
     def _start(self, rank: int, *, late: bool, most: int) -> int:
         """Where a stretch of a rank begins among all ranks' rows, padded to `most` each."""

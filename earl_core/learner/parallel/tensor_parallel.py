@@ -5,13 +5,14 @@ its configuration); torch's `ColwiseParallel` and `RowwiseParallel` carry it out
 output layer are split over the vocabulary. Between the matrices, where tokens do not meet, each
 rank has some of the tokens: norms and the sums along the layers (sequence parallelism, as in
 arXiv 2205.05198). What is split otherwise is gathered before a layer's first matrices and summed
-to its owners after its last ones. The parameters between are whole on every rank.
+to its owners after its last ones. The parameters between are whole on every rank, plain tensors,
+and their gradients are those of its own tokens: `Gradients` adds them up, in float32.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -36,13 +36,11 @@ from earl_core.system.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+_STYLES: dict[str, Callable[[], ParallelStyle | None]] = {
     "colwise": ColwiseParallel,
     "rowwise": partial(RowwiseParallel, output_layouts=Shard(1)),
-    # A norm over each head, [1, tokens, heads, dim], between a split matrix and attention.
-    "replicated_with_grad_allreduce": partial(
-        SequenceParallel, sequence_dim=2, use_local_output=True
-    ),
+    # A norm over each head, between a split matrix and attention; a rank has some of the heads.
+    "replicated_with_grad_allreduce": lambda: None,
 }
 
 
@@ -62,9 +60,8 @@ def split_over_ranks(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularySha
             partial(_enter_once, tokens), with_kwargs=True
         )
     decoder.register_forward_hook(partial(_leave, tokens))
-    between, _ = _unplanned(decoder, styles)
-    styles |= {name: SequenceParallel(use_local_output=True) for name in between}
-    parallelize_module(decoder, ranks, styles, src_data_rank=None)
+    split = {name: style for name, style in styles.items() if style is not None}
+    parallelize_module(decoder, ranks, split, src_data_rank=None)
     shard = _split_vocabulary(model, tokens)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -102,7 +99,7 @@ def _unsplittable(model: PreTrainedModel) -> str:
     if embedding is not nn.Embedding:
         return f"its embeddings are of a special kind ({embedding.__name__})"
     decoder = decoder_of(model)
-    _, others = _unplanned(decoder, _styles(decoder, plan))
+    others = _unplanned(decoder, _styles(decoder, plan))
     return f"its plan does not say how {others[0]} is split" if others else ""
 
 
@@ -113,9 +110,9 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
     return {name: style for name, style in plan.items() if not style.startswith("embedding")}
 
 
-def _styles(decoder: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
-    """The style of each module that the plan names."""
-    styles = {}
+def _styles(decoder: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle | None]:
+    """The style of each module that the plan names; None where it is whole on every rank."""
+    styles: dict[str, ParallelStyle | None] = {}
     for pattern, style in plan.items():
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for name, _ in decoder.named_modules():
@@ -124,7 +121,7 @@ def _styles(decoder: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle
     return styles
 
 
-def _entered(styles: dict[str, ParallelStyle]) -> set[str]:
+def _entered(styles: Mapping[str, ParallelStyle | None]) -> set[str]:
     """The modules whose first matrices are split by columns: attention and MLP of each layer."""
     return {
         name.rpartition(".")[0]
@@ -133,20 +130,20 @@ def _entered(styles: dict[str, ParallelStyle]) -> set[str]:
     }
 
 
-def _unplanned(decoder: nn.Module, styles: dict[str, ParallelStyle]) -> tuple[list[str], list[str]]:
-    """What has parameters and no style, but for the embedding: modules between the matrices, which
-    take token by token, as norms do; and others, whose gradients would be wrong.
+def _unplanned(decoder: nn.Module, styles: Mapping[str, ParallelStyle | None]) -> list[str]:
+    """What has parameters and no style, and is neither the embedding nor a module between the
+    matrices that takes token by token, as norms do: its gradients would be wrong.
     """
     inside = tuple(f"{name}." for name in _entered(styles))
     embedding = cast(PreTrainedModel, decoder).get_input_embeddings()
-    between: list[str] = []
-    others: list[str] = []
+    found: list[str] = []
     for name, module in decoder.named_modules():
         own = next(module.parameters(recurse=False), None)
         if own is not None and name not in styles and module is not embedding:
             whole = isinstance(module, nn.Embedding) or next(module.children(), None) is not None
-            (others if whole or name.startswith(inside) else between).append(name)
-    return between, others
+            if whole or name.startswith(inside):
+                found.append(name)
+    return found
 
 
 class _TokenParts:
