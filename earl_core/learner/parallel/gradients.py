@@ -31,7 +31,7 @@ class Gradients:
         self._counted: list[nn.Parameter] = []
         """Those whose elements this rank counts in a norm."""
         self._copied: list[nn.Parameter] = []
-        """Those of which the tensor ranks hold copies."""
+        """Those of which tensor ranks hold copies, with gradients of their own tokens or heads."""
         for parameter in self._trained:
             cut = _cut_dimensions(parameter)
             if all(places[name] == 0 for name in AXES if name not in cut):
@@ -50,9 +50,8 @@ class Gradients:
                 _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=copies))
         tensor = self._mesh.group("tensor_parallel")
         if tensor is not None:
-            # Equal but for the order of additions on a GPU; a drift apart would never end.
             for bucket in _in_buckets(self._copied):
-                _through_flat(bucket, lambda flat: dist.broadcast(flat, group=tensor, group_src=0))
+                _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=tensor))
 
     @torch.no_grad()
     def clip(self, largest: float) -> float:
