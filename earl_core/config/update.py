@@ -77,7 +77,7 @@ class UpdateConfig(Settings):
         default=None,
         description="Compile each decoder layer (torch.compile), around attention: fewer passes "
         "over memory, half a minute more at the start. None: on a GPU yes, or with a warning no "
-        "where the compiler does not work; on a CPU no. Tensor-parallel layers never are.",
+        "where the compiler does not work; on a CPU no.",
     )
     deterministic: bool = Field(
         default=False,

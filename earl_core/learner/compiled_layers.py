@@ -9,8 +9,7 @@ checkpointing) stays outside of it, in any order. Between its own forward and ba
 compiled layer keeps little more than under selective checkpointing: what its parts, before and
 after attention, hand to each other.
 
-Tensor-parallel layers are not to be compiled: with torch 2.13 the backward pass of their
-distributed tensors ends in a RecursionError.
+What tensor ranks exchange in a layer is compiled with it.
 """
 
 from __future__ import annotations

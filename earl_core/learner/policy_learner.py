@@ -97,7 +97,7 @@ class PolicyLearner:
         """Go on with this model, on its mesh, and with this optimizer state, by parameter name."""
         self.parallel = parallel
         parallel.module.scoring.compiled = self._compiled
-        if self._compiled and self.mesh.deployment.tensor_parallel == 1:
+        if self._compiled:
             compile_layers(parallel.model)
         checkpoint_activations(parallel.model, self.config.activation_checkpointing)
         self.optimizer.bind(self.named_parameters())

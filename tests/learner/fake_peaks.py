@@ -160,6 +160,8 @@ CASES = [
     _case("qwen2.5-72b", 16384, tensor_parallel=8, shard=8),
     _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=8),
     _case("qwen2.5-72b", 16384, "selective", tensor_parallel=4, shard=8),
+    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=8, compiled=True),
+    _case("qwen2.5-72b", 16384, "full", tensor_parallel=4, shard=8, compiled=True),
     _case("qwen2.5-72b", 65536, tensor_parallel=4, context_parallel=4, shard=8),
     _case("llama-3.1-8b", 131072, context_parallel=8),
     _case("llama-3.1-8b", 8192, "none", mixed=False, shard=8),

@@ -55,6 +55,20 @@ def test_compiled_layers_on_two_ranks(tmp_path: Path) -> None:
         assert found["compiled"]
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_compiled_layers_of_tensor_ranks(ranks: int, tmp_path: Path) -> None:
+    """Alone, and sharded besides: packs that the ranks divide evenly, and others."""
+    save_model("qwen2", tmp_path / "model")
+    scratch = tmp_path / "ranks"
+    for found in launch("tests.learner.compiled_ranks", "compare_tensor_parallel", ranks, scratch):
+        assert min(found["gradients"]) > 0.1
+        assert max(found["differences"]) < 1e-5
+        assert found["compiled"]
+        first, all_packs = found["graphs"]
+        # As on one rank, and the gathering of what attention reads; for scores and for gradients.
+        assert 1 <= first == all_packs <= 14
+
+
 def test_a_compiler_that_does_not_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -61,6 +61,7 @@ class KernelCall:
 class SampleBoundaries:
     """Which tokens of a pack see which, made once per pack on the host.
 
+    tokens: T, at least 1, because models take no empty sequence.
     cu_seqlens: int32 [runs + 1], on the device; without shared prefixes a run is a sample.
     longest: tokens of the longest sample. buckets: for devices without a varlen kernel; calls: for
     those with one (not made for the CPU). scatter: int64 [T], the position of each query among the
@@ -70,6 +71,7 @@ class SampleBoundaries:
     the whole pack.
     """
 
+    tokens: int
     cu_seqlens: torch.Tensor
     longest: int
     buckets: tuple[Bucket, ...]
@@ -112,6 +114,7 @@ class SampleBoundaries:
         identity = np.array_equal(scatter, np.arange(offset))
         cu_seqlens = _cumulative(queries.sizes).to(device)
         return cls(
+            tokens=max(1, scatter.size),
             cu_seqlens=cu_seqlens,
             longest=max(
                 (tree.runs[run].depth + tree.runs[run].length for run in queries.runs), default=0

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from earl_core.learner.attention import varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
@@ -75,6 +76,7 @@ def varlen_attention(
     """Causal attention inside each sample of a pack; transformers' attention signature.
 
     query [1, heads, T, dim]; key, value [1, kv_heads, T, dim]; returns ([1, T, heads, dim], None).
+    Tokens after the pack's own (tensor ranks have equally many) attend to nothing and get zeros.
     Dropout is never applied: log-probs must be those of the policy that played. Raises
     ConfigError when the boundaries are missing or it needs what is not supported here.
     """
@@ -85,11 +87,16 @@ def varlen_attention(
         sliding_window = None
     # The gradient of an index would be a copy.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    more = len(q) - sample_boundaries.tokens
+    if more:
+        q, k, v = (x[:-more] for x in (q, k, v))
     attend = partial(_attend, sample_boundaries, scale, sliding_window)
     if sample_boundaries.exchange is None:
         attended = attend(q, k, v)
     else:
         attended = attend_to_all_ranks(q, k, v, sample_boundaries.exchange, attend)
+    if more:
+        attended = F.pad(attended, (0, 0, 0, 0, 0, more))
     # Some models look at it as [T, heads * dim], which takes contiguous memory.
     return attended.contiguous()[None], None
 

@@ -1,8 +1,8 @@
 """Gradients of a model whose parameters lie on different meshes: sums, norm and clipping.
 
 A gradient is a sum over tokens with denominators of the whole minibatch, so that the ranks' parts
-of it add up. FSDP2 adds them up for the parameters it holds, over the ranks that share them; here
-the others are, once for each optimizer step, in float32.
+of it add up. FSDP2 adds them up for the parameters it holds; here the others are, once for each
+optimizer step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from earl_core.cluster.stage_deployment import AXES
@@ -31,17 +31,13 @@ class Gradients:
         self._counted: list[nn.Parameter] = []
         """Those whose elements this rank counts in a norm."""
         self._copied: list[nn.Parameter] = []
-        """Those of which the tensor ranks hold copies."""
-        self._between: list[nn.Parameter] = []
-        """Of these, those of whose gradient each rank found a part: that of its own tokens."""
+        """Those of which tensor ranks hold copies, with gradients of their own tokens or heads."""
         for parameter in self._trained:
             cut = _cut_dimensions(parameter)
             if all(places[name] == 0 for name in AXES if name not in cut):
                 self._counted.append(parameter)
             if mesh.deployment.tensor_parallel > 1 and "tensor_parallel" not in cut:
                 self._copied.append(parameter)
-                if "tensor_parallel" not in _placements(parameter):
-                    self._between.append(parameter)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -50,13 +46,12 @@ class Gradients:
             return
         copies = self._mesh.group("replicas")
         if copies is not None and self._mesh.group("parameters") is None:
-            _sum(self._trained, copies)
+            for bucket in _in_buckets(self._trained):
+                _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=copies))
         tensor = self._mesh.group("tensor_parallel")
         if tensor is not None:
-            _sum(self._between, tensor)
-            # Equal but for the order of additions on a GPU; a drift apart would never end.
             for bucket in _in_buckets(self._copied):
-                _through_flat(bucket, lambda flat: dist.broadcast(flat, group=tensor, group_src=0))
+                _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=tensor))
 
     @torch.no_grad()
     def clip(self, largest: float) -> float:
@@ -78,18 +73,13 @@ class Gradients:
         return found
 
 
-def _placements(parameter: torch.Tensor) -> dict[str, Placement]:
-    """How the parameter lies along each dimension of the mesh that it knows of."""
-    if not isinstance(parameter, DTensor):
-        return {}
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return dict(zip(names, parameter.placements, strict=True))
-
-
 def _cut_dimensions(parameter: torch.Tensor) -> set[str]:
     """The mesh dimensions whose ranks hold different elements."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    names = parameter.device_mesh.mesh_dim_names or ()
     cut: set[str] = set()
-    for name, placement in _placements(parameter).items():
+    for name, placement in zip(names, parameter.placements, strict=True):
         if not placement.is_replicate():
             cut.update(COMBINED.get(name, (name,)))
     return cut
@@ -111,12 +101,6 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """The gradients there are; all ranks have the same ones."""
     gradients = map(_local_gradient, parameters)
     return [gradient for gradient in gradients if gradient is not None]
-
-
-def _sum(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Make each rank's gradients of these the sum over the group."""
-    for bucket in _in_buckets(parameters):
-        _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=group))
 
 
 def _in_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.Tensor]]:

@@ -1,47 +1,42 @@
 """Tensor parallelism: each matrix of a layer split over ranks that see the same tokens.
 
 Which matrix is split by columns and which by rows is the model's own plan (`base_model_tp_plan` of
-its configuration); torch's `ColwiseParallel` and `RowwiseParallel` carry it out. Embedding and
-output layer are split over the vocabulary. Between the matrices, where tokens do not meet, each
-rank has some of the tokens: norms and the sums along the layers (sequence parallelism, as in
-arXiv 2205.05198). What is split otherwise is gathered before a layer's first matrices and summed
-to its owners after its last ones. The parameters between are whole on every rank, plain tensors,
-and their gradients are those of its own tokens: `Gradients` adds them up, in float32.
+its configuration). Embedding and output layer are split over the vocabulary. Between the matrices,
+where tokens do not meet, each rank has some of the tokens: norms and the sums along the layers
+(sequence parallelism, as in arXiv 2205.05198). What is split otherwise is gathered before a layer's
+first matrices and summed to its owners after its last ones.
+
+Parameters that are cut are DTensors, so that FSDP2 can cut them again. The parameters between are
+plain, whole on every rank, and get from each the gradient of its tokens or heads: their sum is
+theirs (`Gradients`). Layers compute with plain tensors, because torch 2.13 cannot compile DTensors
+of unknown length: an outer size that no graph input has becomes a node of the backward graph that
+is defined by itself (`sym_max(s, 1)`, which is `s`), and ends in a RecursionError.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from earl_core.deployment.feasibility import tensor_degrees, tensor_problem
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.head import decoder_of, head_of
-from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+from earl_core.learner.parallel.token_parts import TokenParts
+from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard, own_part
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_STYLES: dict[str, Callable[[], ParallelStyle | None]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": partial(RowwiseParallel, output_layouts=Shard(1)),
-    # A norm over each head, between a split matrix and attention; a rank has some of the heads.
-    "replicated_with_grad_allreduce": lambda: None,
-}
+# The last is a norm over each head, between a split matrix and attention.
+_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 
 def split_over_ranks(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularyShard:
@@ -52,23 +47,18 @@ def split_over_ranks(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularySha
     for a model that cannot be split so often.
     """
     check_degree(model, ranks.size())
-    decoder = decoder_of(model)
+    decoder, parts = decoder_of(model), TokenParts.of(ranks)
     styles = _styles(decoder, _plan(model))
-    tokens = _TokenParts(ranks)
+    enter = partial(_enter_once, parts)
     for name in _entered(styles):
-        decoder.get_submodule(name).register_forward_pre_hook(
-            partial(_enter_once, tokens), with_kwargs=True
-        )
-    decoder.register_forward_hook(partial(_leave, tokens))
-    split = {name: style for name, style in styles.items() if style is not None}
-    parallelize_module(decoder, ranks, split, src_data_rank=None)
-    shard = _split_vocabulary(model, tokens)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if isinstance(parameter, DTensor) and not parameter.is_meta:
-                # A part is a view until here and would keep the whole tensor alive.
-                parameter._local_tensor = parameter._local_tensor.clone()
-    return shard
+        decoder.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
+    decoder.register_forward_pre_hook(partial(_lengthen, parts), with_kwargs=True)
+    decoder.register_forward_hook(partial(_leave, parts))
+    for name, style in styles.items():
+        if style in ("colwise", "rowwise"):
+            matrix = cast(nn.Linear, decoder.get_submodule(name))
+            _split_matrix(matrix, ranks, parts, by_rows=style == "rowwise")
+    return _split_vocabulary(model, ranks, parts)
 
 
 def check_degree(model: PreTrainedModel, degree: int) -> None:
@@ -99,7 +89,12 @@ def _unsplittable(model: PreTrainedModel) -> str:
     if embedding is not nn.Embedding:
         return f"its embeddings are of a special kind ({embedding.__name__})"
     decoder = decoder_of(model)
-    others = _unplanned(decoder, _styles(decoder, plan))
+    styles = _styles(decoder, plan)
+    for name, style in styles.items():
+        kind = type(decoder.get_submodule(name))
+        if style in ("colwise", "rowwise") and kind is not nn.Linear:
+            return f"{name} is no linear layer ({kind.__name__})"
+    others = _unplanned(decoder, styles)
     return f"its plan does not say how {others[0]} is split" if others else ""
 
 
@@ -110,29 +105,25 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
     return {name: style for name, style in plan.items() if not style.startswith("embedding")}
 
 
-def _styles(decoder: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle | None]:
-    """The style of each module that the plan names; None where it is whole on every rank."""
-    styles: dict[str, ParallelStyle | None] = {}
+def _styles(decoder: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """The style of each module that the plan names."""
+    styles = {}
     for pattern, style in plan.items():
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for name, _ in decoder.named_modules():
             if wanted.fullmatch(name):
-                styles[name] = _STYLES[style]()
+                styles[name] = style
     return styles
 
 
-def _entered(styles: Mapping[str, ParallelStyle | None]) -> set[str]:
+def _entered(styles: dict[str, str]) -> set[str]:
     """The modules whose first matrices are split by columns: attention and MLP of each layer."""
-    return {
-        name.rpartition(".")[0]
-        for name, style in styles.items()
-        if isinstance(style, ColwiseParallel)
-    }
+    return {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
 
 
-def _unplanned(decoder: nn.Module, styles: Mapping[str, ParallelStyle | None]) -> list[str]:
-    """What has parameters and no style, and is neither the embedding nor a module between the
-    matrices that takes token by token, as norms do: its gradients would be wrong.
+def _unplanned(decoder: nn.Module, styles: dict[str, str]) -> list[str]:
+    """What has parameters that the plan does not say how to split, and that does not take token by
+    token between the matrices, as norms do; but for the embedding. Gradients would be wrong.
     """
     inside = tuple(f"{name}." for name in _entered(styles))
     embedding = cast(PreTrainedModel, decoder).get_input_embeddings()
@@ -146,37 +137,24 @@ def _unplanned(decoder: nn.Module, styles: Mapping[str, ParallelStyle | None]) -
     return found
 
 
-class _TokenParts:
-    """The tokens of a pack, dealt to the ranks as `torch.chunk` does: [1, T_r, hidden] of each.
+def _lengthen(
+    parts: TokenParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give the decoder tokens that belong to no sample, so that all ranks have equally many."""
+    more = parts.missing(kwargs["input_ids"].shape[1])
+    # Copies even where none are missing: torch.compile takes a view for another kind of input.
+    longer = {name: F.pad(kwargs[name], (0, more)) for name in ("input_ids", "position_ids")}
+    return args, kwargs | longer
 
-    A pack is known by its embedding, and until the next one's all layers are of it.
-    """
 
-    def __init__(self, ranks: DeviceMesh) -> None:
-        self.ranks = ranks
-        self._tokens = 0
-
-    def embed(
-        self, shard: VocabularyShard, embedding: nn.Embedding, ids: torch.Tensor
-    ) -> torch.Tensor:
-        """Look up ids [1, T] → this rank's [1, T_r, hidden]."""
-        self._tokens = ids.shape[1]
-        found = shard.embed(embedding, ids)
-        summands = DTensor.from_local(found, self.ranks, [Partial()], run_check=False)
-        return summands.redistribute(placements=[Shard(1)]).to_local()
-
-    def whole(self, part: torch.Tensor) -> DTensor:
-        """This rank's [1, T_r, hidden] → [1, T, hidden]; the gradient is the sum over the ranks."""
-        shape = torch.Size((1, self._tokens, part.shape[2]))
-        stride = (shape[1] * shape[2], shape[2], 1)
-        parts = DTensor.from_local(
-            part, self.ranks, [Shard(1)], run_check=False, shape=shape, stride=stride
-        )
-        return parts.redistribute(placements=[Replicate()])
+def _leave(parts: TokenParts, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Give the head, whose gradient is equal on all ranks, all tokens."""
+    output["last_hidden_state"] = parts.gather_for_equals(output[0])
+    return output
 
 
 def _enter_once(
-    tokens: _TokenParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parts: TokenParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give several column-split matrices one input, of all tokens.
 
@@ -184,24 +162,54 @@ def _enter_once(
     ranks: one sum for queries, keys and values instead of three.
     """
     if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": tokens.whole(kwargs["hidden_states"])}
-    return (tokens.whole(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": parts.gather(kwargs["hidden_states"])}
+    return (parts.gather(args[0]), *args[1:]), kwargs
 
 
-def _leave(tokens: _TokenParts, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Give the head, whose gradient is equal on all ranks, all tokens."""
-    output["last_hidden_state"] = tokens.whole(output[0]).to_local()
-    return output
+class _ByColumns(nn.Linear):
+    """[1, n P, inputs] → this rank's outputs of all tokens."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else own_part(self.bias)
+        return F.linear(input, own_part(self.weight), bias)
 
 
-def _split_vocabulary(model: PreTrainedModel, tokens: _TokenParts) -> VocabularyShard:
+class _ByRows(nn.Linear):
+    """This rank's inputs of all tokens → all outputs of this rank's tokens."""
+
+    parts: TokenParts
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found = self.parts.sum(F.linear(input, own_part(self.weight)))
+        return found if self.bias is None else found + self.bias
+
+
+def _cut(parameter: torch.Tensor, ranks: DeviceMesh, dimension: int) -> nn.Parameter:
+    part = distribute_tensor(parameter.detach(), ranks, [Shard(dimension)], src_data_rank=None)
+    if not part.is_meta:
+        # The part is a view until here and would keep the whole tensor alive.
+        part._local_tensor = part._local_tensor.clone()
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _split_matrix(
+    matrix: nn.Linear, ranks: DeviceMesh, parts: TokenParts, *, by_rows: bool
+) -> None:
+    """Its class says how it computes: compiled layers have one code, but each its own objects."""
+    matrix.weight = _cut(matrix.weight, ranks, 1 if by_rows else 0)
+    if by_rows:
+        matrix.__class__ = _ByRows
+        cast(_ByRows, matrix).parts = parts
+        return
+    matrix.__class__ = _ByColumns
+    if matrix.bias is not None:
+        matrix.bias = _cut(matrix.bias, ranks, 0)
+
+
+def _split_vocabulary(
+    model: PreTrainedModel, ranks: DeviceMesh, parts: TokenParts
+) -> VocabularyShard:
     """Split embedding and output layer by rows; tied weights stay one parameter."""
-    ranks = tokens.ranks
-
-    def split(parameter: torch.Tensor) -> nn.Parameter:
-        parts = distribute_tensor(parameter.detach(), ranks, [Shard(0)], src_data_rank=None)
-        return nn.Parameter(parts, requires_grad=parameter.requires_grad)
-
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     head: Any = head_of(model)
     tied = head.weight is embedding.weight
@@ -211,12 +219,19 @@ def _split_vocabulary(model: PreTrainedModel, tokens: _TokenParts) -> Vocabulary
             f"{type(model).__name__} reads {whole} different tokens but writes "
             f"{head.weight.shape[0]}: set tensor_parallel to 1."
         )
-    embedding.weight = split(embedding.weight)
-    head.weight = embedding.weight if tied else split(head.weight)
+    embedding.weight = _cut(embedding.weight, ranks, 0)
+    head.weight = embedding.weight if tied else _cut(head.weight, ranks, 0)
     if getattr(head, "bias", None) is not None:
-        head.bias = split(head.bias)
+        head.bias = _cut(head.bias, ranks, 0)
     most = -(-whole // ranks.size())
     start = min(whole, most * ranks.get_local_rank())
     shard = VocabularyShard(start, min(most, whole - start), most, ranks.get_group())
-    embedding.forward = partial(tokens.embed, shard, embedding)  # type: ignore[method-assign]
+    embedding.forward = partial(_embed, parts, shard, embedding)  # type: ignore[method-assign]
     return shard
+
+
+def _embed(
+    parts: TokenParts, shard: VocabularyShard, embedding: nn.Embedding, ids: torch.Tensor
+) -> torch.Tensor:
+    """Look up ids [1, n P] → this rank's [1, P, hidden]."""
+    return parts.sum(shard.embed(embedding, ids))

@@ -30,7 +30,7 @@ class VocabularyShard:
 
     def embed(self, embedding: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
         """Look up ids [...] → this rank's summand of [..., hidden], zeros for others' rows."""
-        weight = _local(embedding.weight)
+        weight = own_part(embedding.weight)
         place, inside = self.places(ids)
         if self.rows:
             padding = embedding.padding_idx
@@ -42,7 +42,7 @@ class VocabularyShard:
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the head, with the way back of their gradient."""
-        return _local(parameter)
+        return own_part(parameter)
 
     def largest(self, values: torch.Tensor) -> None:
         """Make the ranks' values their largest, in place. Collective."""
@@ -59,6 +59,6 @@ class VocabularyShard:
         return place.masked_fill(~inside, 0), inside
 
 
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's rows, with the way back of their gradient."""
-    return cast(DTensor, weight).to_local()
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a cut parameter, with the way back of its gradient."""
+    return cast(DTensor, parameter).to_local()

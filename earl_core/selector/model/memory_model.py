@@ -52,9 +52,8 @@ class Memory(NamedTuple):
 class TrainingNeeds(NamedTuple):
     """What the algorithm asks of the training stages.
 
-    mixed: bf16 copies compute, of float32 weights; else all is float32. compiled: the layers are,
-    unless they are tensor parallel. answered: share of the tokens that the policy wrote, the only
-    ones with logits.
+    mixed: bf16 copies compute, of float32 weights; else all is float32. compiled: the layers are.
+    answered: share of the tokens that the policy wrote, the only ones with logits.
     """
 
     mixed: bool = True
@@ -195,17 +194,16 @@ class _Work:
         self.whole_state = self.value * shape.hidden_size
         self.state = self.whole_state / tensor
         self.kept = model.layer_bytes(candidate, longest, needs.mixed)
-        selective, compiled = selective_layer_bytes(shape, tensor, needs.mixed), False
+        selective = selective_layer_bytes(shape, tensor, needs.mixed)
         self.products = feed_forward_bytes(shape, tensor, needs.mixed)
-        if needs.compiled and tensor == 1:
-            # Beside the products the compiler keeps what down reads, and the states between them.
-            selective += self.value * (shape.hidden_size + shape.feed_forward)
-            self.kept, compiled = selective, True
-            self.products -= self.value * shape.feed_forward
+        if needs.compiled:
+            self.kept = selective = compiled_layer_bytes(shape, tensor, needs.mixed)
+            self.products -= self.value * shape.feed_forward / tensor
         rung = candidate.activation_checkpointing
         self.between = {"none": self.kept, "selective": selective, "full": self.state}[rung]
         # Computed again beside what all layers have left.
-        self.again = 0.0 if rung == "none" or (compiled and rung == "selective") else self.kept
+        lean = rung == "none" or (needs.compiled and rung == "selective")
+        self.again = 0.0 if lean else self.kept
         layers, numbers = model.under_way
         self.layers_under_way, self.table_under_way = layers * self.kept, numbers * self.table
         self.logit_bytes = model.logit_bytes if needs.mixed else 4
@@ -350,6 +348,20 @@ def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
         shape.query_size + shape.key_value_size
     )
     split += (2 if shape.gated_mlp else 1) * shape.feed_forward
+    return 2 * value * shape.hidden_size + (value * split + 4 * shape.attention_heads) / tensor
+
+
+def compiled_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
+    """What one token leaves in one compiled layer, bytes on one device: what its parts, before and
+    after attention, hand to each other or multiply by weights.
+
+    The states before attention and after it, and normalised, which each tensor rank's matrices
+    read whole; query, key, value, attention's output and its log-sum; gate, up, and what down
+    reads.
+    """
+    value = 2 if mixed else 4
+    split = 2 * (shape.hidden_size + shape.query_size + shape.key_value_size)
+    split += (3 if shape.gated_mlp else 2) * shape.feed_forward
     return 2 * value * shape.hidden_size + (value * split + 4 * shape.attention_heads) / tensor
 
 
