@@ -87,7 +87,7 @@ def varlen_attention(
         sliding_window = None
     # The gradient of an index would be a copy.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    more = len(q) - sample_boundaries.tokens
+    more = max(0, len(q) - sample_boundaries.tokens)
     if more:
         q, k, v = (x[:-more] for x in (q, k, v))
     attend = partial(_attend, sample_boundaries, scale, sliding_window)
