@@ -74,8 +74,8 @@ def test_a_killed_iteration_says_how_it_goes_on_and_is_retried(site: Site) -> No
     assert "Traceback" not in site.told()
     # The runner and the worker report the process's end; a retry before that would be crashed.
     until(lambda: site.told().count("unhandled exception or assertion error") > 1, 60, site.told)
-    if _retried(site) == "Crashed":  # one of them was still about to
-        assert _retried(site) == "Completed", site.told()
+    # Both may still be about to.
+    assert any(_retried(site) == "Completed" for _ in range(3)), site.told()
     site.tab("Task Runs")
     until(lambda: site.told().count("Cached") >= 4, 20, site.told)
     assert f"{site.run.name} 2" in site.told()
@@ -83,6 +83,7 @@ def test_a_killed_iteration_says_how_it_goes_on_and_is_retried(site: Site) -> No
 
 def _retried(site: Site) -> str:
     """The state that the flow run ends in once Retry is pressed."""
+    time.sleep(3)
     before = site.state()
     site.confirm("Retry", "Retry")
     until(lambda: site.state() not in (before, ""), 20, site.told)

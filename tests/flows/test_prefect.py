@@ -101,6 +101,17 @@ class Submitted:
         exits = self._log.read_text
         until(lambda: exits().count(_EXITED) > self._exits, 60, exits)
 
+    def retry(self) -> None:
+        """Prefect's own Retry, the same flow run again, until it is completed. The worker writes
+        its lines before it tells the server; where that crashes the retry, it is asked for anew."""
+        for _ in range(3):
+            time.sleep(3)
+            self.set_state("SCHEDULED", "AwaitingRetry")
+            self.until("Completed", "Crashed")
+            if self.state() == "Completed":
+                return
+        raise AssertionError((self.message(), self.logs()))
+
     def logs(self) -> str:
         chosen = {"logs": {"flow_run_id": {"any_": [self.id]}}, "limit": 200}
         return "\n".join(line["message"] for line in ask(self._runs, "logs/filter", chosen))
@@ -137,9 +148,7 @@ def _training_fails_with_a_sentence_and_is_retried(runs: Runs) -> None:
     assert flow_run.message().startswith("Worker group 'update', rank 0")
     assert flow_run.message().endswith(f". Continue with: earl resume {runs.run()}")
     assert "iteration 0: return" in flow_run.logs()
-    # Prefect's own Retry: the same flow run again.
-    flow_run.set_state("SCHEDULED", "AwaitingRetry")
-    flow_run.until("Completed")
+    flow_run.retry()
     assert [runs.executed("sealed").count((1, s)) for s in ("rollout", "reward", "update")] == [
         1
     ] * 3
@@ -179,8 +188,7 @@ def _iteration_is_cancelled_and_retried(runs: Runs) -> None:
     runs.wait_for_workers_to_end(15)
     flow_run.until("Cancelled", seconds=30)
     flow_run.wait_for_process()
-    flow_run.set_state("SCHEDULED", "AwaitingRetry")
-    flow_run.until("Completed")
+    flow_run.retry()
     states = flow_run.stages()
     done = ("select", "rollout", "reward", "advantage")
     assert {states[f"{stage} 3"] for stage in done} == {"Cached"}
