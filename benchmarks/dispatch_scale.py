@@ -214,6 +214,8 @@ _TURN_COLUMNS = {
     "policy_version_first",
     "policy_version_last",
     "turn_rewards",
+    "turn_numbers",
+    "turn_anchors",
     "turn_totals",
 }
 _TURNS, _REASON_BYTES = 4, 4

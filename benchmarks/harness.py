@@ -20,7 +20,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.endings import end_with_us, of_benchmark
+from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
+from earl_core.control.precision import resolved
+from earl_core.system.processor import processor_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 Cell = str | int | float | None
@@ -51,7 +55,9 @@ class Report:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+    """The options that every benchmark has. What it starts from now on ends with it."""
+    if of_benchmark():
+        end_with_us()
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -61,11 +67,24 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def config_here(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """A run file's configuration with what `auto` is on this machine."""
+    return resolved(load_config(file, overrides)).config
+
+
+def precision_of(config: RunConfig) -> list[str]:
+    """Overrides that give another process the same precision."""
+    return [
+        f"rollout.dtype={config.rollout.dtype}",
+        f"update.precision={config.update.precision}",
+    ]
+
+
 def machine() -> dict[str, Any]:
     """The hardware and the versions that a number belongs to."""
     hardware = read_hardware()
     found: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": hardware.cpu_cores,
         "memory_gib": round(hardware.memory_bytes / 2**30, 1),
         "gpu": f"{hardware.gpus} x {hardware.gpu_name}" if hardware.gpus else None,
@@ -169,15 +188,6 @@ def stdout_for_results() -> Iterator[int]:
     finally:
         sys.stdout.flush()
         os.close(kept)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _check(report: Report) -> None:

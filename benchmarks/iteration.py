@@ -1,9 +1,10 @@
 """Whole iterations on EARL and on TRL: same model, game, number of games and update.
 
 Both sides play tic-tac-toe with the same model in groups of the same size, train on every game once
-with GRPO in bfloat16 over full-precision weights, and take one optimizer step. EARL runs
-as `earl train` does; TRL runs `GRPOTrainer` with the `rollout_func` of `benchmarks.trl_rollout`, in
-an environment of its own, with the fastest of the settings tried here. Rounds alternate.
+with GRPO over full-precision weights, and take one optimizer step, in the same precision: that of
+the run file, which for `auto` is what this machine computes fast. EARL runs as `earl train` does;
+TRL runs `GRPOTrainer` with the `rollout_func` of `benchmarks.trl_rollout`, in an environment of its
+own, with the fastest of the settings tried here. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Report, Row, interval, median, parser, publish
+from benchmarks.harness import Report, Row, config_here, interval, median, parser, publish
 from benchmarks.iteration_sides import Iteration, Round, run_earl, run_trl, settings_of
 from benchmarks.process_tree import CommandFailed
-from earl_core.config import RunConfig, load_config
+from earl_core.config import RunConfig
 
 Settings = dict[str, int | bool]
 
@@ -70,10 +71,11 @@ class Measured:
         """Median seconds for each token of the games."""
         return median([item.seconds / item.tokens for item in self.iterations])
 
-    def row(self, side: str) -> Row:
+    def row(self, side: str, precision: str) -> Row:
         """Its row of the table."""
         row: Row = {
             "side": side,
+            "precision": precision,
             "s/iteration": self.seconds,
             "range": interval([item.seconds for item in self.iterations]),
             "games": median([item.games for item in self.iterations]),
@@ -87,13 +89,22 @@ class Measured:
         return row
 
 
+def trl_candidates(precision: str) -> list[Settings]:
+    """Those that compute in this precision: in float32 nothing plays by a bfloat16 copy."""
+    if precision == "bf16":
+        return list(TRL_CANDIDATES)
+    alike = [{**each, "bf16_copy": False} for each in TRL_CANDIDATES]
+    return [each for number, each in enumerate(alike) if each not in alike[:number]]
+
+
 def pick_trl_settings(config: RunConfig, scratch: Path, report: Report) -> Settings:
     """Try every candidate for two iterations; the one whose second was the fastest.
 
     Each gets a row, or a note where it failed.
     """
     tried: list[tuple[float, int]] = []
-    for number, candidate in enumerate(TRL_CANDIDATES):
+    candidates = trl_candidates(config.update.precision)
+    for number, candidate in enumerate(candidates):
         try:
             found = run_trl(config, candidate, 2, scratch / f"trl-try-{number}", _TRY_SECONDS)
         except CommandFailed as failure:
@@ -103,10 +114,11 @@ def pick_trl_settings(config: RunConfig, scratch: Path, report: Report) -> Setti
             continue
         measured = Measured.of([found])
         tried.append((measured.seconds_per_token, number))
-        report.rows.append(measured.row(f"TRL, tried: {_words(candidate)}"))
+        title = f"TRL, tried: {_words(candidate)}"
+        report.rows.append(measured.row(title, config.update.precision))
     if not tried:
         raise CommandFailed("TRL failed with every setting:\n" + "\n".join(report.notes))
-    return TRL_CANDIDATES[min(tried)[1]]
+    return candidates[min(tried)[1]]
 
 
 def _reason(failure: CommandFailed) -> str:
@@ -116,10 +128,14 @@ def _reason(failure: CommandFailed) -> str:
     return named[-1][:_SHOWN_CHARACTERS]
 
 
-def fill(report: Report, earl: Measured, trl: Measured, chosen: Settings) -> None:
+def fill(
+    report: Report, earl: Measured, trl: Measured, chosen: Settings, config: RunConfig
+) -> None:
     """The two sides' rows first, then what they amount to."""
+    precision = config.update.precision
     ratio = trl.seconds_per_token / earl.seconds_per_token
-    ours, theirs = earl.row("EARL"), trl.row(f"TRL, best: {_words(chosen)}")
+    ours = earl.row("EARL", precision)
+    theirs = trl.row(f"TRL, best: {_words(chosen)}", precision)
     ours["EARL's speed over it"] = 1.0
     theirs["EARL's speed over it"] = ratio
     ideal: Row = {
@@ -150,7 +166,7 @@ def fill(report: Report, earl: Measured, trl: Measured, chosen: Settings) -> Non
 
 def main() -> None:
     options = _options()
-    config = load_config(options.config, settings_of(options.games, options.group_size))
+    config = config_here(options.config, settings_of(options.games, options.group_size))
     report = Report("iteration", "Whole iterations: EARL and TRL")
     with tempfile.TemporaryDirectory(prefix="earl-iteration-") as name:
         scratch = Path(name)
@@ -161,11 +177,12 @@ def main() -> None:
                 run_earl(options.config, config, options.iterations, scratch / f"earl-{number}")
             )
             trl.append(run_trl(config, chosen, options.iterations, scratch / f"trl-{number}"))
-        fill(report, Measured.of(earl), Measured.of(trl), chosen)
+        fill(report, Measured.of(earl), Measured.of(trl), chosen, config)
     report.notes.insert(
         0,
         f"{options.config}, model {config.model.path}, {options.games} games in groups of "
-        f"{options.group_size}, {options.rounds} rounds of {options.iterations} iterations.",
+        f"{options.group_size}, {options.rounds} rounds of {options.iterations} iterations; both "
+        f"sides in {config.update.precision}, EARL's engine in {config.rollout.dtype}.",
     )
     if options.quick:
         report.notes.append(

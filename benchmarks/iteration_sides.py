@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY
+from benchmarks.harness import REPOSITORY, precision_of
 from benchmarks.iterations import read_iterations
 from benchmarks.process_tree import CommandFailed, MeasuredCommand
 from earl_core.config import RunConfig
@@ -62,7 +62,7 @@ def run_earl(file: Path, config: RunConfig, iterations: int, scratch: Path) -> R
     rollout = config.rollout
     overrides = settings_of(rollout.episodes_per_iteration, rollout.group_size)
     # TRL saves nothing: one checkpoint at the end, where it belongs to no measured iteration.
-    overrides += [f"checkpoint.every={iterations + 1}", "name=measured"]
+    overrides += [f"checkpoint.every={iterations + 1}", "name=measured", *precision_of(config)]
     overrides += [f"runs_directory={scratch / 'runs'}"]
     command = [sys.executable, "-m", "flows.cli", "train", str(file), "--plain"]
     # An iteration ends where the next one begins, so the last one is not measured.
@@ -104,7 +104,7 @@ def _update_alone(file: Path, config: RunConfig, iteration: Path, scratch: Path)
     threads = config.update.threads or read_hardware().cpu_cores
     settings = {
         "config": str(file),
-        "overrides": [f"update.threads={threads}"],
+        "overrides": [f"update.threads={threads}", *precision_of(config)],
         "loop": None,
         "episodes": str(iteration / "episodes.parquet"),
         "updates": 1,
@@ -188,6 +188,7 @@ def trl_settings(config: RunConfig, iterations: int) -> dict[str, Any]:
         "epsilon": update.epsilon,
         "weight_decay": update.weight_decay,
         "max_grad_norm": update.max_grad_norm,
+        "precision": update.precision,
         "seed": config.seed,
         "threads": update.threads or read_hardware().cpu_cores,
     }

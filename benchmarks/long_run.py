@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.endings import end_with_us
+
 ROOT = Path(__file__).resolve().parents[1]
 
 SETTINGS = {
@@ -94,6 +96,7 @@ def watch(directory: Path, process: subprocess.Popen[bytes], iterations: int) ->
 
 
 def main() -> None:
+    end_with_us()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=1000)
     iterations = parser.parse_args().iterations

@@ -178,6 +178,8 @@ def _row(
         "policy_version_first": [0] * turns,
         "policy_version_last": [0] * turns,
         "turn_rewards": [0.0] * (turns - 1) + [episode.reward],
+        "turn_numbers": list(range(turns)),
+        "turn_anchors": list(range(turns)),
         "reward": episode.reward,
         "scores": "{}",
     }

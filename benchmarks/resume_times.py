@@ -21,11 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.endings import end_with_us
+
 _TIMEOUT_SECONDS = 300.0
 
 
 def main() -> None:
     options = _options()
+    end_with_us()
     with tempfile.TemporaryDirectory(prefix="earl-resume-") as name:
         found = measure(Path(name), options)
     for what in ("first stage", "first seal"):

@@ -19,7 +19,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.harness import REPOSITORY, Report, interval, median, parser, publish
+from benchmarks.harness import (
+    REPOSITORY,
+    Report,
+    config_here,
+    interval,
+    median,
+    parser,
+    precision_of,
+    publish,
+)
 from benchmarks.process_tree import CommandFailed
 from benchmarks.rollout_requests import Recording
 
@@ -129,7 +138,7 @@ def _result(answer: dict[str, Any], recording: Recording) -> dict[str, Any]:
     }
 
 
-def fill(report: Report, found: dict[str, list[dict[str, Any]]]) -> None:
+def fill(report: Report, found: dict[str, list[dict[str, Any]]], dtype: str) -> None:
     """A row for each side; the headline against the faster arrangement of raw vLLM."""
     limit = min(RAW, key=lambda name: median([result["seconds"] for result in found[name]]))
     for name, results in found.items():
@@ -140,6 +149,7 @@ def fill(report: Report, found: dict[str, list[dict[str, Any]]]) -> None:
         report.rows.append(
             {
                 "side": SIDES[name] + (" (the limit)" if name == limit else ""),
+                "dtype": dtype,
                 "seconds": median([result["seconds"] for result in results]),
                 "requests": median([result["requests"] for result in results]),
                 "tokens/s": median([result["rate"] for result in results]),
@@ -166,16 +176,18 @@ def fill(report: Report, found: dict[str, list[dict[str, Any]]]) -> None:
 def main() -> None:
     options = _options()
     report = Report("rollout", "Agent loop against raw vLLM and the torch engine")
+    config = config_here(options.config, options.set)
     names = [OURS, *RAW] + ([] if options.no_torch else [TORCH])
     with tempfile.TemporaryDirectory(prefix="earl-rollout-") as scratch, ExitStack() as stack:
         children = {}
         for name in names:  # one after another: starting is the heaviest part
             log = Path(scratch) / f"{name}.log"
-            child = stack.enter_context(Child(name, options.config, options.set, log))
+            settings = [*options.set, *precision_of(config)]
+            child = stack.enter_context(Child(name, options.config, settings, log))
             child.ready()
             children[name] = child
         found = measure(children, options.games, options.torch_games, options.repetitions)
-    fill(report, found)
+    fill(report, found, config.rollout.dtype)
     report.notes.insert(
         0,
         f"{options.config} {' '.join(options.set)}: {options.games} games a repetition"

@@ -212,7 +212,8 @@ class Engines:
             self._engine,
             place.cores,
         )
-        call(group, "rollout", "ensure_directory", path=str(bench.model), policy_version=0)
+        weights = {"directory": str(bench.model), "policy_version": 0}
+        call(group, "rollout", "ensure", weights=weights)
         return group
 
     def measure(self, context: int, requests: int) -> tuple[float, float]:

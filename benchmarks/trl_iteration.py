@@ -116,7 +116,7 @@ def grpo_arguments(settings: dict[str, Any], output: Path) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(output),
         use_cpu=not torch.cuda.is_available(),
-        bf16=settings.get("precision", "bf16") == "bf16",
+        bf16=settings["precision"] == "bf16",
         per_device_train_batch_size=device_batch,
         gradient_accumulation_steps=games // device_batch,
         num_generations=settings["group_size"],
@@ -158,7 +158,7 @@ def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
         for prompt in range(settings["prompts"] * settings["iterations"])
     ]
     return GRPOTrainer(
-        # Full-precision weights, as on EARL's side; bfloat16 by autocast, which is how TRL has it.
+        # Full-precision weights, as on EARL's side; bfloat16, if any, by autocast, as TRL has it.
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
         reward_funcs=game_reward,
         args=grpo_arguments(settings, output),

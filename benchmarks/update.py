@@ -25,8 +25,10 @@ from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser
 from benchmarks.iteration_sides import trl_python
 from benchmarks.process_tree import CommandFailed
 from benchmarks.update_episodes import workload
+from earl_core.cluster.host import local_hosts
 from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
+from earl_core.control.precision import decide
 
 EARL, PLAIN, COMPILED, POSITIONS, TRL = "earl", "plain", "compiled", "positions", "trl"
 SIDES = {
@@ -77,7 +79,7 @@ CASES = (
     Case("16k", "bf16", 16384, 2, 2, 1, 1, _THREE, (1,)),
     Case("16k", "fp32", 16384, 2, 2, 1, 1, _THREE, (1,)),
 )
-QUICK = (Case("short", "bf16", None, 8, 4, 1, 2, _THREE, (8,)),)
+QUICK = Case("short", "auto", None, 8, 4, 1, 2, _THREE, (8,))
 # A machine without a GPU takes half an hour for the case; it says nothing that 4k does not.
 _GPU_ONLY = ("16k fp32",)
 
@@ -317,7 +319,7 @@ def main() -> None:
         "seconds are medians, ratios are medians over rounds.",
     )
     if options.quick:
-        report.notes.append("--quick: 8 short samples in bf16, one round; a rough number.")
+        report.notes.append("--quick: 8 short samples, one round; a rough number.")
     publish(report, options)
 
 
@@ -329,7 +331,7 @@ def _options() -> argparse.Namespace:
         nargs="+",
         metavar="CASE",
         help=f"which cases: {', '.join(repr(case.title) for case in CASES)}; default: all, but "
-        f"{', '.join(_GPU_ONLY)} only with a GPU",
+        f"{', '.join(_GPU_ONLY)} only with a GPU, and bf16 only where it is fast",
     )
     made.add_argument("--rounds", type=int, help="rounds of every case; default: each its own")
     made.add_argument("--threads", type=int, default=read_hardware().cpu_cores)
@@ -347,15 +349,19 @@ def _options() -> argparse.Namespace:
 
 def _chosen(made: argparse.ArgumentParser, options: argparse.Namespace) -> list[Case]:
     known = {case.title: case for case in CASES}
+    here = decide(local_hosts(1)).precision
     if options.cases:
         if unknown := [name for name in options.cases if name not in known]:
             made.error(f"no such case: {', '.join(unknown)}; known: {', '.join(known)}")
         cases = [known[name] for name in options.cases]
     elif options.quick:
-        cases = list(QUICK)
+        cases = [replace(QUICK, precision=here)]
     else:
         gpu = bool(read_hardware().gpus)
         cases = [case for case in CASES if gpu or case.title not in _GPU_ONLY]
+        if here == "fp32":
+            # Hours on a machine that computes it slowly; by name they can be had.
+            cases = [case for case in cases if case.precision == "fp32"]
     if options.rounds:
         cases = [replace(case, rounds=options.rounds) for case in cases]
     if options.no_trl:

@@ -2,7 +2,7 @@
 
 A note is written before a flow does anything and removed once the server has the final state. One
 that is left says what the server should have been told. A flow run that was killed before it had a
-note is known by its tags, which it is made with.
+note is known by its tags, which it is made with; once it has one, they are labels.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from earl_core.system.files import write_atomic
 from earl_core.system.processes import ProcessId
@@ -72,6 +73,19 @@ def note_from_tags(flow_run: str, tags: list[str]) -> Note | None:
             host, _, process = tag.removeprefix(_OWNER).rpartition("/")
             return Note(flow_run, host, process)
     return None
+
+
+def labels_of(tags: Iterable[str]) -> dict[str, str]:
+    """Those of a flow run's tags that are none for people, as labels, which pages do not show."""
+    marks = [tag for tag in tags if tag.startswith((_OWNER, _RUNS))]
+    return {name: value for name, _, value in (mark.partition(":") for mark in marks)}
+
+
+def marks_of(found: Mapping[str, Any]) -> list[str]:
+    """Tags of a flow run as its server tells them, with those that became labels."""
+    labels = found.get("labels") or {}
+    names = (_OWNER.rstrip(":"), _RUNS.rstrip(":"))
+    return [*found["tags"], *(f"{name}:{labels[name]}" for name in names if name in labels)]
 
 
 def of_other_runs(tags: list[str], runs_directory: str | Path) -> bool:

@@ -62,7 +62,7 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
         "limit": 200,
     }
     for found in access.ask("flow_runs/filter", chosen, timeout=timeout):
-        identity, tags = str(found["id"]), list(found["tags"])
+        identity, tags = str(found["id"]), flow_notes.marks_of(found)
         if identity in known or flow_notes.of_other_runs(tags, runs_directory):
             continue
         note = flow_notes.note_from_tags(identity, tags)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL
 from prefect.states import Cancelled
 
 from earl_core.config import ConfigError, RunConfig, load_config
@@ -35,6 +35,7 @@ from flows import flow_notes
 from flows.failure import failed, log_sentences
 from flows.flow_notes import Note
 from flows.forms import try_to_renew_runs
+from flows.progress import Pace, preparation, ticking
 from flows.reaper import keep_reconciled
 from flows.run_queue import wait_for, waits
 from flows.server_access import Access
@@ -53,6 +54,10 @@ _listener: Callable[[str, int, dict[str, Any]], None] | None = None
 _noted: dict[str, tuple[str, Note]] = {}
 """Flow runs of this process that go on: their runs directory and note."""
 
+_pace = Pace()
+_loggers: list[Any] = []
+"""Of the flow runs of this process that go on."""
+
 _stopped: list[str] = []
 """The outcome of what this process was told to stop, once it was."""
 
@@ -65,7 +70,10 @@ def set_listener(listener: Callable[[str, int, dict[str, Any]], None] | None) ->
 
 def heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
     """What work says while it goes on: lines of the Prefect run's log, and the display's."""
-    text = event.get("switched") or event.get("repeated") or event.get("say")
+    _pace.heard(stage, iteration, event)
+    told = (event.get(key) for key in ("switched", "repeated", "chosen", "say", "still"))
+    text = next(filter(None, told), None)
+    text = text or preparation(event) or _pace.line(stage, iteration, event)
     if "finished" in event:
         text = finished_text(stage, iteration, event["metrics"])
     if text:
@@ -75,11 +83,17 @@ def heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
 
 
 def log(text: str) -> None:
-    """A line in the log of the Prefect run at hand, or in this process's without one."""
+    """A line in the log of the Prefect run at hand; in a thread that knows none, in that of the
+    flow run that this process began last; in this process's without one."""
     try:
         get_run_logger().info("%s", text)
     except MissingContextError:
-        logging.getLogger(__name__).info("%s", text)
+        (_loggers[-1] if _loggers else logging.getLogger(__name__)).info("%s", text)
+
+
+def _tell_still() -> None:
+    if text := _pace.still():
+        heard("", 0, {"still": text})
 
 
 def finished_text(stage: str, iteration: int, metrics: Mapping[str, Any]) -> str:
@@ -150,7 +164,8 @@ async def recorded(
     try:
         shown = [context.flow.name, label or (run.resolve().name if run else "")]
         await asyncio.to_thread(_tell_owner, context.flow_run, runs, shown)
-        value = await work
+        with _logged():
+            value = await work
         outcome = str(value.type.value) if isinstance(value, State) else "COMPLETED"
         flow_notes.end(runs, note, outcome)
         return value
@@ -166,9 +181,29 @@ async def recorded(
         raise
 
 
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Have the log of the flow run at hand be that of threads, which is told of work that goes on
+    in silence."""
+    global _pace
+    outermost = not _loggers
+    logger = get_run_logger()
+    _loggers.append(logger)
+    try:
+        if outermost:
+            _pace = Pace()
+            with ticking(_tell_still):
+                yield
+        else:
+            yield
+    finally:
+        _loggers.remove(logger)
+
+
 def _access() -> Access | None:
     url = PREFECT_API_URL.value()
-    return Access(url, PREFECT_API_AUTH_STRING.value()) if url else None
+    auth, certificate = PREFECT_API_AUTH_STRING.value(), PREFECT_API_SSL_CERT_FILE.value()
+    return Access(url, auth, certificate) if url else None
 
 
 def _offer(runs_directory: str) -> None:
@@ -191,12 +226,13 @@ def _tell_owner(flow_run: FlowRun, runs_directory: str, shown: list[str]) -> Non
     access = _access()
     if access is None:
         return
-    known = set(flow_run.tags)
-    if missing := {*flow_notes.owner_tags(runs_directory), *filter(None, shown)} - known:
-        # Made by a worker, or by a program of the user's.
-        with suppress(OSError, ValueError):
-            body = {"tags": sorted(known | missing)}
-            access.ask(f"flow_runs/{flow_run.id}", body, method="PATCH")
+    # Made by a worker, or by a program of the user's, it has none of ours.
+    tags = {*flow_run.tags, *flow_notes.owner_tags(runs_directory), *filter(None, shown)}
+    with suppress(OSError, ValueError):
+        labels = flow_notes.labels_of(tags)
+        access.ask(f"flow_runs/{flow_run.id}/labels", labels, method="PATCH")
+        body = {"tags": sorted(tags - {f"{name}:{value}" for name, value in labels.items()})}
+        access.ask(f"flow_runs/{flow_run.id}", body, method="PATCH")
     keep_reconciled(access, runs_directory)
     if flow_run.parent_task_run_id is None:
         try_to_renew_runs(access, runs_directory)

@@ -1,11 +1,11 @@
 """Which Prefect server a command uses: one that is trusted, or one of its own that ends with it.
 
-A server is trusted that PREFECT_API_URL or a profile of the Prefect home names, or whose socket
-belongs to this user: whoever else listens on a well-known port could hand this process states and
-results. A server started here wants a password that is made anew at each start, listens on
-loopback only, answers no other site's scripts, and keeps its database in the project's Prefect
-home, where only this user can read. Prefect's own temporary server survives a controller that is
-killed. The one started here hears of the controller's end through a pipe, in whatever way the
+A server is trusted that PREFECT_API_URL or a profile of the Prefect home names, one that shows the
+certificate of `earl up`'s, or one at the default port whose socket belongs to this user: whoever
+else listens could hand this process states and results. A server started here speaks TLS with a
+key of its own and wants a password, both made anew at each start, listens on loopback only,
+answers no other site's scripts, and keeps its database in the project's Prefect home, where only
+this user can read. Prefect's own temporary server is never started. The one started here hears of the controller's end through a pipe, in whatever way the
 controller ends, and goes too.
 
 Import this module, and call `configure`, before anything imports prefect: Prefect reads its
@@ -28,6 +28,7 @@ from pathlib import Path
 
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.files import refuse_network
+from earl_core.system.listeners import is_mine
 from earl_core.system.processes import child_path
 from earl_core.system.service import Service, living_service
 from flows.server_access import (
@@ -37,8 +38,6 @@ from flows.server_access import (
     STOP_SECONDS,
     Access,
     ServerWatch,
-    healthy,
-    is_mine,
     is_open,
     named_by_profile,
     read_access,
@@ -70,6 +69,8 @@ def configure(runs_directory: str | Path) -> Path:
     for name, value in {
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # It wants no password, and survives a controller that is killed.
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",  # whole events, once the server is gone
@@ -77,7 +78,19 @@ def configure(runs_directory: str | Path) -> Path:
         "GIT_PYTHON_REFRESH": "quiet",
     }.items():
         os.environ.setdefault(name, value)
+    _ask_loopback_directly()
     return home
+
+
+def _ask_loopback_directly() -> None:
+    """Clients of Prefect and MLflow would ask a proxy for the outside for this machine's, too."""
+    names = [f"{kind}_proxy" for kind in ("http", "https", "all")]
+    if any(os.environ.get(each) for name in names for each in (name, name.upper())):
+        given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        if given.strip() != "*":
+            hosts = [host.strip() for host in given.split(",") if host.strip()]
+            hosts += [host for host in ("127.0.0.1", "localhost") if host not in hosts]
+            os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
 
 
 def _make_writable(directory: Path, name: str) -> None:
@@ -108,26 +121,28 @@ def running_server(
     """A server to use, None when there is none that is trusted.
 
     What PREFECT_API_URL names, then what the active profile of the Prefect home names, then the
-    server of `earl up` for this runs directory, then one of this user at the default port, if its
-    password is known. The password of the server of `earl up` is, however it was named.
+    server of `earl up`, then one of this user at the default port, if its password is known. The
+    server of `earl up` is asked where only it can answer, however it was named.
     patience: seconds to wait for one that was asked for by name.
     Raises `ServerUnavailable` when a server was asked for by name and does not answer.
     """
     asked = os.environ.get("PREFECT_API_URL")
     profile, standing = named_by_profile(home), living_service(runs_directory, "prefect")
-    own = access_of(standing) if standing is not None and is_mine(standing.url) else None
+    own = access_of(standing) if standing is not None and standing.certificate else None
     if asked:
-        if not healthy(asked, timeout=patience):
+        named = _named(asked, own, profile)
+        if not named.healthy(patience):
             raise ServerUnavailable(
                 f"the Prefect server at PREFECT_API_URL={asked} does not answer: start it, or "
                 "unset PREFECT_API_URL: `earl up` starts one, other commands a temporary one"
             )
-        given = os.environ.get("PREFECT_API_AUTH_STRING")
-        return Access(asked, given or _password(asked, profile, own))
-    if profile is not None and healthy(profile.url):
-        return profile._replace(auth=_password(profile.url, profile, own))
+        return named
+    if profile is not None:
+        named = _named(profile.url, own, profile)
+        if named.healthy():
+            return named
     # Its process lives, so that it deserves patience: a busy one answers late.
-    if own is not None and healthy(own.url, timeout=patience):
+    if own is not None and own.healthy(patience):
         return own
     default = Access(DEFAULT_URL, os.environ.get("PREFECT_API_AUTH_STRING"))
     return default if is_open(default) else None
@@ -135,13 +150,20 @@ def running_server(
 
 def access_of(service: Service) -> Access:
     """Of the Prefect server of `earl up`."""
-    return Access(service.url, f"{service.user}:{service.password}")
+    auth = f"{service.user}:{service.password}"
+    return Access(service.secure, auth, service.certificate, service.url.removesuffix("/api"))
 
 
-def _password(url: str, *known: Access | None) -> str | None:
-    """Of the first of these that has one for this address."""
-    same = (each for each in known if each and each.url.rstrip("/") == url.rstrip("/"))
-    return next((each.auth for each in same if each.auth), None)
+def _named(url: str, own: Access | None, profile: Access | None) -> Access:
+    """The server at an address that somebody gave; how to get in, as far as that is known."""
+    given = url.rstrip("/")
+    if own is not None and given in (own.url, f"{own.site}/api"):
+        return own
+    known = profile if profile and profile.url.rstrip("/") == given else Access(url)
+    auth, certificate = (
+        os.environ.get(f"PREFECT_API_{name}") for name in ("AUTH_STRING", "SSL_CERT_FILE")
+    )
+    return Access(url, auth or known.auth, certificate or known.certificate)
 
 
 class Server:
@@ -169,12 +191,12 @@ class Server:
 
     def watch(self) -> ServerWatch:
         """Notice from now on that it is lost."""
-        return ServerWatch(self.url, self._process)
+        return ServerWatch(self.access, self._process)
 
     def ready(self, timeout: float = START_SECONDS) -> None:
         """Wait until the server answers; raises `ServerUnavailable` with the end of its log."""
         deadline = time.monotonic() + timeout
-        while not healthy(self.url, timeout=5 * PROBE_SECONDS):
+        while not self.access.healthy(5 * PROBE_SECONDS):
             ended = self.ended
             if self._stopped.is_set():
                 raise ServerUnavailable("the temporary Prefect server was stopped while it started")
@@ -209,6 +231,8 @@ class Server:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if self.access.certificate is not None:
+            Path(self.access.certificate).unlink(missing_ok=True)
 
 
 def start(home: Path, runs_directory: str | Path) -> Server:
@@ -220,9 +244,7 @@ def start(home: Path, runs_directory: str | Path) -> Server:
     known = running_server(home, runs_directory)
     server = Server(known) if known else start_own(home)
     atexit.register(server.stop)
-    os.environ["PREFECT_API_URL"] = server.url
-    if server.access.auth:
-        os.environ["PREFECT_API_AUTH_STRING"] = server.access.auth
+    os.environ |= server.access.environment()
     server.tell()
     return server
 
@@ -233,8 +255,12 @@ def start_own(home: Path) -> Server:
     log = os.open(home / "embedded-server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         with listening() as listener:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
-            access = Access(url, f"earl:{secrets.token_urlsafe(24)}")
+            port = listener.getsockname()[1]
+            access = Access(
+                f"https://127.0.0.1:{port}/api",
+                f"earl:{secrets.token_urlsafe(24)}",
+                str(home / f"server-{port}.pem"),
+            )
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.server_process", str(listener.fileno())],
                 stdin=subprocess.PIPE,
@@ -242,7 +268,7 @@ def start_own(home: Path) -> Server:
                 stderr=log,
                 pass_fds=(listener.fileno(),),
                 # The password is not on the command line: the environment is this user's to read.
-                env=server_environment(home, access, pages=False),
+                env=server_environment(home, access),
                 umask=0o077,
                 # Ctrl-C in the terminal is the controller's to handle; the server ends after it.
                 start_new_session=True,
@@ -266,21 +292,21 @@ def listening(port: int = 0) -> socket.socket:
     return listener
 
 
-def server_environment(home: Path, access: Access, pages: bool) -> dict[str, str]:
-    """Of the process of a server. pages: with the web interface and the services that deployments
-    need."""
-    site = access.url.removesuffix("/api")
+def server_environment(home: Path, access: Access) -> dict[str, str]:
+    """Of the process of a server: with the web interface and the services that deployments need, if
+    it has pages."""
+    site = access.site
     sites = site, site.replace("127.0.0.1", "localhost")
     kind = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
     return {
         **os.environ,
-        **({"PREFECT_UI_ENABLED": "1"} if pages else kind),
+        **({"PREFECT_UI_ENABLED": "1"} if access.pages else kind),
         "PYTHONPATH": child_path(os.environ),
         "PREFECT__SERVER_FINAL": "1",
         "PREFECT_SERVER_API_AUTH_STRING": access.auth or "",
-        "PREFECT_API_AUTH_STRING": access.auth or "",
-        "PREFECT_API_URL": access.url,
-        "PREFECT_UI_API_URL": access.url,
+        **access.environment(),
+        "PREFECT_UI_URL": site,
+        "PREFECT_UI_API_URL": f"{site}/api",
         # Three quarters of what the database grows by; flow runs, tasks and logs do not need it.
         "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         "PREFECT_UI_STATIC_DIRECTORY": str(home / "pages"),
@@ -296,6 +322,11 @@ def _forget_dead(home: Path) -> None:
         left = read_access(note)
         if left is not None and not is_mine(left.url):
             note.unlink(missing_ok=True)
+    for certificate in home.glob("server-*.pem"):
+        port = certificate.stem.removeprefix("server-")
+        # One that has just begun to listen is about to write it.
+        if port.isdigit() and not is_mine(f"https://127.0.0.1:{port}"):
+            certificate.unlink(missing_ok=True)
 
 
 def tail(log: Path, lines: int = 15) -> str:

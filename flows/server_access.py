@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import http.client
-import ipaddress
 import json
 import os
+import shlex
 import subprocess
 import threading
 import time
@@ -16,9 +16,10 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from earl_core.system.errors import EarlError
+from earl_core.system.identity import trusting
+from earl_core.system.listeners import is_mine
 
 DEFAULT_URL = "http://127.0.0.1:4200/api"
 """Where `prefect server start` and `earl up` listen unless told otherwise."""
@@ -30,15 +31,37 @@ START_SECONDS = 120.0
 
 STOP_SECONDS = 5.0
 
-_LISTENING = "0A"
-"""State of a socket in /proc/net/tcp."""
-
 
 class Access(NamedTuple):
-    """The API URL of a server, and the password (`user:word`) that it wants, if any."""
+    """The API URL of a server, and the password (`user:word`) that it wants, if any.
+
+    certificate: a file with the one that the server must show; None where it speaks plain HTTP, or
+    has one that everybody trusts. pages: where a browser finds it, if not at the same address.
+    """
 
     url: str
     auth: str | None = None
+    certificate: str | None = None
+    pages: str | None = None
+
+    @property
+    def site(self) -> str:
+        """What people open in a browser."""
+        return self.pages or self.url.rstrip("/").removesuffix("/api")
+
+    def environment(self) -> dict[str, str]:
+        """What Prefect's clients read."""
+        given = {
+            "PREFECT_API_URL": self.url,
+            "PREFECT_API_AUTH_STRING": self.auth,
+            "PREFECT_API_SSL_CERT_FILE": self.certificate,
+        }
+        return {name: value for name, value in given.items() if value}
+
+    def healthy(self, timeout: float = PROBE_SECONDS) -> bool:
+        """Whether a Prefect server answers there, the right one where that can be told. It is told
+        no password."""
+        return healthy(self.url, timeout, self.certificate)
 
     def ask(
         self,
@@ -64,7 +87,7 @@ class Access(NamedTuple):
         deadline = time.monotonic() + timeout
         while True:
             try:
-                with _opener().open(request, timeout=timeout) as answer:
+                with opener(self.certificate).open(request, timeout=timeout) as answer:
                     text = answer.read()
                 return json.loads(text) if text else None
             except http.client.HTTPException as error:  # another protocol, or half an answer
@@ -82,15 +105,26 @@ class Access(NamedTuple):
         return False
 
 
-def _opener() -> urllib.request.OpenerDirector:
+def opener(certificate: str | None) -> urllib.request.OpenerDirector:
+    """Opens URLs of servers on loopback. certificate: as of `Access`.
+
+    Raises `OSError` when the certificate cannot be read.
+    """
     # Proxies of the environment are for the outside; a server on loopback is not behind one.
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if certificate:
+        handlers.append(urllib.request.HTTPSHandler(context=trusting(certificate)))
+    return urllib.request.build_opener(*handlers)
 
 
-def healthy(api_url: str, timeout: float = PROBE_SECONDS) -> bool:
-    """Whether a Prefect server answers at this API URL. It is told no password."""
+def healthy(api_url: str, timeout: float = PROBE_SECONDS, certificate: str | None = None) -> bool:
+    """Whether a Prefect server answers at this API URL. It is told no password.
+
+    certificate: as of `Access`.
+    """
     try:
-        with _opener().open(f"{api_url.rstrip('/')}/health", timeout=timeout) as response:
+        asking = opener(certificate)
+        with asking.open(f"{api_url.rstrip('/')}/health", timeout=timeout) as response:
             # Anything may listen there; only Prefect answers plain `true`.
             return response.status == 200 and json.loads(response.read(64)) is True
     except urllib.error.HTTPError as error:
@@ -99,39 +133,10 @@ def healthy(api_url: str, timeout: float = PROBE_SECONDS) -> bool:
         return False
 
 
-def is_mine(api_url: str) -> bool:
-    """Whether every socket that listens at this loopback address belongs to this user.
-
-    False, too, where that cannot be told: nothing listens, another host, no /proc.
-    """
-    parts = urlsplit(api_url)
-    try:
-        address = ipaddress.ip_address(parts.hostname or "")
-        port = parts.port or 80
-    except ValueError:
-        return False
-    if not address.is_loopback:
-        return False
-    owners = _owners(port)
-    return bool(owners) and owners == {os.geteuid()}
-
-
 def is_open(access: Access) -> bool:
     """Whether a Prefect server of this user answers there and lets this process in: that of another
     project has another password."""
-    return is_mine(access.url) and healthy(access.url) and access.lets_in()
-
-
-def _owners(port: int) -> set[int]:
-    """Users with a socket that listens at this port, at any address of this host."""
-    owners = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with suppress(OSError):
-            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                    owners.add(int(fields[7]))
-    return owners
+    return is_mine(access.url) and access.healthy() and access.lets_in()
 
 
 def named_by_profile(home: Path) -> Access | None:
@@ -143,8 +148,11 @@ def named_by_profile(home: Path) -> Access | None:
     profile = profiles.get("profiles", {}).get(profiles.get("active"), {})
     if not isinstance(profile, dict) or not isinstance(profile.get("PREFECT_API_URL"), str):
         return None
-    auth = profile.get("PREFECT_API_AUTH_STRING")
-    return Access(profile["PREFECT_API_URL"], auth if isinstance(auth, str) else None)
+    names = "PREFECT_API_AUTH_STRING", "PREFECT_API_SSL_CERT_FILE"
+    auth, certificate = (
+        value if isinstance(value := profile.get(name), str) else None for name in names
+    )
+    return Access(profile["PREFECT_API_URL"], auth, certificate)
 
 
 # A temporary server leaves its address and password in the Prefect home, for its user.
@@ -155,8 +163,8 @@ def write_access(path: Path, access: Access) -> None:
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as stream:
-        stream.write(f"export PREFECT_API_URL={access.url}\n")
-        stream.write(f"export PREFECT_API_AUTH_STRING={access.auth}\n")
+        for name, value in access.environment().items():
+            stream.write(f"export {name}={shlex.quote(value)}\n")
 
 
 def read_access(path: Path) -> Access | None:
@@ -166,12 +174,13 @@ def read_access(path: Path) -> Access | None:
         with os.fdopen(descriptor) as stream:
             if os.fstat(stream.fileno()).st_uid != os.geteuid():
                 return None
-            lines = [line.removeprefix("export ").strip() for line in stream]
+            words = shlex.split(stream.read())
     except (OSError, ValueError):
         return None
-    values = dict(line.split("=", 1) for line in lines if "=" in line)
+    values = dict(word.split("=", 1) for word in words if "=" in word)
     url = values.get("PREFECT_API_URL")
-    return Access(url, values.get("PREFECT_API_AUTH_STRING")) if url else None
+    rest = (values.get(f"PREFECT_API_{name}") for name in ("AUTH_STRING", "SSL_CERT_FILE"))
+    return Access(url, *rest) if url else None
 
 
 _EVERY_SECONDS = 5.0
@@ -192,8 +201,8 @@ class ServerWatch:
     It asks for the server's health in a thread of its own. process: the server's, if it is ours.
     """
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes] | None) -> None:
-        self._url, self._process = url, process
+    def __init__(self, access: Access, process: subprocess.Popen[bytes] | None) -> None:
+        self._access, self._process = access, process
         self._answered, self._unanswered = time.monotonic(), 0
         threading.Thread(target=self._ask, name="server-watch", daemon=True).start()
 
@@ -204,13 +213,13 @@ class ServerWatch:
         if ended or (silent > SILENT_SECONDS and self._unanswered >= _UNANSWERED):
             how = "has ended" if ended else f"has not answered for {silent:.0f} s"
             raise ServerLost(
-                f"the Prefect server at {self._url} {how}: start one with `earl up`, or let the "
-                "command start its own. Nothing that is finished is lost"
+                f"the Prefect server at {self._access.site} {how}: start one with `earl up`, or "
+                "let the command start its own. Nothing that is finished is lost"
             )
 
     def _ask(self) -> None:
         while True:
-            if healthy(self._url, timeout=_EVERY_SECONDS):
+            if self._access.healthy(_EVERY_SECONDS):
                 self._answered, self._unanswered = time.monotonic(), 0
             else:
                 self._unanswered += 1

@@ -1,7 +1,8 @@
 """The process of a Prefect server that `earl` starts.
 
 One of a command's own serves until its stdin closes. One of `earl up` has the web pages, serves
-until SIGTERM, and keeps the states of the flow runs of a runs directory true.
+until SIGTERM, and keeps the states of the flow runs of a runs directory true. Both write the
+certificate that PREFECT_API_SSL_CERT_FILE names, anew.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.system.files import FileLock
+from earl_core.system.identity import new_identity
+from earl_core.system.web_server import WebServer
 from flows.reaper import keep_reconciled
 from flows.server_access import START_SECONDS, STOP_SECONDS, Access
 
@@ -37,25 +40,21 @@ def _only_api(app: Application) -> Application:
     return guarded
 
 
-def serve(descriptor: int, runs_directory: str | None = None) -> None:
-    """Serve on an inherited socket that listens already.
+def serve(descriptors: list[int], runs_directory: str | None = None) -> None:
+    """Serve on inherited sockets that listen already: for programs, and for browsers if there are
+    pages.
 
     runs_directory: that of a server that `earl up` starts; None for a command's own.
     """
-    import uvicorn
-    from prefect.server.api.server import create_app
-
-    listener = socket.socket(fileno=descriptor)
-    app = create_app() if runs_directory is not None else _only_api(create_app())
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
-
-    ending = threading.Event()
+    ending, serving = threading.Event(), list[WebServer]()
 
     def end() -> None:
         ending.wait()
-        server.should_exit = True
-        # Requests that hang must not keep it.
-        time.sleep(STOP_SECONDS - 1)
+        for server in serving:
+            server.stop()
+            # Requests that hang must not keep it.
+            time.sleep(STOP_SECONDS - 1)
+        # Before it serves it does nothing but import.
         os._exit(0)
 
     def watch() -> None:
@@ -68,18 +67,27 @@ def serve(descriptor: int, runs_directory: str | None = None) -> None:
         threading.Thread(target=watch, name="lifeline", daemon=True).start()
     else:
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
-    thread = threading.Thread(target=server.run, args=([listener],), name="server", daemon=True)
+
+    from prefect.server.api.server import create_app
+
+    certificate = os.environ["PREFECT_API_SSL_CERT_FILE"]
+    listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    app = create_app() if runs_directory is not None else _only_api(create_app())
+    identity = new_identity(Path(certificate))
+    server = WebServer(app, identity, *listeners, log_level="error", lifespan="on")
     # One server at a time creates or migrates the database of a home.
     alone = FileLock(Path(os.environ["PREFECT_HOME"]) / "starting.lock", START_SECONDS)
-    thread.start()
-    while thread.is_alive() and not server.started:
-        thread.join(0.05)
+    serving.append(server)
+    server.start()
+    while server.alive and not server.started:
+        server.join(0.05)
     alone.release()
     if runs_directory is not None:
-        access = Access(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"])
-        keep_reconciled(access, runs_directory)
-    thread.join()
+        url, auth = os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"]
+        keep_reconciled(Access(url, auth, certificate), runs_directory)
+    server.join()
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[-1]), *sys.argv[1:-1])
+    _numbers = [int(each) for each in sys.argv[1].split(",")]
+    serve(_numbers, *sys.argv[2:])

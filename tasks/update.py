@@ -23,6 +23,9 @@ def update(given: StageInputs) -> dict[str, Any]:
     watch = StageWatch(controller, deployment, iteration)
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, version=iteration)
+        if not controller.hardware.gpus:
+            # With GPUs whoever asks for a learner has made room already.
+            controller.groups.make_room("update", deployment)
         result = call_learner(
             controller,
             deployment,

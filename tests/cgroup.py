@@ -1,4 +1,4 @@
-"""A cap on the memory of some processes, which the kernel enforces by killing."""
+"""A cap on the memory of some processes, which the kernel enforces by killing; or on their time."""
 
 from __future__ import annotations
 
@@ -23,23 +23,38 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
     the directory's `cgroup.procs`. All of them must have ended when the context does. Skips the
     test where no such group can be made.
     """
-    directory = _own() / f"earl_test_{os.getpid()}_{next(_numbers)}"
+    with _group("memory", {"memory.limit_in_bytes": limit_bytes}) as directory:
+        yield directory
+
+
+@contextmanager
+def processor_cgroup(cores: float) -> Iterator[Path]:
+    """Likewise one whose processes together get so many cores' time."""
+    files = {"cpu.cfs_period_us": 100_000, "cpu.cfs_quota_us": round(100_000 * cores)}
+    with _group("cpu", files) as directory:
+        yield directory
+
+
+@contextmanager
+def _group(controller: str, files: dict[str, int]) -> Iterator[Path]:
+    directory = _own(controller) / f"earl_test_{os.getpid()}_{next(_numbers)}"
     try:
         directory.mkdir()
-        (directory / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        for name, value in files.items():
+            (directory / name).write_text(str(value))
     except OSError:
         remove_group(directory)
-        pytest.skip("needs a writable memory cgroup, version 1")
+        pytest.skip(f"needs a writable {controller} cgroup, version 1")
     try:
         yield directory
     finally:
         remove_group(directory)
 
 
-def _own() -> Path:
-    """The memory cgroup of this process, below which a kill is told from those of others."""
+def _own(controller: str) -> Path:
+    """The cgroup of this process, below which a kill is told from those of others."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            return Path("/sys/fs/cgroup/memory", path.lstrip("/"))
-    pytest.skip("needs a memory cgroup, version 1")
+        if controller in controllers.split(","):
+            return Path("/sys/fs/cgroup", controller, path.lstrip("/"))
+    pytest.skip(f"needs a {controller} cgroup, version 1")

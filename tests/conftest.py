@@ -19,6 +19,8 @@ settings.load_profile("no_deadline")
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of `make test-gpu`, and from what they start: on a machine
     that has some, the others test the same as anywhere."""
+    # Prefect's own temporary server wants no password and outlives a killed test.
+    os.environ["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] = "false"
     if config.option.markexpr == "gpu":
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -36,6 +38,14 @@ def safe_path_stays_with_the_engine() -> Iterator[None]:
     yield
     if before is None:
         os.environ.pop("PYTHONSAFEPATH", None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No module finds the services of people or of other modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from earl_core.system.processes import descendants
+
+_ANYBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+_ANYBODY.check_hostname = False
+_ANYBODY.verify_mode = ssl.CERT_NONE
 
 _LISTENING = "0A"
 _PAUSE_SECONDS = 0.2
@@ -65,15 +70,23 @@ def owner(listener: Listener) -> str:
 
 
 def ask_http(listener: Listener) -> str:
-    """The first line of the answer to who knows no password."""
+    """The first line of the answer to who knows no password, by TLS where it is spoken."""
     if listener.kind != "tcp":
         return ""
-    try:
-        with socket.create_connection((listener.address, listener.port), timeout=2) as asking:
-            asking.sendall(b"GET /api/admin/version HTTP/1.0\r\n\r\n")
-            return asking.recv(4096).split(b"\r\n")[0].decode(errors="replace")
-    except OSError as error:
-        return repr(error)
+    answer = ""
+    for wrap in (_ANYBODY.wrap_socket, lambda plain: plain):
+        try:
+            with (
+                socket.create_connection((listener.address, listener.port), timeout=2) as plain,
+                wrap(plain) as asking,
+            ):
+                asking.sendall(b"GET /api/admin/version HTTP/1.0\r\n\r\n")
+                answer = asking.recv(4096).split(b"\r\n")[0].decode(errors="replace")
+        except OSError as error:
+            answer = repr(error)
+        if answer.startswith("HTTP/"):
+            break
+    return answer
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:

@@ -76,6 +76,7 @@ class Board:
     ours: bool = True
     load: int | None = 37
     power: int | None = 55_500
+    capability: tuple[int, int] | None = (9, 0)
     instances: tuple[tuple[str, int], ...] | None = None
     uuid: str = ""
     number: int = 0
@@ -189,6 +190,11 @@ class Machine:
 
     def nvmlDeviceGetMaxPcieLinkGeneration(self, board: Board) -> int:  # noqa: N802
         return board.pcie[0]
+
+    def nvmlDeviceGetCudaComputeCapability(self, board: Board) -> tuple[int, int]:  # noqa: N802
+        if board.parent is not None or board.capability is None:
+            raise UNKNOWN
+        return board.capability
 
     def nvmlDeviceGetMaxPcieLinkWidth(self, board: Board) -> int:  # noqa: N802
         return board.pcie[1]

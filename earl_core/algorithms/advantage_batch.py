@@ -45,7 +45,7 @@ def filter_episodes(group_ids: ArrayLike, *, group_relative: bool) -> NDArray[np
 @dataclass(frozen=True, slots=True)
 class Episodes:
     """E episodes that are trained on, with T trained tokens, flat: episode after episode and within
-    an episode in the order they were sampled, over all its samples.
+    an episode in the order of time, whatever samples they stand in.
 
     rewards: [E]. group_ids: integers [E]. token_counts: of trained tokens, [E], sum T. penalties:
     what is taken off the reward at each token, [T]: the KL coefficient times the KL estimate; None
@@ -126,9 +126,10 @@ def batch_moments(estimator: AdvantageEstimator, episodes: Episodes) -> Moments 
         return None
     if not estimator.token_level:
         return Moments.from_values(episodes.episode_returns())
-    if episodes.penalties is None:
+    of_turns = _turn_returns(estimator, episodes)
+    if of_turns is None and episodes.penalties is None:
         return Moments.from_values(episodes.rewards, frequencies=episodes.token_counts)
-    return Moments.from_values(episodes.token_returns())
+    return Moments.from_values(episodes.token_returns(of_turns))
 
 
 def token_advantages(
@@ -136,24 +137,32 @@ def token_advantages(
 ) -> Float64Array:
     """The advantage of every trained token of these episodes, float64 [T].
 
-    batch: the moments of the whole batch. Those of the groups are over the episodes' returns; for a
-    token-level estimator over their plain rewards.
+    batch: the moments of the whole batch. Those of the groups are over the episodes' returns.
     """
-    turns, of_turns, rewards = episodes.turns, None, episodes.rewards
-    per_token = estimator.token_level and (turns is not None or episodes.penalties is not None)
-    if turns is not None and estimator.token_level:
-        of_turns = estimator.turn_returns(turns)
-        rewards = turns.firsts(of_turns, rewards.size)
+    turns, of_turns = episodes.turns, _turn_returns(estimator, episodes)
+    per_token = estimator.token_level and (of_turns is not None or episodes.penalties is not None)
+    returns = whole = episodes.episode_returns()
+    if turns is not None and of_turns is not None:
+        whole = returns - episodes.rewards + turns.firsts(of_turns, len(whole))
     groups = None
     if estimator.needs_groups:
-        values = rewards if estimator.token_level else episodes.episode_returns()
-        groups = group_moments(values, episodes.group_ids)
+        groups, own = group_moments(whole, episodes.group_ids), whole
         if per_token:
-            groups = groups.take(np.repeat(np.arange(len(values)), episodes.token_counts))
+            groups = groups.take(np.repeat(np.arange(len(whole)), episodes.token_counts))
+            own = episodes.token_returns(None if turns is None else estimator.turn_parts(turns))
+        if estimator.leaves_out:
+            groups = groups.without(own)
     if per_token:
         return estimator.advantages(episodes.token_returns(of_turns), groups, batch)
-    advantages = estimator.advantages(episodes.episode_returns(), groups, batch)
-    spread = np.repeat(advantages, episodes.token_counts)
+    spread = np.repeat(estimator.advantages(returns, groups, batch), episodes.token_counts)
     if turns is None:
         return spread
-    return spread + np.repeat(estimator.turn_terms(turns), turns.token_counts)
+    terms = estimator.turn_terms(turns.less(episodes.penalties))
+    return spread + np.repeat(terms, turns.token_counts)
+
+
+def _turn_returns(estimator: AdvantageEstimator, episodes: Episodes) -> Float64Array | None:
+    """Of each turn, where tokens have the returns of their turns."""
+    if episodes.turns is None or not estimator.token_level:
+        return None
+    return estimator.turn_returns(episodes.turns)

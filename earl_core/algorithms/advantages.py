@@ -35,6 +35,15 @@ class AdvantageEstimator(Registered, ABC):
     needs_groups: ClassVar[bool] = False
     """Whether an episode is compared with its group, which then needs two episodes."""
 
+    leaves_out: ClassVar[bool] = False
+    """Whether what it is compared with leaves its own return out: the moments of the group's others
+    are then given.
+
+    A baseline that holds the return which is compared with it takes a share of the gradient away.
+    Of a token's return it is the part that the episode's has of it (:meth:`turn_parts`), less the
+    penalties from the token on; of the moments only the means then say anything.
+    """
+
     token_level: ClassVar[bool] = False
     """Whether each trained token has a return of its own.
 
@@ -47,8 +56,9 @@ class AdvantageEstimator(Registered, ABC):
     """Whether the turns of an episode differ: it then gets their rewards.
 
     A token-level estimator's return is that of the token's turn, :meth:`turn_returns`, less the
-    penalties from the token on; the groups' moments are over the episodes' first turns. For others
-    :meth:`turn_terms` is added to the episode's advantage.
+    penalties from the token on; the groups' moments are over the episodes' first turns, less all
+    penalties. For others :meth:`turn_terms` is added to the episode's advantage, of turns whose
+    rewards pay their penalties.
     """
 
     @property
@@ -59,6 +69,10 @@ class AdvantageEstimator(Registered, ABC):
     def turn_returns(self, turns: Turns) -> Float64Array:
         """Return of each turn, [N]."""
         return turns.returns(1.0)
+
+    def turn_parts(self, turns: Turns) -> Float64Array:
+        """What of each turn's return is in that of the episode's first turn, [N]."""
+        return self.turn_returns(turns)
 
     def turn_terms(self, turns: Turns) -> Float64Array:
         """What a turn's advantage is more than its episode's, [N]."""
@@ -74,7 +88,8 @@ class AdvantageEstimator(Registered, ABC):
             returns: One for each episode, or for each trained token if :attr:`token_level`.
             groups: Moments of each element's group, aligned to ``returns``; given if
                 ``needs_groups``.
-            batch: Moments of the batch; given if ``needs_batch``.
+            batch: Moments of the batch, in a mixture of those episodes of it that are of the same
+                environment as these; given if ``needs_batch``.
         """
 
 
@@ -146,19 +161,18 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
 @ADVANTAGE_ESTIMATORS.register("rloo")
 class LeaveOneOut(AdvantageEstimator):
-    """RLOO (arXiv 2402.14740): A = R - mean of the other returns of the group = n/(n-1) (R - mean).
+    """RLOO (arXiv 2402.14740): A = R - mean of the other returns of the group.
 
     An episode alone in its group has no others and gets 0.
     """
 
     needs_groups = True
+    leaves_out = True
 
     def advantages(
         self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
     ) -> Float64Array:
-        group = _given(groups, "group")
-        scale: Float64Array = group.counts / np.maximum(group.counts - 1, 1)
-        return scale * (returns - group.means)
+        return returns - _given(groups, "group").means
 
 
 @ADVANTAGE_ESTIMATORS.register("grpo")
@@ -203,11 +217,13 @@ class DoctorGroupRelative(AdvantageEstimator):
 class TurnReturns(LeaveOneOut):
     """Return to go of each turn less one baseline for the group: A_t = n/(n-1) (G_t - mean G_0).
 
-    G_t is the discounted sum of the rewards from turn t on, the mean that of the group's first
-    turns, as in RLOO. The factor makes the estimate unbiased: an episode's own part in the mean
-    takes 1/n of the gradient away, at every turn. A baseline for each turn's index would be biased
-    where the policy decides when to stop, for who is left then depends on its actions. With a
-    discount below 1 later turns count for less than in the gradient of the plain return.
+    G_t is the discounted sum of the rewards from turn t on, less the penalties from the token on;
+    the mean is over the group's first turns, as in RLOO. The factor puts back what G_t itself has
+    in it, so that the mean of sum_t A_t grad log pi_t is that of G_t alone. With a discount d it
+    has less: A_t = ((n - 1 + d^t) G_t - n mean G_0) / (n - 1), the penalties undiscounted. A
+    baseline for each turn's index would leave nothing to learn to the last one that plays, which is
+    a bias where the policy decides when to stop. With a discount below 1 later turns count for less
+    than in the gradient of the plain return.
 
     Attributes:
         discount: Of a reward one turn later.
@@ -221,14 +237,19 @@ class TurnReturns(LeaveOneOut):
     def turn_returns(self, turns: Turns) -> Float64Array:
         return turns.returns(self.discount)
 
+    def turn_parts(self, turns: Turns) -> Float64Array:
+        return self.discount**turns.places * turns.returns(self.discount)
+
 
 @ADVANTAGE_ESTIMATORS.register("gigpo")
 class GroupInGroup(GroupRelative):
     """GiGPO (arXiv 2505.10978): A_t = A_E + weight * A_S, relative to two groups.
 
     A_E is GRPO's advantage of the episode. A_S compares the turn's discounted return to go with
-    those of all turns of the group that answered the same observation (its *anchor*): the tokens
-    that were given in the turn. A turn whose observation nobody else had gets A_S = 0.
+    those of all turns of the group that answered the same observation (its *anchor*): the same new
+    messages, whatever the chat template makes of them. A turn whose observation nobody else had
+    gets A_S = 0. With KL in the reward turns pay their penalties, so that both parts are of one
+    return.
 
     Attributes:
         weight: Of A_S.
@@ -247,6 +268,10 @@ class GroupInGroup(GroupRelative):
         self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
     ) -> Float64Array:
         return self._compared(returns, _given(groups, "group"))
+
+    def turn_parts(self, turns: Turns) -> Float64Array:
+        """What of each turn's return is in that of the episode's first turn, [N]."""
+        return self.turn_returns(turns)
 
     def turn_terms(self, turns: Turns) -> Float64Array:
         returns = turns.returns(self.discount)

@@ -7,16 +7,14 @@ rewards.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel
-
-from earl_core.system.errors import EarlError
+from pydantic import BaseModel, Field
 
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
@@ -122,6 +120,14 @@ class MomentArrays:
         """The moments at ``index`` [K], repeated as often as asked for."""
         return MomentArrays(self.counts[index], self.means[index], self.m2s[index])
 
+    def without(self, values: Float64Array) -> MomentArrays:
+        """The moments of each set without one of its values, [N]; a value that was alone has itself
+        for a mean."""
+        left = np.maximum(self.counts - 1, 1)
+        off = values - self.means
+        m2s = np.maximum(self.m2s - off**2 * self.counts / left, 0.0)
+        return MomentArrays(self.counts - 1, self.means - off / left, m2s)
+
 
 def group_moments(values: Float64Array, group_ids: Int64Array) -> MomentArrays:
     """For each of E values the moments of its group. A group is whole on one rank, so these are
@@ -155,29 +161,42 @@ def integer_ids(group_ids: ArrayLike, count: int) -> Int64Array:
 
 
 class RankStatistics(BaseModel):
-    """`episodes`: trained on. `batch`: their float64 moments; None if the estimator needs none.
-    `groups`: those with an episode that was played, each whole on one rank; None if the estimator
-    compares no groups."""
+    """`episodes`: trained on. `batch`: their float64 moments; None if the estimator needs none, and
+    in a mixture, where `mixture` has those of each environment by its label. `groups`: those with
+    an episode that was played, each whole on one rank; None if the estimator compares no groups.
+    `turns` and `anchored`: how many, and `Turns.anchored`; None unless turns are compared."""
 
     episodes: int
     batch: Moments | None = None
     groups: int | None = None
+    mixture: dict[str, Moments] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    turns: int | None = Field(default=None, exclude_if=lambda value: value is None)
+    anchored: int | None = Field(default=None, exclude_if=lambda value: value is None)
+
+    def of_environment(self, label: str) -> Moments | None:
+        """What an environment's episodes are compared with; of one environment the label is ''."""
+        return self.mixture.get(label, self.batch)
 
 
 def merge_statistics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One dumped `RankStatistics`, merged in rank order, so that all ranks get the same bits.
-
-    Raises `EarlError` when no rank has an episode to train on.
-    """
+    """One dumped `RankStatistics`, merged in rank order, so that all ranks get the same bits."""
     ranks = [RankStatistics.model_validate(part) for part in parts]
     episodes = sum(rank.episodes for rank in ranks)
-    if not episodes:
-        raise EarlError(
-            "no group has two episodes left, so no advantage can be computed: look at the "
-            "rollout's failed episodes, or raise rollout.group_size"
-        )
     known = [rank.batch for rank in ranks if rank.batch is not None]
-    batch = reduce(Moments.merge, known) if known else None
-    counted = [rank.groups for rank in ranks if rank.groups is not None]
-    groups = sum(counted) if counted else None
-    return RankStatistics(episodes=episodes, batch=batch, groups=groups).model_dump()
+    mixture: dict[str, Moments] = {}
+    for rank in ranks:
+        for label, moments in rank.mixture.items():
+            mixture[label] = mixture.get(label, Moments()).merge(moments)
+    return RankStatistics(
+        episodes=episodes,
+        batch=reduce(Moments.merge, known) if known else None,
+        mixture=mixture,
+        groups=_total(rank.groups for rank in ranks),
+        turns=_total(rank.turns for rank in ranks),
+        anchored=_total(rank.anchored for rank in ranks),
+    ).model_dump()
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None

@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from earl_core.system.errors import ConfigError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import import_object, is_foreign, only_looks
+from earl_core.system.similar import meant
 
 
 class Registered(BaseModel):
@@ -76,12 +77,19 @@ class Registry(Generic[T]):
         except (ValidationError, TypeError) as error:
             raise ConfigError(self._explain(name, cls, error)) from error
 
+    def checked(self, spec: Mapping[str, Any]) -> T | None:
+        """As `build`; None for a class of somebody's own in a process that only looks."""
+        if only_looks() and is_foreign(str(spec.get("name"))):
+            return None
+        return self.build(spec)
+
     def resolve(self, name: str) -> type[T]:
         """The class of a registered name or an import path. Raises `ConfigError`."""
         if name in self._classes:
             return self._classes[name]
         if ":" not in name:
-            raise ConfigError(f"there is no {self.kind} named {name!r}: {self._choices()}")
+            near = meant(name, self._classes)
+            raise ConfigError(f"there is no {self.kind} named {name!r}: {near}{self._choices()}")
         return self._checked(import_object(name, f"the {self.kind}"), name)
 
     def _checked(self, found: Any, name: str) -> type[T]:

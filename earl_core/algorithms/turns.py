@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,7 +13,8 @@ from earl_core.algorithms.moments import Float64Array, Int64Array, finite_float6
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """N turns, episode after episode and within an episode in their order, over all its samples.
+    """N turns, episode after episode and within an episode in the order of time, whatever samples
+    they stand in.
 
     rewards: [N]. episodes: index of each one's episode, not falling, [N]. token_counts: trained
     tokens, [N]. anchors: integers [N], equal where the same was observed in the same group.
@@ -48,6 +49,20 @@ class Turns:
         numbered = [known.setdefault(anchor, len(known)) for anchor in anchors]
         return cls(numbers, index, counts, np.array(numbered, dtype=np.int64))
 
+    def less(self, penalties: Float64Array | None) -> Turns:
+        """The same turns, whose rewards pay the penalties of their trained tokens, [T]."""
+        if penalties is None:
+            return self
+        turn = np.repeat(np.arange(len(self.rewards)), self.token_counts)
+        paid = np.bincount(turn, weights=penalties, minlength=len(self.rewards))
+        return replace(self, rewards=self.rewards - paid)
+
+    @property
+    def anchored(self) -> int:
+        """Turns whose observation another turn of the group answered, too."""
+        _, counts = np.unique(self.anchors, return_counts=True)
+        return int(counts[counts > 1].sum())
+
     def returns(self, discount: float) -> Float64Array:
         """Discounted return to go, G_t = r_t + discount * G_{t+1}, [N]."""
         returns = self.rewards.copy()
@@ -55,6 +70,12 @@ class Turns:
             if self.episodes[turn] == self.episodes[turn + 1]:
                 returns[turn] += discount * returns[turn + 1]
         return returns
+
+    @property
+    def places(self) -> Int64Array:
+        """How many turns of the episode came before each, [N]."""
+        _, first, inverse = np.unique(self.episodes, return_index=True, return_inverse=True)
+        return np.arange(len(self.episodes)) - first[inverse]
 
     def firsts(self, values: Float64Array, episodes: int) -> Float64Array:
         """What the first turn of each episode has of [N] values, [E]; 0 without a turn."""

@@ -189,6 +189,34 @@ _TAIL_BYTES = 64 * 1024
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
+_RAISED = re.compile(
+    r"(?:^|[\s\]])((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt): \S.*)$"
+)
+_COMPLAINT = re.compile(r"(?i)\b(?:fatal|error|cannot|can't|undefined|failed)\b.*\S")
+_SECOND_HAND = re.compile(
+    r"Engine core initialization failed|EngineDeadError|See stack trace|See root cause"
+    r"|ProcessRaisedException|ProcessExitedException"
+)
+_LINE_CHARACTERS = 400
+
+
+def last_error(text: str) -> str:
+    """The last line of a log that is an error, without what loggers put before it; empty: none.
+
+    An exception goes before what only sounds like one, and what was raised because of another
+    process's end says nothing of the cause.
+    """
+    raised, complaint = "", ""
+    for line in text.splitlines():
+        if _SECOND_HAND.search(line):
+            continue
+        if found := _RAISED.search(line.rstrip()):
+            raised = found[1]
+        elif _COMPLAINT.search(line):
+            complaint = line.strip()
+    return redact(_CONTROL.sub("", raised or complaint))[:_LINE_CHARACTERS]
+
+
 @dataclass(frozen=True)
 class LogFile:
     """A log that is appended to; `offset` is where the current start's lines begin, in bytes."""

@@ -5,7 +5,8 @@ module of a worker once for its controller, when the first rank needs it or `pre
 every supervisor is forked from it, and every rank from its supervisor, within milliseconds. It has
 one thread and starts no other, so that a fork copies a state that nobody is in the middle of
 changing, and it never touches a GPU. It ends when the controller does, whose end of the connection
-closes in whatever way that happens.
+closes in whatever way that happens. Should it end before, the ranks that it forked live on, and the
+next one is forked from another.
 
 Started as `python -m earl_core.cluster.fork_server FD`; each request and each answer is one JSON
 message on a socket that keeps messages apart, with the descriptors that a new process inherits.
@@ -27,9 +28,11 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from earl_core.system.processes import child_path, inspect, send_signal, still
+from earl_core.system.plain_paths import plain
+from earl_core.system.processes import Process, child_path, inspect, send_signal, still
 
 _OURS = "earl_core."
 """Only modules of ours are imported here: code of others may start threads or touch a GPU."""
@@ -173,7 +176,7 @@ class ForkServer:
         )
 
     def stop(self) -> None:
-        """End it; the supervisors that it forked end their ranks and themselves."""
+        """End it; what it forked lives on."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -183,6 +186,7 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": child_path(os.environ),
+        **plain_temporary(),
         # Threads of a library that starts them on import would be missing in a forked process.
         "OPENBLAS_NUM_THREADS": "1",
         **NATIVE_RUNTIMES,
@@ -191,6 +195,11 @@ def _environment() -> dict[str, str]:
         # A title that is written over the environment hides it from `ps e` and from our tests.
         "SPT_NOENV": "1",
     }
+
+
+def plain_temporary() -> dict[str, str]:
+    """Where the processes of ranks keep temporary files, sockets and what torch compiles."""
+    return {"TMPDIR": str(plain(Path(tempfile.gettempdir()), short=True))}
 
 
 _server: ForkServer | None = None
@@ -236,7 +245,7 @@ def _load(modules: Iterable[str]) -> None:
         gc.freeze()
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: socket.socket, controller: Process | None) -> None:
     codes: dict[int, int] = {}
     while True:
         try:
@@ -253,7 +262,7 @@ def _serve(connection: socket.socket) -> None:
             answer = {}
         else:
             _load([request["module"]])
-            answer = _fork(connection, request, descriptors)
+            answer = _fork(connection, request, descriptors, controller)
             for descriptor in descriptors:
                 os.close(descriptor)
         try:
@@ -264,16 +273,18 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _fork(
-    connection: socket.socket, request: dict[str, Any], descriptors: list[int]
+    connection: socket.socket,
+    request: dict[str, Any],
+    descriptors: list[int],
+    controller: Process | None,
 ) -> dict[str, Any]:
-    server = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
         return {"errno": error.errno}
     if pid == 0:
         connection.close()
-        _become_supervisor(request, descriptors, server)
+        _become_supervisor(request, descriptors, controller)
     return {"pid": pid}
 
 
@@ -286,7 +297,9 @@ def _reap(codes: dict[int, int]) -> None:
             codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: int) -> None:
+def _become_supervisor(
+    request: dict[str, Any], descriptors: list[int], controller: Process | None
+) -> None:
     """In the forked process: what `exec` would have done, then the supervisor until its end."""
     from earl_core.cluster import supervisor
 
@@ -301,7 +314,7 @@ def _become_supervisor(request: dict[str, Any], descriptors: list[int], server: 
     os.close(log)
     for descriptor in connections:
         os.set_inheritable(descriptor, False)
-    supervisor.main(connections, server, *request["arguments"])
+    supervisor.main(connections, controller, *request["arguments"])
     sys.exit(0)
 
 
@@ -318,7 +331,7 @@ def main(descriptor: int) -> None:
 
     signal.signal(signal.SIGALRM, look)
     with socket.socket(fileno=descriptor) as connection:
-        _serve(connection)
+        _serve(connection, inspect(controller))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ class Group(Protocol):
     def deployment(self) -> Json | None: ...
 
     @property
+    def silent_loss(self) -> str: ...
+
+    @property
     def memory(self) -> list[MemoryUse]: ...
 
     def start(

@@ -67,6 +67,11 @@ class GroupHere:
         return [os.getpid()] if self.alive else []
 
     @property
+    def silent_loss(self) -> str:
+        """See `Group`."""
+        return ""
+
+    @property
     def memory(self) -> list[MemoryUse]:
         """See `Group`; of a process that is all roles' nothing is said."""
         return [MemoryUse()]

@@ -11,6 +11,7 @@ on every interface, at a port that was free some time before; its store knows no
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from earl_core.cluster.errors import LogFile, describe_exit
-from earl_core.cluster.fork_server import SupervisorHandle, fork_server
+from earl_core.cluster.fork_server import SupervisorHandle, fork_server, plain_temporary
 from earl_core.cluster.supervisor import LISTENER
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import private
@@ -39,7 +40,9 @@ from earl_core.system.processes import (
     marked,
     still,
 )
+from earl_core.system.storage_errors import naming
 
+logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 
@@ -124,8 +127,15 @@ class LocalHost:
         return self._resources or read_resources()
 
     def start(self, launch: Launch) -> LocalRank:
-        """See `Host`. Rank 0 inherits a socket that is bound to a port of the address: nobody can
-        connect until it listens, and no other process can take the port."""
+        """See `Host`. Rank 0 inherits a bound socket, whose port nobody else can take. A fork
+        server that ended is replaced, once."""
+        try:
+            return self._start(launch)
+        except ConnectionError as error:
+            logger.warning("%s: a rank is forked from another", error)
+            return self._start(launch)
+
+    def _start(self, launch: Launch) -> LocalRank:
         if launch.meeting is not None:
             return LocalRank(self, launch, launch.meeting, ())
         with bind_listener(self.address) as listener:
@@ -161,12 +171,13 @@ class LocalRank:
         environment = {
             **os.environ,
             **launch.environment,
+            **plain_temporary(),
             "PYTHONPATH": child_path({**os.environ, **launch.environment}),
             "EARL_HOST": host.name,
             **meeting_variables(*meeting, host.address),
         }
         try:
-            with open(launch.log, "ab", opener=private) as output:
+            with naming(launch.log), open(launch.log, "ab", opener=private) as output:
                 self.supervisor = fork_server().start(
                     launch.module,
                     [self._mark, launch.log.stem],

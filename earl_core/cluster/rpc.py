@@ -108,6 +108,7 @@ class Exchange:
             if not quiet:
                 reason = "the call was cancelled and did not return in time, so it was ended"
                 with monitor.condition:
+                    monitor.told = True
                     monitor.lose(Loss("lost", reason))
 
     def _send(self, rank: RankHandle, frame: bytes) -> None:
@@ -154,12 +155,15 @@ def loss_error(monitor: Monitor, where: errors.Where) -> errors.WorkerError:
     """Build the error for a group that is lost. Call with the condition held."""
     loss = monitor.loss
     assert loss is not None
+    monitor.told = True
     rank = None if loss.rank is None else monitor.ranks[loss.rank]
     if loss.kind != "lost" and rank is not None:
         # The rank writes its stacks to the log before it ends; wait, so that the tail shows them.
         monitor.condition.wait_for(lambda: rank.exit_code is not None, _DUMP_SECONDS)
     where = where if rank is None else _at(where, rank)
-    return errors.WorkerLost(where, loss.reason, loss.kind, loss.exit_code, loss.out_of_memory)
+    said = errors.last_error(where.log_tail) if loss.kind == "lost" and loss.exit_code else ""
+    reason = f"{loss.reason}; its log ends with the error: {said}" if said else loss.reason
+    return errors.WorkerLost(where, reason, loss.kind, loss.exit_code, loss.out_of_memory)
 
 
 def _at(where: errors.Where, rank: RankHandle) -> errors.Where:
@@ -259,8 +263,9 @@ class Loss:
 class Monitor(threading.Thread):
     """Reads what ranks and supervisors send; all it writes is guarded by `condition`.
 
-    `loss` is the first reason why the group is unusable. `call_id` and `progress` belong to the
-    call under way. `finished` is set when no process of the group is left.
+    `loss` is the first reason why the group is unusable, `told` whether a call has raised it.
+    `call_id` and `progress` belong to the call under way. `finished` is set when no process of the
+    group is left.
     """
 
     def __init__(
@@ -269,6 +274,7 @@ class Monitor(threading.Thread):
         super().__init__(name="earl-worker-monitor", daemon=True)
         self.ranks = ranks
         self.loss: Loss | None = None
+        self.told = False
         self.closing = False
         self.call_id = 0
         self.progress: deque[dict[str, Any]] = deque()

@@ -4,6 +4,7 @@ It starts the rank, holds one end of a control connection whose other end only t
 and waits. When the rank ends, the controller asks for it, or the controller is gone in whatever way
 (the connection closes, even after SIGKILL), it ends every descendant of the rank and then itself.
 As a child subreaper it stays the ancestor of orphans, so nothing can slip away by losing a parent.
+The fork server's end is nothing to it.
 
 It has one thread. It is forked from the fork server, forks the rank, and speaks the frames that
 ranks speak: it sends `{"event": "started", "pid"}` and `{"event": "exited", "code",
@@ -28,9 +29,11 @@ from earl_core.system.memory import out_of_memory_counters, out_of_memory_kills_
 from earl_core.system.processes import (
     ENDING_GRACE_SECONDS,
     MARK,
+    Process,
     become_subreaper,
     descendants,
     end_processes,
+    still,
 )
 
 LISTENER = "EARL_RENDEZVOUS_FD"
@@ -44,12 +47,14 @@ _HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Supervisor:
     """One rank's keeper."""
 
-    def __init__(self, descriptors: Sequence[int], server: int, mark: str, name: str) -> None:
+    def __init__(
+        self, descriptors: Sequence[int], controller: Process | None, mark: str, name: str
+    ) -> None:
         """descriptors: the control connection, the rank's channel, and for rank 0 the listener.
-        server: the fork server, which lives as long as the controller."""
+        controller: the process at the other end; None: it is gone already."""
         control, channel, *listener = descriptors
         self._control = socket.socket(fileno=control)
-        self._server = server
+        self._controller = controller
         self._frames = FrameBuffer()
         self._grace = ENDING_GRACE_SECONDS
         self._exit_code: int | None = None
@@ -107,7 +112,7 @@ class Supervisor:
             if self._control.fileno() in ready and self._must_stop():
                 break
             # Should a fork of the controller keep the connection open, this still sees it go.
-            if os.getppid() != self._server:
+            if self._controller is None or still(self._controller) is None:
                 break
         reported = self._exit_code is not None
         end_processes(lambda: descendants(os.getpid()), self._grace, self._reap)
@@ -166,10 +171,10 @@ def _wake_on_signals() -> tuple[int, int]:
     return read, write
 
 
-def main(descriptors: Sequence[int], server: int, mark: str, name: str) -> None:
+def main(descriptors: Sequence[int], controller: Process | None, mark: str, name: str) -> None:
     """Keep one rank until its end; arguments of `Supervisor`. name: for `ps`."""
     from setproctitle import setproctitle  # not where no ranks are started
 
     setproctitle(f"earl_core.cluster.supervisor {name}")
     become_subreaper()
-    Supervisor(descriptors, server, mark, name).run()
+    Supervisor(descriptors, controller, mark, name).run()

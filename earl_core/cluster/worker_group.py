@@ -99,6 +99,14 @@ class WorkerGroup:
         monitor = self._monitor
         return self._memory if monitor is None else [rank.memory for rank in monitor.ranks]
 
+    @property
+    def silent_loss(self) -> str:
+        """Why the group was lost, if no call has raised that; empty otherwise."""
+        monitor = self._monitor
+        if monitor is None or monitor.loss is None or monitor.told or monitor.closing:
+            return ""
+        return monitor.loss.reason
+
     # -- life -------------------------------------------------------------------------------------
 
     def start(
@@ -334,5 +342,5 @@ def _stop_all() -> None:
 
 atexit.register(_stop_all)
 # A forked child must not stop its parent's groups at exit. That it has their connections too does
-# no harm, because supervisors end with the fork server.
+# no harm, because supervisors see the controller's own end.
 os.register_at_fork(after_in_child=_running.clear)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from earl_core.config.refusal import references, refuse_override
 from earl_core.config.run import RunConfig
 from earl_core.config.sections import advice
+from earl_core.config.yaml_text import MOST_BYTES, read_yaml, write_yaml
 from earl_core.secrets import redact, resolve
 from earl_core.system.errors import ConfigError
-from earl_core.system.files import read_file
+from earl_core.system.outside import read_text
+from earl_core.system.similar import meant
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 """The run files that come with the package."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML run file and apply `a.b=c` overrides (the value is parsed as YAML).
+    """Read a YAML run file and apply `a.b=c` overrides (the value is YAML, as in the file).
 
     path: a file, or the name of a recipe, such as `demo`.
 
@@ -30,20 +32,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     unknown keys, wrong values, combinations that cannot work.
     """
     file = _run_file(path)
+    what = f"the configuration {file}"
     try:
-        content = read_file(file, follow_links=True)
+        content = read_text(file, what, MOST_BYTES)
     except OSError as error:
         raise ConfigError(
-            f"the configuration {file} cannot be read: {error.strerror}. Give a file, or one of "
-            f"the recipes {', '.join(recipe_names())}"
+            f"the configuration {file} cannot be read: {error.strerror}. "
+            f"{meant(path, recipe_names()).capitalize()}Give a file, or one of the recipes "
+            f"{', '.join(recipe_names())}"
         ) from error
-    try:
-        raw = yaml.safe_load(content.decode())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = redact(str(error))
-        raise ConfigError(f"the configuration {file} is not valid YAML: {reason}") from None
+    raw = read_yaml(content, what)
     if not isinstance(raw, dict):
-        raise ConfigError(f"the configuration {file} must be a mapping of settings")
+        raise ConfigError(f"{what} must be a mapping of settings")
     return parse_config(apply_overrides(raw, overrides), source=str(file))
 
 
@@ -88,7 +88,8 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
                 raise ConfigError(f"the override {redact(override)!r}: {key!r} is not a section")
             node = child
         # A run may be called 7 or 1e5.
-        value = text if keys == ["name"] else _parse_value(text, override)
+        what = f"the value of the override {redact(override)!r}"
+        value = text if keys == ["name"] else read_yaml(text, what)
         refuse_override(dotted.strip(), value)
         node[keys[-1]] = value
     return result
@@ -108,7 +109,7 @@ def check_references(config: RunConfig) -> None:
 
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as YAML; reading it back gives an equal configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return write_yaml(config.model_dump(mode="json"))
 
 
 def explain(error: ValidationError, source: str) -> str:
@@ -121,22 +122,11 @@ def explain(error: ValidationError, source: str) -> str:
             message = f"unknown key: {advice(problem['loc'])}"
         elif problem["type"] == "missing":
             message = "missing: give it a value"
+        elif problem["type"] == "literal_error" and isinstance(problem["input"], str):
+            choices = re.findall("'([^']*)'", problem["ctx"]["expected"])
+            near = meant(problem["input"], choices)
+            message = f"{message}: {near.strip()}" if near else message
         elif problem["type"] == "finite_number":
             message = f"{problem['input']} is not a finite number: give it one"
         lines.append(redact(f"  {key}: {message}"))
     return "\n".join(lines)
-
-
-def _parse_value(text: str, override: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        shown = redact(override)
-        raise ConfigError(f"the value of the override {shown!r} is not valid YAML") from error
-    if isinstance(value, str):
-        # YAML 1.1 reads 1e-5 as text; people who type it mean the number.
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value

@@ -103,8 +103,10 @@ class RolloutConfig(Settings):
         description="How the model writes calls of tools; auto: what its tokenizer or its chat "
         "template says, and where neither knows tools, hermes, described in the system message.",
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Of the engine's weights and computation."
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="Of the engine's weights and computation. auto: bfloat16 where the devices of "
+        "all hosts compute it fast, else float32; the run keeps what it began with.",
     )
     threads: int = Field(
         default=0, ge=0, description="CPU threads of an engine; 0: the cores divided among them."
@@ -141,6 +143,11 @@ class RolloutConfig(Settings):
                 f"({episode}): lower the first or raise the second"
             )
         return self
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a number that the engine computes with."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def episodes_per_iteration(self) -> int:

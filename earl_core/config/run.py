@@ -176,11 +176,11 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         algorithm, rollout = self.algorithm, self.rollout
-        estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
-        POLICY_LOSSES.build(algorithm.policy_loss)
-        AGGREGATIONS.build(algorithm.aggregation)
-        KL_ESTIMATORS.build(algorithm.kl.estimator)
-        if estimator.needs_groups and rollout.group_size < 2:
+        estimator = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage)
+        POLICY_LOSSES.checked(algorithm.policy_loss)
+        AGGREGATIONS.checked(algorithm.aggregation)
+        KL_ESTIMATORS.checked({"name": algorithm.kl.estimator})
+        if estimator is not None and estimator.needs_groups and rollout.group_size < 2:
             raise ValueError(
                 f"algorithm.advantage {algorithm.advantage['name']!r} compares the episodes of a "
                 f"group, so rollout.group_size must be at least 2, not {rollout.group_size}; "
@@ -190,11 +190,6 @@ class RunConfig(Settings):
             raise ValueError(
                 "algorithm.kl.placement and algorithm.kl.coefficient contradict each other: set "
                 "placement to `loss` or `reward` and a positive coefficient, or neither"
-            )
-        if self.model.float32_head and self._all_float32:
-            raise ValueError(
-                "model.float32_head changes nothing where rollout.dtype is float32 and "
-                "update.precision fp32: leave it out"
             )
         turn, microbatch = rollout.max_tokens_per_turn, self.update.max_tokens_per_microbatch
         if turn is not None and microbatch is not None and turn > microbatch:
@@ -324,6 +319,7 @@ STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
     "evaluation": (
         *_PLAY,
         "evaluation.episodes",
+        "evaluation.first_episodes",
         "evaluation.temperature",
         "evaluation.options",
         "evaluation.suites",

@@ -148,6 +148,12 @@ class EvaluationConfig(Settings):
     episodes: int = Field(
         default=256, ge=1, description="Of each evaluation, each from a held-out prompt of its own."
     )
+    first_episodes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Of the evaluation before training, which the first iteration waits for; None: "
+        "as of the others.",
+    )
     temperature: float | None = Field(
         default=None, ge=0, description="None: as in the rollout; 0: greedy."
     )
@@ -157,6 +163,10 @@ class EvaluationConfig(Settings):
     suites: tuple[SuiteConfig, ...] = Field(
         default=(), description="Environments that are played besides, in the same evaluations."
     )
+
+    def episodes_of(self, version: int) -> int:
+        """How many the evaluation of a policy version plays."""
+        return self.first_episodes or self.episodes if version == 0 else self.episodes
 
 
 class TrackingConfig(Settings):

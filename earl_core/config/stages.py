@@ -16,6 +16,7 @@ from pydantic import (
 
 from earl_core.cluster.stage_deployment import PLACEMENTS, Placement, StageDeployment
 from earl_core.config.settings import Settings
+from earl_core.system.similar import meant
 
 
 class _Section:
@@ -129,7 +130,8 @@ class StagesConfig(Settings):
     def _known_placement(cls, value: str) -> str:
         if value not in PLACEMENTS:
             raise ValueError(
-                f"there is no placement {value!r}: choose from {', '.join(PLACEMENTS)}"
+                f"there is no placement {value!r}: {meant(value, PLACEMENTS)}choose from "
+                f"{', '.join(PLACEMENTS)}"
             )
         return value
 

@@ -19,7 +19,11 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("run directory", f"{config.runs_directory}/{config.name}", "runs_directory, name"),
         ("model", config.model.path, "model.path"),
         *_played_rows(config),
-        ("engine", f"{rollout.engine}, {rollout.dtype}", "rollout.engine, rollout.dtype"),
+        (
+            "engine",
+            f"{rollout.engine}, {_precision(rollout.dtype)}",
+            "rollout.engine, rollout.dtype",
+        ),
         ("iterations", str(config.iterations), "iterations"),
         (
             "episodes per iteration",
@@ -42,12 +46,16 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("episodes in all", str(episodes * config.iterations), "x iterations"),
         *_stage_rows(config),
         *_reward_rows(config),
-        ("precision of the update", update.precision, "update.precision"),
+        ("precision of the update", _precision(update.precision), "update.precision"),
         ("advantage", str(config.algorithm.advantage["name"]), "algorithm.advantage"),
         ("policy loss", str(config.algorithm.policy_loss["name"]), "algorithm.policy_loss"),
         ("checkpoint every", plural(config.checkpoint.every, "iteration"), "checkpoint.every"),
         ("shared memory", str(room_in(config.dispatch.directory)), "dispatch.directory"),
     ]
+
+
+def _precision(name: str) -> str:
+    return "bf16 if all devices compute it fast, else float32" if name == "auto" else name
 
 
 def _microbatch(update: UpdateConfig) -> str:

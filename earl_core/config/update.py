@@ -18,9 +18,11 @@ operators."""
 class UpdateConfig(Settings):
     """How the policy is updated from one iteration's episodes."""
 
-    precision: Literal["bf16", "fp32"] = Field(
-        default="bf16",
-        description="bf16: fp32 master weights and sums of gradients, bf16 copies that compute.",
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        default="auto",
+        description="Of the update and of the reference. bf16: fp32 master weights and sums of "
+        "gradients, bf16 copies that compute. auto: bf16 where the devices of all hosts compute it "
+        "fast, else fp32; the run keeps what it began with.",
     )
     learning_rate: float = Field(
         default=1e-6, gt=0, description="AdamW's step size after the warm-up; 1e-6 suits 1B and up."
@@ -87,6 +89,11 @@ class UpdateConfig(Settings):
     threads: int = Field(
         default=0, ge=0, description="CPU threads of each rank; 0: the cores divided among them."
     )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether bf16 copies compute."""
+        return self.precision != "fp32"
 
     def compiles(self, gpu: bool) -> bool:
         """Whether layers are compiled on a GPU, or on a CPU, where the compiler works."""

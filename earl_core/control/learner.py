@@ -42,7 +42,9 @@ def _restore(
     controller: RunController, deployment: StageDeployment, iteration: int, source: Path | None
 ) -> None:
     checkpoint = str(source) if source else None
-    result = call_learner(controller, deployment, "restore", iteration, checkpoint=checkpoint)
+    result = call_learner(
+        controller, deployment, "restore", iteration, kept=False, checkpoint=checkpoint
+    )
     controller.live_version = int(result["policy_version"])
 
 
@@ -53,12 +55,15 @@ def call_learner(
     iteration: int,
     *,
     agreed: tuple[str, ...] = ("policy_version",),
+    kept: bool = True,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Run a method of the learner in all ranks together; their one result.
 
-    agreed: what all ranks must return alike.
+    agreed: what all ranks must return alike. kept: it needs the learner's state, so that a fresh
+    learner is none: raises `WorkerLost` where the one that was made ready is gone.
     """
+    arguments["kept"] = kept
     results = call_together(controller, deployment, "update", method, iteration, **arguments)
     return same_results(results, agreed, READ_RULES)
 

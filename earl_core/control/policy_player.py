@@ -23,6 +23,7 @@ from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.device_figures import with_figures
 from earl_core.control.hardware import read_hardware
+from earl_core.control.precision import resolved
 from earl_core.control.run_controller import live
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
@@ -113,7 +114,11 @@ class PolicyPlayer:
         self, config: RunConfig, checkpoint: PlayedPolicy, listener: Progress = quiet
     ) -> None:
         model = config.model.model_copy(update={"path": str(checkpoint.policy.resolve())})
-        self.config = config.model_copy(update={"model": model})
+        precision = resolved(
+            config.model_copy(update={"model": model}), settings=("rollout.dtype",)
+        )
+        precision.tell(lambda text: listener("precision", checkpoint.version, {"chosen": text}))
+        self.config = precision.config
         self.checkpoint = checkpoint
         with ExitStack() as held:
             if checkpoint.marker is not None:
@@ -131,7 +136,7 @@ class PolicyPlayer:
     def __enter__(self) -> PolicyPlayer:
         self._held.enter_context(live(str(self._directory), self))
         try:
-            self._load()
+            self._call("ensure")
         except BaseException:
             self._close(keep_logs=True)
             raise
@@ -186,18 +191,16 @@ class PolicyPlayer:
         """End the worker now, from any thread; a call under way raises."""
         self._groups.interrupt()
 
-    def _load(self) -> None:
-        path = str(self.checkpoint.policy.resolve())
-        self._call("ensure_directory", path=path, policy_version=self.checkpoint.version)
-
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         """The method's result; once more with a longer engine for each time that it was too short.
 
-        Doubled each time, up to the model's own range, where no context overflows any more.
+        The call loads the policy, too: the worker may be a fresh one. The length is doubled each
+        time, up to the model's own range, where no context overflows any more.
         """
+        version, path = self.checkpoint.version, str(self.checkpoint.policy.resolve())
+        arguments["weights"] = {"directory": path, "policy_version": version}
         while True:
             try:
-                version = self.checkpoint.version
                 (result,) = self._groups.call(
                     self._deployment, "rollout", method, version, stage="evaluation", **arguments
                 )
@@ -210,7 +213,6 @@ class PolicyPlayer:
                 needed = int(error.payload["tokens"])
                 longer = min(max(2 * length, needed), self._shape.max_positions)
                 self._deployment = self._deployment._replace(max_model_len=longer)
-                self._load()
 
     def _close(self, keep_logs: bool) -> None:
         try:

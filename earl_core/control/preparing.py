@@ -20,6 +20,7 @@ from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.deployment.shapes import Hardware
 from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.host_stores import HostStores
 from earl_core.system.shared_memory import SMALL_BYTES, enlarge
 
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_start(config: RunConfig, hardware: Hardware) -> None:
-    """Check references, devices, stage deployments (where the model is there) and environments.
+    """Check references, devices, stage deployments and the tokenizer's size (where the model is
+    there), and environments.
 
     Writes nothing. Raises `ConfigError`, or `WorkerCallFailed` with what the environment's code
     raised, whose log is then kept unless the error says all.
@@ -37,7 +39,9 @@ def check_start(config: RunConfig, hardware: Hardware) -> None:
     check_devices(config, hardware)
     model = Path(config.model.path)
     if (model / "config.json").is_file():
-        check_stages(config, read_model_shape(model), hardware)
+        shape = read_model_shape(model)
+        check_stages(config, shape, hardware)
+        check_tokenizer_file(model, shape.vocabulary)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
 
 
@@ -74,7 +78,9 @@ def _check_environments(config: RunConfig, hardware: Hardware) -> None:
     groups = WorkerGroups(config, logs, logs, hardware)
     told = True
     try:
-        groups.call(StageDeployment("environment"), "environment", "check", 0)
+        (found,) = groups.call(StageDeployment("environment"), "environment", "check", 0)
+        for note in found["notes"]:
+            logger.warning("%s", note)
     except WorkerError as error:
         told = error.expected
         raise

@@ -49,6 +49,8 @@ class ProfileWorkers:
         self._deployment: StageDeployment | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="earl-profile-"))
         write_record(self._directory, {"uid": new_uid()})
+        path = str(Path(config.model.path).resolve())
+        self._weights = {"directory": path, "policy_version": 0}
         apart = config.dispatch.model_copy(update={"directory": str(self._directory / "shards")})
         self._config = config.model_copy(update={"dispatch": apart, "stages": StagesConfig()})
         self._made = WorkerGroups(self._config, self._directory, self._directory, hardware)
@@ -102,6 +104,7 @@ class ProfileWorkers:
         stage = point.candidate.stage
         arguments: dict[str, Any] = {"context": point.context}
         if stage == "rollout":
+            arguments["weights"] = self._weights
             arguments["requests"] = point.requests
             arguments["generated"] = generated_tokens(point.context)
             arguments["seconds"] = WINDOW_SECONDS
@@ -132,9 +135,7 @@ class ProfileWorkers:
             get = partial(self._made.get, role, wanted)
             self._groups = _all([partial(get, member) for member in range(wanted.groups)])
             if stage == "rollout":
-                path = str(Path(self._config.model.path).resolve())
-                deadline = self._config.deadlines.start
-                self._call("ensure_directory", stage, deadline, path=path, policy_version=0)
+                self._call("ensure", stage, self._config.deadlines.start, weights=self._weights)
             self.start_seconds[stage] = time.monotonic() - started
         elif stage != "rollout" and wanted != self._deployment:
             self._made.reshard(role, wanted, 0)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.group import Group
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig
 from earl_core.config.environment import SuiteConfig
@@ -112,18 +113,17 @@ def play_evaluation(
     """Play the held-out episodes and the suites that are due; `outcomes` with 95 % Wilson
     intervals, `suites` by label, `metrics`."""
     settings = controller.config.evaluation
+    episodes = settings.episodes_of(version)
 
     def arguments(share: Share) -> dict[str, Any]:
         return {
             "episodes": len(share.items),
             "temperature": settings.temperature,
             "first": share.items.start,
-            "of_episodes": settings.episodes,
+            "of_episodes": episodes,
         }
 
-    job = Job(
-        "evaluation", version, "evaluate", settings.episodes, arguments, weights.outputs["weights"]
-    )
+    job = Job("evaluation", version, "evaluate", episodes, arguments, weights.outputs["weights"])
     done, engines = run(controller, deployment, job)
     tally = merged(done)
     rollout_stats.check_failures(tally, controller.config.rollout.max_failed_share)
@@ -224,6 +224,8 @@ class Engines:
     _finished: list[tuple[int, float]] = field(default_factory=list)
     _built: list[float] = field(default_factory=list)
     _shares: int = 0
+    _rebuilt: int = 0
+    _used: dict[int, Group] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _given_up: threading.Event = field(default_factory=threading.Event)
 
@@ -258,10 +260,10 @@ class Engines:
         return f"{what} {share.items.start} to {share.items.stop - 1}"
 
     def metrics(self) -> dict[str, float]:
-        """How many engines there were, and how many of them were lost."""
+        """How many engines there were, and how many of them were lost: at work, or idle."""
         return {
             "replicas": float(self.deployment.replicas),
-            "replicas_lost": float(len(self.lost)),
+            "replicas_lost": float(len(self.lost) + self._rebuilt),
         }
 
     def _deal(self, items: range, count: int, losses: int) -> None:
@@ -272,7 +274,7 @@ class Engines:
     def _engine(self, member: int) -> None:
         share = None
         try:
-            self._ensure(member)
+            self._ready(member)
             while (share := self._next(member)) is not None:
                 result = self._call(member, self.job.method, **self.job.arguments(share))
                 self._finish(Played(share, member, result))
@@ -283,9 +285,9 @@ class Engines:
                 raise
             self._lose(member, share, error)
 
-    def _ensure(self, member: int) -> None:
+    def _ready(self, member: int) -> None:
         started, before = time.perf_counter(), self.controller.groups.live("rollout", member)
-        self._call(member, "ensure", weights=self.job.weights)
+        self._call(member, "ensure")
         ahead = self.controller.groups.started_ahead("rollout", member)
         if ahead is not None:
             self._built.append(ahead.seconds(started))
@@ -345,8 +347,12 @@ class Engines:
         self.controller.run.note(job.iteration, job.stage, note)
 
     def _call(self, member: int, method: str, **arguments: Any) -> dict[str, Any]:
+        """Load and play in one call, for whoever takes it may be a fresh process."""
         controller, job = self.controller, self.job
         group = controller.groups.get("rollout", self.deployment, member)
+        with self._changed:
+            self._rebuilt += self._used.get(member, group) is not group
+            self._used[member] = group
         results: list[dict[str, Any]] = group.call(
             method,
             stage=job.stage,
@@ -354,6 +360,7 @@ class Engines:
             deadline_seconds=controller.config.deadlines.stage,
             on_progress=lambda progress: self._report(member, progress),
             abort=self._given_up,
+            weights=job.weights,
             **arguments,
         )
         return results[0]

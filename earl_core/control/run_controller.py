@@ -7,9 +7,7 @@ this process has open: runs, players of policies, profiles.
 
 from __future__ import annotations
 
-import math
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -21,12 +19,14 @@ from earl_core.cluster.group import Group
 from earl_core.cluster.host import Cluster, Host
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.device_figures import with_figures
+from earl_core.control.device_figures import figures_for
 from earl_core.control.hardware import hardware_of, open_cluster, with_network
 from earl_core.control.host_agreement import check_agreement
 from earl_core.control.learnt_profile import LearntProfile
+from earl_core.control.precision import resolved
 from earl_core.control.preparing import check_shared_memory, check_start, surely
 from earl_core.control.resume_point import resume_point
+from earl_core.control.run_history import RunHistory
 from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
 from earl_core.deployment.feasibility import check_stages
 from earl_core.deployment.plan import DeploymentPlan
@@ -35,12 +35,12 @@ from earl_core.dispatch import Manifest, PoolFull
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.transport import TransportError
 from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.stores import sweep_unneeded
 from earl_core.run.worker import Peers
-from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
 from earl_core.system.processes import host_name
@@ -102,6 +102,7 @@ class RunController:
         self.listener: Progress = listener
         self._finished_here = -1
         self.losses: Counter[int] = Counter()
+        self.stepless: set[int] = set()
         self.verdicts: dict[tuple[int, str], Verdict] = {}
         self.single_iteration = False
         self.observed = RunHistory(run)
@@ -113,19 +114,10 @@ class RunController:
         self._held.callback(run.close)
         peers = self._serve(hosts)
         hardware = hardware_of(hosts, run.config.cluster.fewest)
-        hardware = with_figures(hardware, hosts, run.config.selector.profile_directory)
+        hardware = figures_for(run.config.selector, hardware, hosts)
         self.hardware = with_network(hardware, self._fetch_bandwidth(peers))
-        self.groups = WorkerGroups(
-            run.config,
-            run.path,
-            run.logs,
-            self.hardware,
-            self.listener,
-            self.next_iteration,
-            hosts,
-            peers,
-            here,
-        )
+        where, told = (run.config, run.path, run.logs, self.hardware), self.listener
+        self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         self._registered.enter_context(live(str(run.path.resolve()), self))
@@ -177,6 +169,7 @@ class RunController:
         self._prepare_model()
         self.model = read_model_shape(Path(self.config.model.path))
         check_stages(self.config, self.model, self.hardware)
+        check_tokenizer_file(Path(self.config.model.path), self.model.vocabulary)
         check_shared_memory(self.config, self.run.stores)
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
@@ -300,8 +293,12 @@ def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
         check_agreement(config, cluster.hosts())
         preload_ranks(cluster.hosts())
         check_start(config, hardware_of(cluster.hosts(), config.cluster.fewest))
-        take_newest_whole(Path(config.runs_directory) / config.name)
-        run = opened.enter_context(closing(RunDirectory.open(config)))
+        path = Path(config.runs_directory) / config.name
+        precision = resolved(config, cluster.hosts(), path)
+        precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
+        take_newest_whole(path)
+        run = opened.enter_context(closing(RunDirectory.open(precision.config)))
+        precision.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
         controller = RunController(run, cluster, listener, here)
         opened.pop_all()
@@ -370,30 +367,3 @@ def interrupt_all() -> None:
     """Stop everything, for whoever handles a signal."""
     for thing in list(_live.values()):
         thing.interrupt()
-
-
-class RunHistory:
-    """The run's observations: those of its file, and what is added. Any thread may add."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._lock = threading.Lock()
-        self._seen = [Observation.model_validate(line) for line in run.observations.read()]
-        self._inherited = len(self._seen)
-
-    def add(self, seen: Observation) -> None:
-        """On disk when this returns."""
-        with self._lock:
-            self._run.observations.append(seen.model_dump(mode="json"))
-            self._seen.append(seen)
-
-    def through(self, iteration: float = math.inf) -> list[Observation]:
-        """Those up to and with this iteration, oldest first."""
-        with self._lock:
-            return [seen for seen in self._seen if seen.iteration <= iteration]
-
-    def since_start(self, iteration: int) -> list[Observation]:
-        """Of `through`, those that this process added."""
-        with self._lock:
-            fresh = self._seen[self._inherited :]
-        return [seen for seen in fresh if seen.iteration <= iteration]

@@ -39,6 +39,7 @@ from earl_core.selector.profile.observations import (
     training_rate,
 )
 from earl_core.system import fault_points
+from earl_core.system.errors import EarlError
 from earl_core.system.files import read_file
 from earl_core.system.memory import memory_in_use
 
@@ -270,6 +271,32 @@ def weights_exist(controller: RunController, manifest: Manifest) -> bool:
     """Whether every host has the files that a publish manifest names, at full size."""
     files = manifest.outputs["weights"]["files"]
     return all(controller.run.stores.have(Path(file["path"]).name, file["bytes"]) for file in files)
+
+
+MOST_STEPLESS = 3
+"""Iterations one after another without a step; what keeps more from learning is no chance."""
+
+
+def without_step(controller: RunController, iteration: int) -> None:
+    """Count an iteration that has nothing to train on: it ends without a step.
+
+    Raises `EarlError` where so many before it had none either that something is wrong. A process
+    that goes on with the run begins a new count.
+    """
+    controller.stepless.add(iteration)
+    row = 1
+    while iteration - row in controller.stepless:
+        row += 1
+    what = "no group has two episodes left, so there is nothing to compare"
+    if row > MOST_STEPLESS:
+        raise EarlError(
+            f"iteration {iteration} is number {row} in a row without a step: {what}",
+            remedy="look at why the rollout's episodes fail, or raise rollout.group_size; "
+            "resume the run once that is done",
+        )
+    text = f"{what}: the iteration ends without a step ({row} in a row, {MOST_STEPLESS} at most)"
+    logger.warning("iteration %d: %s", iteration, text)
+    controller.run.note(iteration, "advantage", text)
 
 
 _counting = threading.Lock()

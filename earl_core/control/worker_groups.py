@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -102,7 +102,8 @@ class WorkerGroups:
 
     directory: the run's. listener: told what starts. next_iteration: the one that calls outside of
     a stage belong to. hosts: where ranks run; none: this machine. peers: for who reads shards.
-    here: have all in this process and the callers' threads, for a debugger.
+    here: have all in this process and the callers' threads, for a debugger. note: keeps an event of
+    an iteration and a stage. `rebuilt`: groups that were lost between two calls, by iteration.
     """
 
     def __init__(
@@ -116,8 +117,11 @@ class WorkerGroups:
         hosts: Sequence[Host] = (),
         peers: Peers = Peers(),  # noqa: B008  (it cannot change)
         here: bool = False,
+        note: Callable[[int, str, str], None] = lambda iteration, stage, event: None,
     ) -> None:
         self.hardware = hardware
+        self.rebuilt: Counter[int] = Counter()
+        self._note = note
         self.stop_requested = threading.Event()
         self._config, self._directory, self._logs = config, directory, logs
         self._placement, self._settings = config.stages.placed, config.model_dump(mode="json")
@@ -136,14 +140,19 @@ class WorkerGroups:
         self._threads: list[threading.Thread] = []
         self._ahead: dict[Member, Ahead] = {}
 
-    def get(self, role: str, deployment: StageDeployment, member: int = 0) -> Group:
+    def get(
+        self, role: str, deployment: StageDeployment, member: int = 0, kept: bool = False
+    ) -> Group:
         """The role's live group under this deployment; started or rebuilt when needed.
 
-        member: which engine's, for the rollout.
+        member: which engine's, for the rollout. kept: its state is needed, so one that was lost is
+        returned as it is, and its call raises how.
         """
         key = (role, member)
         with self._starting_of(key):
             self._refuse_when_stopping()
+            if kept and key in self._groups and not self._groups[key].alive:
+                return self._groups[key]
             self._make_room(role, deployment)
             places = self._place(role, deployment, member)
             if role == "rollout":
@@ -171,6 +180,7 @@ class WorkerGroups:
         with self._lock:
             old = self._groups.get(key)
         if old is not None:
+            self._count_loss(role, name, old.silent_loss)
             old.stop(_GRACE_SECONDS)
         make: Callable[..., Group] = GroupHere if self._here else WorkerGroup
         group = make(
@@ -200,6 +210,15 @@ class WorkerGroups:
         group.start(deployment._asdict(), arguments, len(hosts), hosts)
         return group
 
+    def _count_loss(self, role: str, name: str, reason: str) -> None:
+        """Of a group that was lost between two calls; what a call raises, its stage counts."""
+        if reason:
+            iteration = self._next_iteration()
+            self.rebuilt[iteration] += 1
+            text = f"worker group '{name}' was lost ({reason}) and is built again"
+            logger.warning("%s", text)
+            self._note(iteration, role, text)
+
     def _starting_of(self, key: Member) -> threading.RLock:
         with self._lock:
             return self._starting[key]
@@ -218,8 +237,14 @@ class WorkerGroups:
     def _make_room(self, role: str, deployment: StageDeployment) -> None:
         """Have other roles give back the devices' memory that this one is about to use."""
         if not self.hardware.gpus or role not in PLACED:
-            # A core's memory is everybody's: nothing would be freed by giving it back.
+            # A core's memory is everybody's. What of it can be given back is asked for by the stage
+            # that needs it: here groups that play may be asked, for others start beside them.
             return
+        self.make_room(role, deployment)
+
+    def make_room(self, role: str, deployment: StageDeployment) -> None:
+        """Have the roles that take turns with this one give back what memory they can, until they
+        are asked for again. None of them may be in a call."""
         for key in list(self._groups):
             giving = key[0] in self._placement.gives_way(role)
             if giving and key not in self._released and self.live(*key) is not None:
@@ -317,14 +342,16 @@ class WorkerGroups:
         iteration: int,
         *,
         stage: str | None = None,
+        kept: bool = False,
         **arguments: Any,
     ) -> list[dict[str, Any]]:
         """Run a method in every rank of the role's group; all JSON results in rank order.
 
-        `stage` names the stage in errors and progress when it is not the deployment's. Where each
-        rank did a part, `earl_core.cluster.rpc.merge_results` makes them one.
+        `kept`: see `get`. `stage` names the stage in errors and progress when it is not the
+        deployment's. Where each rank did a part, `earl_core.cluster.rpc.merge_results` makes them
+        one.
         """
-        group = self.get(role, deployment)
+        group = self.get(role, deployment, kept=kept)
         name = stage or deployment.stage
         results: list[dict[str, Any]] = group.call(
             method,

@@ -118,13 +118,15 @@ class ModelShape(Settings):
 
 
 class DeviceFigures(Settings):
-    """What a data sheet says of one device, or a measurement. Rates are peaks, per second, for
-    dense bf16."""
+    """What a data sheet says of one device, or a measurement. Rates are peaks, per second."""
 
     name: str
     nccl: bool = Field(default=True, description="Collectives are NCCL's, with its latencies.")
     memory_bytes: int = Field(ge=1)
     flops: float = Field(gt=0, description="Floating-point operations a second, bf16, dense.")
+    float32_flops: float = Field(
+        default=0.0, ge=0, description="The same in float32, as measured; 0: as in bf16."
+    )
     memory_bandwidth: float = Field(gt=0, description="bytes/s")
     link_bandwidth: float = Field(gt=0, description="bytes/s to the devices joined to it, one way")
     host_bandwidth: float = Field(gt=0, description="bytes/s to the host's memory, one way")
@@ -138,6 +140,15 @@ class DeviceFigures(Settings):
         default=0.0, ge=0, description="Least seconds of any pass through one decoder layer."
     )
     source: str = ""
+
+    @property
+    def bf16_factor(self) -> float:
+        """How many times as long bf16 takes as float32."""
+        return (self.float32_flops or self.flops) / self.flops
+
+    def flops_of(self, value: int) -> float:
+        """Operations a second on numbers of so many bytes."""
+        return (value == 4 and self.float32_flops) or self.flops
 
 
 class Hardware(Settings):
@@ -158,7 +169,8 @@ class Hardware(Settings):
         default=True, description="GPUs reach each other over PCIe, past the host's memory."
     )
     figures: DeviceFigures | None = Field(
-        default=None, description="As measured of a GPU that no data sheet is known of."
+        default=None,
+        description="As measured: of a GPU that no data sheet is known of, or of all cores.",
     )
     hosts: int = Field(default=1, ge=1)
     fewest_hosts: int | None = Field(

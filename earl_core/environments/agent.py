@@ -14,7 +14,7 @@ from typing import Any
 from earl_core.environments.base import Message, StepResult
 from earl_core.system.errors import ConfigError
 from earl_core.system.frames import WireError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import import_object, refuse_library
 
 PREFIX = "agent:"
 """Before the import path of an agent, where environments have their names."""
@@ -47,6 +47,7 @@ class AgentEnvironment:
             raise ConfigError(
                 f"the agent {path!r} is no function of (task, base_url, api_key): {error}"
             ) from error
+        refuse_library(self._run, path, "the agent")
         self.step = self._step if inspect.iscoroutinefunction(self._run) else self._call
 
     def reset(self, prompt: int, seed: int) -> list[Message]:

@@ -122,7 +122,9 @@ class GymnasiumEnvironment:
             return StepResult(_user(text), reward, False)
         self._done = True
         metrics = {"env_steps": self._steps, "illegal_answers": self._illegal}
-        return StepResult(_user(text), reward, True, {"outcome": outcome, "metrics": metrics})
+        outcomes = ["terminated", "truncated", "illegal"]
+        info = {"outcome": outcome, "outcomes": outcomes, "metrics": metrics}
+        return StepResult(_user(text), reward, True, info)
 
     def _shown(self, observation: Any) -> str:
         if self._rendered:

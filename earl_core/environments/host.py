@@ -172,6 +172,7 @@ def _serve(connection: socket.socket) -> None:
             "concurrent": concurrent,
             "wants_policy": wants_policy,
             "tools": schemas,
+            "notes": tools.notes,
             "characters": characters,
             # A look at all packages takes as long as the rest of the start.
             "versions": {} if start["own_packages"] else _versions(),

@@ -24,6 +24,7 @@ from earl_core.secrets import redact
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.files import private
 from earl_core.system.frames import encode
+from earl_core.system.storage_errors import naming
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class HostProcess:
         """Whether several of its calls may run at the same time."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
+        self.notes: list[str] = []
+        """What somebody who starts a run with these tools should know."""
         self.characters = ""
         """All that the environment names."""
         self.versions: dict[str, str] = {}
@@ -211,6 +214,7 @@ class HostProcess:
         kind = message["kind"]
         if kind == "ready":
             self.deterministic, self.tools = message["deterministic"], message["tools"]
+            self.notes = message["notes"]
             self.concurrent, self.characters = message["concurrent"], message["characters"]
             self.wants_policy, self.versions = message["wants_policy"], message["versions"]
             if not self._opening.done():
@@ -232,8 +236,9 @@ class HostProcess:
         if log_path is None:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the host
         else:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = open(log_path, "ab+", opener=private)  # noqa: SIM115
+            with naming(log_path):
+                log_path.parent.mkdir(parents=True, exist_ok=True)
+                self._log = open(log_path, "ab+", opener=private)  # noqa: SIM115
         self._log_start = self._log.seek(0, os.SEEK_END)
         ours, theirs = socket.socketpair()
         # -P: the working directory comes last, where `path` has it.

@@ -13,7 +13,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from earl_core.environments.endpoints import open_endpoint
+from earl_core.environments.endpoints import open_endpoint, read_reply
+from earl_core.environments.judgement import read_score
 from earl_core.system.errors import ConfigError, EarlError
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
@@ -33,8 +34,9 @@ class Judge:
         write a reference. prompt: the question; `{conversation}` is the whole
         episode, `{question}` what the policy was first told, `{answer}` its last answer, and
         `{scoring.name}` a value that the environment gives for scoring.
-    pattern: a regular expression whose first group is the score; the last match counts. scale: the
-        least and the greatest score that may be given; they become 0 and 1.
+    pattern: a regular expression whose first group is the score; the last match counts. None: what
+        `judgement.read_score` is certain of. scale: the least and the greatest score that may be
+        given; they become 0 and 1.
     temperature: None leaves it to the endpoint. request: further fields of the request.
     timeout_seconds: of the request.
     """
@@ -46,7 +48,7 @@ class Judge:
         model: str,
         prompt: str,
         api_key: str = "",
-        pattern: str = r"(?i)score\W*(-?\d+(?:\.\d+)?)",
+        pattern: str | None = None,
         scale: Sequence[float] = (0.0, 10.0),
         temperature: float | None = 0.0,
         request: Mapping[str, Any] | None = None,
@@ -58,12 +60,7 @@ class Judge:
         self._fields = {"model": _checked_text("model", model), **(request or {})}
         if temperature is not None:
             self._fields["temperature"] = temperature
-        try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"pattern {pattern!r} is no regular expression: {error}") from None
-        if self._pattern.groups < 1:
-            raise ConfigError(f"pattern {pattern!r} has no group: put the score into (...)")
+        self._pattern = None if pattern is None else _checked_pattern(pattern)
         if len(scale) != 2 or not scale[0] < scale[1]:
             raise ConfigError(f"scale is {list(scale)}: write [least, greatest]")
         self._low, self._high = scale
@@ -77,11 +74,13 @@ class Judge:
             text = str(reply["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError):
             raise JudgeFailed(f"{self._url} sent no chat completion: {reply!r:.{_SHOWN}}") from None
-        found = [match[1] for match in self._pattern.finditer(text)]
-        try:
-            score = float(found[-1])
-        except (IndexError, ValueError, TypeError):
-            raise JudgeFailed(f"the judge gave no score: {text[-_SHOWN:]!r}") from None
+        said: str | None = text
+        if self._pattern is not None:
+            matches = [match[1] for match in self._pattern.finditer(text)]
+            said = matches[-1] if matches else None
+        score = None if said is None else read_score(said, self._low, self._high)
+        if score is None:
+            raise JudgeFailed(f"the judge gave no score that is certain: {text[-_SHOWN:]!r}")
         if not self._low <= score <= self._high:
             raise JudgeFailed(f"the judge gave {score:g}, which is not on the scale: {text!r:.300}")
         return (score - self._low) / (self._high - self._low)
@@ -126,6 +125,16 @@ def _checked_url(base_url: str) -> str:
     return base_url.rstrip("/")
 
 
+def _checked_pattern(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(_checked_text("pattern", pattern))
+    except re.error as error:
+        raise ConfigError(f"pattern {pattern!r} is no regular expression: {error}") from None
+    if compiled.groups < 1:
+        raise ConfigError(f"pattern {pattern!r} has no group: put the score into (...)")
+    return compiled
+
+
 def _checked_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{name} is {value!r}: write a text")
@@ -162,9 +171,9 @@ def _post(url: str, key: str, body: Mapping[str, Any], timeout_seconds: float) -
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with open_endpoint(request, timeout_seconds) as reply:
-            return json.loads(reply.read())
+            return json.loads(read_reply(reply, timeout_seconds))
     except urllib.error.HTTPError as error:
         said = error.read(_SHOWN).decode(errors="replace")
         raise JudgeFailed(f"{url} answered with status {error.code}: {said}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise JudgeFailed(f"{url} gave no answer: {error}") from None

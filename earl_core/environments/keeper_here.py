@@ -73,6 +73,7 @@ class KeeperHere:
         self.concurrent = True
         self.wants_policy = False
         self.tools: list[dict[str, Any]] = []
+        self.notes: list[str] = []
 
     @property
     def process(self) -> KeeperHere:
@@ -95,7 +96,7 @@ class KeeperHere:
         tools = await registry.toolbox(
             settings.tools, settings.mcp, settings.tool_timeout_seconds, made
         )
-        self.tools = tools.with_methods(made).schemas
+        self.tools, self.notes = tools.with_methods(made).schemas, tools.notes
         if not self.concurrent:
             self._turn = asyncio.Lock()
         self._threads = ThreadPoolExecutor(settings.threads, "environment")

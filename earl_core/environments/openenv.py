@@ -114,7 +114,8 @@ class OpenEnv:
         return StepResult([message], 0.0, False)
 
     def _info(self, outcome: str) -> dict[str, Any]:
-        return {"outcome": outcome, "metrics": {"invalid_actions": self._errors}}
+        metrics = {"invalid_actions": self._errors}
+        return {"outcome": outcome, "outcomes": ["done", "illegal"], "metrics": metrics}
 
     async def _described(self) -> str:
         """What the model is told of actions."""

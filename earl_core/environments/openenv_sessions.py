@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.endpoints import is_local, open_endpoint
+from earl_core.environments.endpoints import is_local, open_endpoint, read_reply
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.import_path import import_object, import_package
 
@@ -74,6 +74,11 @@ class Hosted:
         self._deserialize = serialization.deserialize_action
         kind = import_object(environment, "the option environment")
         self._action = import_object(action, "the option action")
+        if not (isinstance(kind, type) and issubclass(kind, self._interface)):
+            raise ConfigError(
+                f"the option environment {environment!r} is no environment of openenv",
+                remedy="name a subclass of openenv.core.env_server.interfaces.Environment",
+            )
         if getattr(kind, "REQUIRES_SINGLE_THREAD_EXECUTOR", False):
             raise ConfigError(
                 f"{environment} wants all its calls from one thread",
@@ -216,7 +221,7 @@ def _schema(url: str, headers: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     request = urllib.request.Request(f"{url}/schema", headers=dict(headers))
     try:
         with open_endpoint(request, _SCHEMA_SECONDS) as reply:
-            schema: dict[str, Any] = json.load(reply)["action"]
+            schema: dict[str, Any] = json.loads(read_reply(reply, _SCHEMA_SECONDS))["action"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"the OpenEnv server {url} does not tell the schema of its actions at {url}/schema: "

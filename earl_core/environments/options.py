@@ -23,6 +23,7 @@ from typing import (
 
 from earl_core.secrets import redact
 from earl_core.system.errors import ConfigError
+from earl_core.system.similar import meant
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -95,7 +96,7 @@ def _checked(hint: Any, value: Any, path: str) -> Any:
         return value
     if hint is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
-    raise _Wrong(redact(f"option {path!r} must be {_described(hint)} (it is {value!r})"))
+    raise _refused(path, _described(hint), value, (hint,))
 
 
 def _as_options(model: type[Options], value: Any, path: str) -> Options:
@@ -107,7 +108,8 @@ def _as_options(model: type[Options], value: Any, path: str) -> Options:
     for key, each in value.items():
         if key not in fields:
             known = ", ".join(sorted(fields))
-            lines.append(f"unknown option {f'{prefix}{key}'!r}: use one of {known}")
+            near = meant(key, fields)
+            lines.append(f"unknown option {f'{prefix}{key}'!r}: {near}use one of {known}")
             continue
         try:
             values[key] = _checked(hints[key], each, f"{prefix}{key}")
@@ -137,7 +139,14 @@ def _as_one_of(hints: tuple[Any, ...], value: Any, path: str) -> Any:
     if len(inside) == 1:
         raise inside[0]
     described = " or ".join(_described(hint) for hint in hints)
-    raise _Wrong(redact(f"option {path!r} must be {described} (it is {value!r})"))
+    raise _refused(path, described, value, hints)
+
+
+def _refused(path: str, described: str, value: Any, hints: tuple[Any, ...]) -> _Wrong:
+    words = [str(each) for hint in hints if get_origin(hint) is Literal for each in get_args(hint)]
+    near = meant(value, words).strip()
+    told = f"option {path!r} must be {described} (it is {value!r})"
+    return _Wrong(redact(f"{told}: {near}" if near else told))
 
 
 def _takes(hint: Any, value: Any) -> bool:

@@ -237,6 +237,12 @@ class EnvironmentPool:
         return [] if process is None else process.tools
 
     @property
+    def notes(self) -> list[str]:
+        """What somebody who starts a run with these tools should know."""
+        process = self._keepers[0].process
+        return [] if process is None else process.notes
+
+    @property
     def wants_policy(self) -> bool:
         """Whether the environments, or agents, ask the policy."""
         process = self._keepers[0].process

@@ -6,15 +6,18 @@ import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.data_set import Row, read_rows
 from earl_core.environments.options import Options
-from earl_core.environments.results import ROLES
+from earl_core.environments.results import real_number
+from earl_core.environments.rewards import ANSWER_RULES
+from earl_core.environments.usable_rows import RowRules
 from earl_core.system.errors import ConfigError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import import_object, refuse_library
+
+_OUTCOMES = ("correct", "incorrect")
 
 
 class PromptOptions(Options):
@@ -26,6 +29,7 @@ class PromptOptions(Options):
     answer_column: given to the reward function as row["answer"]; None: none is.
     scoring_columns: given to the run's reward functions as episode["scoring"].
     system_prompt: a system message before a text.
+    unusable_rows: rows without a usable prompt, answer or scoring value: refuse, or leave_out.
     reward_function: import path of function(completion, row) -> float or (float, dict); with a
         third argument it gets the messages of the tools that were used.
     """
@@ -36,6 +40,7 @@ class PromptOptions(Options):
     answer_column: str | None = "answer"
     scoring_columns: tuple[str, ...] = ()
     system_prompt: str | None = None
+    unusable_rows: Literal["refuse", "leave_out"] = "refuse"
     reward_function: str = "earl_core.environments.rewards:exact_match"
 
     def __post_init__(self) -> None:
@@ -46,7 +51,8 @@ class PromptOptions(Options):
 class PromptEnvironment:
     """One question, one answer, one reward. The prompt index modulo the number of rows is the row.
 
-    `info["outcome"]` is what the reward function says, else correct (reward > 0) or incorrect. The
+    `info["outcome"]` is what the reward function's dict says as `outcome` (of the `outcomes` there
+    are), else correct (reward > 0) or incorrect. The
     numbers in the reward function's dict become `info["metrics"]`.
     """
 
@@ -56,17 +62,20 @@ class PromptEnvironment:
         self.options = options
         self._reward = import_object(options.reward_function, "the option reward_function")
         self._told = _takes_messages(self._reward, options.reward_function)
-        named = (options.prompt_column, options.answer_column, *options.scoring_columns)
-        columns = tuple(column for column in named if column is not None)
-        self._rows = read_rows(options.path, options.split, columns)
-        self._messages(self._rows[0], 0)
+        refuse_library(self._reward, options.reward_function, "the option reward_function")
+        rule = ANSWER_RULES.get(self._reward)
+        rules = RowRules(
+            options.prompt_column, options.answer_column, rule, options.scoring_columns
+        )
+        leave_out = options.unusable_rows == "leave_out"
+        self._rows = read_rows(options.path, options.split, rules, leave_out)
         self._row: Row | None = None
         self._used: list[Message] = []
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         index = prompt % len(self._rows)
         row = self._rows[index]
-        messages = self._messages(row, index)
+        messages = self._messages(row)
         if self.options.answer_column is not None:
             row["answer"] = row[self.options.answer_column]
         self._row, self._used = row, []
@@ -83,7 +92,7 @@ class PromptEnvironment:
         returned = self._reward(text, row, *([self._used] if self._told else []))
         pair = isinstance(returned, tuple) and len(returned) == 2
         reward, details = returned if pair else (returned, {})
-        value = float(reward) if isinstance(reward, Real) else math.nan
+        value = real_number(reward)
         if not math.isfinite(value) or not isinstance(details, Mapping):
             raise TypeError(
                 f"the reward function {self.options.reward_function!r} returned {returned!r}: it "
@@ -91,11 +100,13 @@ class PromptEnvironment:
             )
         outcome = str(details.get("outcome", "correct" if value > 0 else "incorrect"))
         metrics = {
-            key: float(number)
-            for key, number in details.items()
-            if isinstance(number, Real) and math.isfinite(number)
+            key: number
+            for key, given in details.items()
+            if math.isfinite(number := real_number(given))
         }
         info: dict[str, Any] = {"outcome": outcome, "metrics": metrics}
+        if known := details.get("outcomes", () if "outcome" in details else _OUTCOMES):
+            info["outcomes"] = [str(each) for each in known]
         if columns := self.options.scoring_columns:
             # A data set may hold dates and the like.
             given = json.dumps({column: row[column] for column in columns}, default=str)
@@ -105,17 +116,12 @@ class PromptEnvironment:
     def close(self) -> None:
         self._row = None
 
-    def _messages(self, row: Mapping[str, Any], index: int) -> list[Message]:
+    def _messages(self, row: Mapping[str, Any]) -> list[Message]:
         prompt = row[self.options.prompt_column]
         system = self.options.system_prompt
         messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
-        if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
-            raise ConfigError(
-                f"row {index} of {self.options.path}: column {self.options.prompt_column!r} is "
-                "neither a text nor a list of messages with role and content"
-            )
         return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
 
 
@@ -140,11 +146,3 @@ def _takes_messages(function: Any, path: str) -> bool:
             f"{what} is no function of (completion, row): {error}", remedy="name one that is"
         ) from error
     return places > 2
-
-
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and value.get("role") in ROLES
-        and isinstance(value.get("content"), str)
-    )

@@ -112,7 +112,9 @@ class ReasoningGymEnvironment:
         if len(self.options.parts) > 1:
             metrics[f"score_{item['metadata']['source_dataset']}"] = score
         outcome = "correct" if score >= 1 else "incorrect"
-        return StepResult([], score, True, {"outcome": outcome, "metrics": metrics})
+        outcomes = ["correct", "incorrect"]
+        info = {"outcome": outcome, "outcomes": outcomes, "metrics": metrics}
+        return StepResult([], score, True, info)
 
     def close(self) -> None:
         self._item = None

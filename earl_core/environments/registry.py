@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast, get_origin, get_type_hints
 
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
@@ -16,7 +16,8 @@ from earl_core.environments.tools.mcp import open_servers
 from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import ConfigError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import bare, import_object, refuse_library
+from earl_core.system.similar import meant
 
 BUILT_IN: dict[str, str] = {
     "tic_tac_toe": "earl_core.environments.games.tic_tac_toe:TicTacToe",
@@ -28,6 +29,9 @@ BUILT_IN: dict[str, str] = {
     "openenv": "earl_core.environments.openenv:OpenEnv",
     f"{PREFIX}verifiers": "earl_core.environments.verifiers:Verifiers",
 }
+
+
+_FORWARDING = ("__getattr__", "__getattribute__")
 
 
 def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
@@ -50,11 +54,13 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
         if ":" not in path:
             raise ConfigError(
                 f"there is no agent {path!r}",
-                remedy="use verifiers, or the import path of a function of your own, like "
+                remedy=f"{meant(path, ['verifiers'])}use verifiers, or the import path of "
+                "a function of your own, like "
                 "'package.module:function'",
             )
         return AgentEnvironment(path, options)
     factory = _own_class(name)
+    _refuse_other(factory, name)
     try:
         created = factory(**options)
     except ConfigError:
@@ -67,12 +73,46 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
             )
         ) from redact_error(error)
     if not isinstance(created, Environment):
-        raise ConfigError(
-            f"the environment {name!r} is none",
-            remedy="it must have the methods reset(prompt, seed), step(text) and close(), as "
-            "earl_core.environments.base.Environment says",
-        )
+        raise _no_environment(name)
     return created
+
+
+def _refuse_other(factory: Any, name: str) -> None:
+    """Raise `ConfigError` before something is called that makes no environment, as far as it
+    says."""
+    refuse_library(factory, name, "the environment")
+    made = _made_by(factory)
+    kinds = inspect.getmro(made) if made else ()
+    named = {each for kind in kinds for each in (*vars(kind), *inspect.get_annotations(kind))}
+    # Methods may be set by the constructor where the class announces them, or be another object's.
+    other = any(inspect.isfunction(getattr(made, name, None)) for name in _FORWARDING)
+    if not ({"reset", "step", "close"} <= named or other):
+        raise _no_environment(name)
+    refuse_library(made, name, "the environment")
+
+
+def _made_by(factory: Any) -> type | None:
+    """The class of what it makes: a class, also with options or wrapped, a method of one, or a
+    function that is annotated with one."""
+    try:
+        made = bare(inspect.unwrap(bare(factory)))
+        made = get_origin(made) or made
+        if not isinstance(made, type):
+            said = get_type_hints(made).get("return")
+            made = getattr(made, "__self__", None) if said in (None, Self) else said
+    except (TypeError, NameError, AttributeError, SyntaxError, ValueError):
+        return None
+    made = get_origin(made) or made
+    return made if isinstance(made, type) else None
+
+
+def _no_environment(name: str) -> ConfigError:
+    return ConfigError(
+        f"the environment {name!r} is none",
+        remedy="it must have the methods reset(prompt, seed), step(text) and close(), as "
+        "earl_core.environments.base.Environment says; a class whose constructor sets them must "
+        "name them (`reset: Any`), a function that makes one its class (`-> Game`)",
+    )
 
 
 def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,14 +124,15 @@ def _resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_class(name: str) -> Any:
     if ":" not in name:
-        known = (each for each in BUILT_IN if not each.startswith(PREFIX))
+        known = [each for each in BUILT_IN if not each.startswith(PREFIX)]
         if f"{PREFIX}{name}" in BUILT_IN:
             raise ConfigError(
                 f"{name!r} is an agent", remedy="name it by environment.agent, without a name"
             )
         raise ConfigError(
             f"there is no environment {name!r}",
-            remedy=f"use one of {', '.join(known)}, or the import path of a class of your own, "
+            remedy=f"{meant(name, known)}use one of {', '.join(known)}, or the import path of a "
+            "class of your own, "
             "like 'package.module:Class'",
         )
     return import_object(name, "the environment")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -116,11 +117,26 @@ def _check_outcomes(outcomes: Any) -> None:
         _check_text('One of info["outcomes"]', outcome)
 
 
-def _checked_number(what: str, value: Any) -> float:
+def real_number(value: Any) -> float:
+    """A real number as a float; NaN for what is none, infinity for what is too large.
+
+    Python's and numpy's numbers and truth values count, those of the standard library's decimal and
+    fractions, and arrays and tensors of no dimension that hold one.
+    """
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError):
+            return math.nan
     try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:
-        number = math.inf
+        return float(value) if isinstance(value, Real | Decimal) else math.nan
+    except (OverflowError, ValueError):
+        # A signalling NaN of Decimal is a ValueError.
+        return math.inf if isinstance(value, Real) else math.nan
+
+
+def _checked_number(what: str, value: Any) -> float:
+    number = real_number(value)
     # Not so for NaN either.
     if not abs(number) <= LARGEST_NUMBER:
         raise WireError(

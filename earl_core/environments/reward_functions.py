@@ -12,14 +12,15 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
+from earl_core.environments.results import real_number
 from earl_core.secrets import redact, redact_error
 from earl_core.system.errors import ConfigError
 from earl_core.system.frames import WireError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import import_object, refuse_library
+from earl_core.system.similar import meant
 
 NAME = "reward functions"
 """What `registry` knows them by; no import path has a space."""
@@ -65,7 +66,8 @@ def _bound(
     if ":" not in function and function not in BUILT_IN:
         raise ConfigError(
             f"{what}: there is no function {function!r}",
-            remedy=f"use one of {', '.join(BUILT_IN)}, or the import path of a function of your "
+            remedy=f"{meant(function, BUILT_IN)}use one of {', '.join(BUILT_IN)}, or the import "
+            "path of a function of your "
             "own, like 'package.module:function'",
         )
     made = import_object(BUILT_IN.get(function, function), what)
@@ -74,6 +76,7 @@ def _bound(
             score: Callable[[Any], Any] = made(**{"timeout_seconds": timeout_seconds, **options})
         else:
             inspect.signature(made).bind({}, **options)
+            refuse_library(made, function, what)
             score = partial(made, **options)
     except (ConfigError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -92,8 +95,8 @@ def _result(value: Any) -> StepResult:
     if not isinstance(details, Mapping):
         raise WireError(f"It must return a number, or a number and a dict, not {value!r:.200}.")
     metrics = {
-        str(name): float(each)
+        str(name): told
         for name, each in details.items()
-        if isinstance(each, Real) and math.isfinite(each)
+        if math.isfinite(told := real_number(each))
     }
     return StepResult([], number, True, {"metrics": metrics})

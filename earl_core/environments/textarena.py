@@ -20,7 +20,7 @@ from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, at_least
 from earl_core.environments.textarena_moves import legal_move
 from earl_core.system.errors import ConfigError
-from earl_core.system.import_path import import_object, import_package
+from earl_core.system.import_path import import_object, import_package, refuse_library
 
 _GLOBAL_RANDOM = threading.Lock()
 _MOST_PLAYERS = 6
@@ -74,6 +74,7 @@ class TextArenaEnvironment:
         self._opponent: Callable[[Any, str, random.Random], str] = legal_move
         if options.opponent != "random":
             self._opponent = import_object(options.opponent, "the option opponent")
+            refuse_library(self._opponent, options.opponent, "the option opponent")
         with self._own_random(f"textarena/check/{options.game}"):
             self._game = _make_game(options)
             self._players = _count_players(self._game, options)

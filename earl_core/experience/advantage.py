@@ -9,7 +9,9 @@ mean and M2 over them; no rank sees another's rewards.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from earl_core.algorithms.turns import Turns
 from earl_core.cluster.rpc import Rule
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch.reads.batch import Batch
+from earl_core.experience.played_turns import PlayedTurns
 from earl_core.run.worker import READ_RULES
 from earl_core.trajectory.samples import Rows
 
@@ -37,6 +40,8 @@ ADVANTAGE_RULES: dict[str, Rule] = {
     "std": "std",
     "nonzero_share": "mean",
     "kl_bounded_share": "mean",
+    # Every rank tells that of the whole batch.
+    "anchored_share": "mean",
     "episodes_kept": "sum",
     # A group is whole on one rank, so none is counted twice.
     "groups_dropped": "sum",
@@ -52,10 +57,25 @@ def advantage_statistics(batch: Batch, algorithm: AlgorithmConfig) -> RankStatis
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
     if not len(batch):
         return RankStatistics(episodes=0)
-    episodes = _Part.of(batch, algorithm, estimator).episodes
-    moments = batch_moments(estimator, episodes)
-    groups = len(np.unique(batch.scalars("group_id"))) if estimator.needs_groups else None
-    return RankStatistics(episodes=len(episodes.rewards), batch=moments, groups=groups)
+    parts = _Part.all_of(batch, algorithm, estimator)
+    found = RankStatistics(episodes=sum(len(part.episodes.rewards) for part in parts))
+    for part in parts:
+        moments = batch_moments(estimator, part.episodes)
+        if moments is not None and part.environment:
+            found.mixture[part.environment] = moments
+        elif moments is not None:
+            found.batch = moments
+    if estimator.needs_groups:
+        found.groups = len(np.unique(batch.scalars("group_id")))
+    if _compares_turns(estimator):
+        turns = [part.episodes.turns for part in parts if part.episodes.turns is not None]
+        found.turns = sum(len(each.rewards) for each in turns)
+        found.anchored = sum(each.anchored for each in turns)
+    return found
+
+
+def _compares_turns(estimator: AdvantageEstimator) -> bool:
+    return estimator.turn_level and not estimator.token_level
 
 
 def advantage_rows(
@@ -70,21 +90,30 @@ def advantage_rows(
     estimate of KL(policy || reference) under the log-probs it was sampled with.
     """
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
-    part = _Part.of(batch, algorithm, estimator)
-    values = token_advantages(estimator, part.episodes, statistics.batch)
+    parts = _Part.all_of(batch, algorithm, estimator)
+    of_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for part in parts:
+        moments = statistics.of_environment(part.environment)
+        of_row |= part.scattered(token_advantages(estimator, part.episodes, moments))
+    rows = np.array(sorted(of_row), dtype=np.int64)
+    values = np.concatenate([np.empty(0), *(of_row[row][1] for row in rows.tolist())])
     # A group that is dropped has one episode.
-    dropped = float(part.dropped)
+    dropped = float(sum(part.dropped for part in parts))
     metrics = {
-        "episodes_kept": float(len(part.episodes.rewards)),
+        "episodes_kept": float(sum(len(part.episodes.rewards) for part in parts)),
         "groups_dropped": dropped,
         "episodes_dropped_with_group": dropped,
         **_metrics(values),
-        **part.penalty_metrics,
+        **_bounded(parts),
     }
-    lengths = np.array([len(batch.row("tokens", int(row))) for row in part.rows], dtype=np.int64)
-    of_row = np.split(values, np.cumsum([len(at) for at in part.trained])[:-1])
-    whole = map(_scattered, lengths.tolist(), part.trained, of_row)
-    columns = {"sample_id": batch.rows[part.rows], "advantages": whole}
+    if _compares_turns(estimator):
+        metrics["anchored_share"] = (statistics.anchored or 0) / max(statistics.turns or 0, 1)
+    lengths = np.array([len(batch.row("tokens", row)) for row in rows.tolist()], dtype=np.int64)
+    whole = (
+        _scattered(length, *of_row[row])
+        for length, row in zip(lengths.tolist(), rows.tolist(), strict=True)
+    )
+    columns: dict[str, Iterable[Any]] = {"sample_id": batch.rows[rows], "advantages": whole}
     return Rows(columns, {"advantages": lengths}), metrics, len(values)
 
 
@@ -97,72 +126,109 @@ def _scattered(length: int, places: np.ndarray, values: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True)
 class _Part:
-    """The episodes of a batch that are trained on.
+    """The episodes of a batch that are trained on and compared: all, or those of one environment.
 
     dropped: how many episodes leave. rows: indices into the batch of the others' samples; trained:
-    the trained positions of each.
+    the trained positions of each; order: of their tokens in time, see `PlayedTurns`. bounded: 1 for
+    each token that pays the KL estimator's bound, else 0; None where there is none.
     """
 
+    environment: str
     dropped: int
     rows: np.ndarray
     trained: list[np.ndarray]
+    order: np.ndarray
     episodes: Episodes
-    penalty_metrics: dict[str, float]
+    bounded: np.ndarray | None
 
     @classmethod
-    def of(cls, batch: Batch, algorithm: AlgorithmConfig, estimator: AdvantageEstimator) -> _Part:
-        episodes, first_row, inverse = np.unique(
-            batch.scalars("episode_id"), return_index=True, return_inverse=True
+    def all_of(
+        cls, batch: Batch, algorithm: AlgorithmConfig, estimator: AdvantageEstimator
+    ) -> list[_Part]:
+        """What is compared with each other. Rewards of different environments have scales of their
+        own, so that a baseline over a mixture would tell which environment it was and not how
+        good an episode was; groups are of one environment anyway."""
+        if not estimator.needs_batch:
+            return [cls.of(batch, algorithm, estimator, np.arange(len(batch)))]
+        labels = np.array(batch.strings("environment"))
+        return [
+            cls.of(batch, algorithm, estimator, np.flatnonzero(labels == label), str(label))
+            for label in np.unique(labels)
+        ]
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        algorithm: AlgorithmConfig,
+        estimator: AdvantageEstimator,
+        members: np.ndarray,
+        environment: str = "",
+    ) -> _Part:
+        """Of these rows, ascending."""
+        episodes, first, inverse = np.unique(
+            batch.scalars("episode_id")[members], return_index=True, return_inverse=True
         )
-        groups = batch.scalars("group_id")[first_row]
+        groups = batch.scalars("group_id")[members[first]]
         keep = filter_episodes(groups, group_relative=estimator.needs_groups)
-        kept = int(keep.sum())
-        rows = np.flatnonzero(keep[inverse])
+        rows = members[keep[inverse]]
+        episode = (np.cumsum(keep) - 1)[inverse[keep[inverse]]]
         trained = [np.flatnonzero(batch.row("loss_mask", int(row))) for row in rows]
-        # Rows are sorted by sample_id, so the samples of an episode are neighbours and in order.
-        local = np.cumsum(keep) - 1
-        counts = np.bincount(
-            local[inverse[rows]],
-            weights=[len(positions) for positions in trained],
-            minlength=kept,
-        )
-        penalties, penalty_metrics = _penalties(batch, rows, trained, algorithm)
-        rewards = batch.scalars("reward")[first_row][keep]
-        turns = None
-        if estimator.turn_level:
-            turns = _turns(batch, rows, local[inverse[rows]])
+        lengths = np.array([len(positions) for positions in trained], np.int64)
+        counts = np.bincount(episode, weights=lengths, minlength=int(keep.sum()))
+        # Without differences inside an episode no order matters.
+        order, turns = np.arange(lengths.sum()), None
+        if estimator.token_level or estimator.turn_level:
+            played = PlayedTurns.of(batch, rows, episode)
+            order = played.token_order
+            turns = _turns(batch, rows, played) if estimator.turn_level else None
+        penalties, bounded = _penalties(batch, rows, trained, algorithm)
+        rewards = batch.scalars("reward")[members[first]][keep]
         return cls(
-            dropped=len(episodes) - kept,
+            environment=environment,
+            dropped=len(episodes) - len(rewards),
             rows=rows,
             trained=trained,
-            episodes=Episodes.checked(rewards, groups[keep], counts, penalties, turns),
-            penalty_metrics=penalty_metrics,
+            order=order,
+            episodes=Episodes.checked(
+                rewards,
+                groups[keep],
+                counts,
+                None if penalties is None else penalties[order],
+                turns,
+            ),
+            bounded=bounded,
         )
 
+    def scattered(self, values: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """By row, the trained positions and their part of the tokens' values, in time."""
+        in_rows = np.empty_like(values)
+        in_rows[self.order] = values
+        cuts = np.cumsum([len(at) for at in self.trained])[:-1]
+        of_row = np.split(in_rows, cuts) if self.trained else []
+        return dict(zip(self.rows.tolist(), zip(self.trained, of_row, strict=True), strict=True))
 
-def _turns(batch: Batch, rows: np.ndarray, episodes: np.ndarray) -> Turns:
-    """Of these rows, each of the given episode. What a turn answered is the tokens given in it."""
-    groups = batch.scalars("group_id")
-    rewards, index, counts, anchors = [], [], [], []
-    for row, episode in zip(rows.tolist(), episodes.tolist(), strict=True):
-        tokens, mask = batch.row("tokens", row), batch.row("loss_mask", row)
-        starts = batch.row("turn_starts", row).astype(np.int64)
-        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            sampled = int(mask[start:end].sum())
-            counts.append(sampled)
-            anchors.append((int(groups[row]), tokens[start : end - sampled].tobytes()))
-        rewards.append(batch.row("turn_totals", row).astype(np.float64))
-        index += [episode] * len(starts)
-    joined = np.concatenate([np.empty(0), *rewards])
-    return Turns.checked(joined, index, counts, anchors)
+
+def _turns(batch: Batch, rows: np.ndarray, played: PlayedTurns) -> Turns:
+    """The turns of these rows in time, which are compared in their groups."""
+    order = played.order
+    totals = [batch.row("turn_totals", row).astype(np.float64) for row in rows.tolist()]
+    counts = [len(each) for each in totals]
+    groups = np.repeat(batch.scalars("group_id")[rows], counts)[order]
+    return Turns.checked(
+        np.concatenate([np.empty(0), *totals])[order],
+        played.episodes[order],
+        played.tokens[order],
+        list(zip(groups.tolist(), played.anchors[order].tolist(), strict=True)),
+    )
 
 
 def _penalties(
     batch: Batch, rows: np.ndarray, trained: list[np.ndarray], algorithm: AlgorithmConfig
-) -> tuple[np.ndarray | None, dict[str, float]]:
-    """What each trained token pays, and the share of them that pay the estimator's bound."""
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """What each trained token pays, and which of them pay the estimator's bound."""
     if algorithm.kl.placement != "reward":
-        return None, {}
+        return None, None
     estimator = KL_ESTIMATORS.build(algorithm.kl.estimator)
 
     def joined(name: str) -> np.ndarray:
@@ -170,11 +236,16 @@ def _penalties(
         return np.concatenate([np.empty(0), *parts])
 
     both = joined("rollout_logprobs"), joined("reference_logprobs")
-    bounded = estimator.bounded(*both)
-    metrics = {}
-    if bounded is not None:
-        metrics["kl_bounded_share"] = float(bounded.mean()) if bounded.size else 0.0
-    return algorithm.kl.coefficient * estimator.values(*both), metrics
+    return algorithm.kl.coefficient * estimator.values(*both), estimator.bounded(*both)
+
+
+def _bounded(parts: list[_Part]) -> dict[str, float]:
+    """The share of the trained tokens that pay the estimator's bound."""
+    known = [part.bounded for part in parts if part.bounded is not None]
+    if not known:
+        return {}
+    joined = np.concatenate(known)
+    return {"kl_bounded_share": float(joined.mean()) if joined.size else 0.0}
 
 
 def _metrics(values: np.ndarray) -> dict[str, float]:

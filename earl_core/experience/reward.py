@@ -20,6 +20,7 @@ from earl_core.config import RunConfig
 from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.group_returns import GroupReturns
+from earl_core.experience.played_turns import PlayedTurns
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -48,21 +49,21 @@ def reward_rows(
 
     An episode's reward is the sum of its turns' rewards over all its samples by the environment's
     weight, and of its scores by those of the functions, float64 before it is stored as float32;
-    each of the episode's samples carries it. The batch holds all samples of its episodes, at least
-    one. scored: the episodes that have a reward; None: all, without scores.
+    each of the episode's samples carries it, and the scores count at the turn that was last in
+    time. The batch holds all samples of its episodes, at least one. scored: the episodes that have
+    a reward; None: all, without scores.
     """
     episodes, inverse = np.unique(batch.scalars("episode_id"), return_inverse=True)
-    turns = [
-        settings.environment_weight * rewards.astype(np.float64)
-        for rewards in batch.list_rows("turn_rewards")
-    ]
-    own = np.bincount(inverse, weights=[row.sum() for row in turns], minlength=len(episodes))
+    parts = [rewards.astype(np.float64) for rewards in batch.list_rows("turn_rewards")]
+    turns = settings.environment_weight * np.concatenate([np.empty(0), *parts])
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    own = np.bincount(np.repeat(inverse, lengths), weights=turns, minlength=len(episodes))
     given = [{} if scored is None else scored.get(number) for number in episodes.tolist()]
     added = np.array([settings.added(each or {}) for each in given], dtype=np.float64)
-    # Rows are sorted by sample_id, so an episode's last one holds its last turn.
-    last = len(inverse) - 1 - np.unique(inverse[::-1], return_index=True)[1]
-    for row, value in zip(last.tolist(), added.tolist(), strict=True):
-        turns[row][-1:] += value
+    if scored is not None:
+        present, last = PlayedTurns.of(batch, np.arange(len(inverse)), inverse).last
+        turns[last] += added[present]
+    of_row = np.split(turns, np.cumsum(lengths)[:-1])
     totals, kept = own + added, np.array([each is not None for each in given])
     rows = np.flatnonzero(kept[inverse])
     chosen = inverse[rows].tolist()
@@ -73,9 +74,9 @@ def reward_rows(
             {
                 "sample_id": batch.rows[rows],
                 "reward": totals[chosen],
-                "turn_totals": [turns[row] for row in rows.tolist()],
+                "turn_totals": [of_row[row] for row in rows.tolist()],
             },
-            {"turn_totals": np.array([len(turns[row]) for row in rows.tolist()], np.int64)},
+            {"turn_totals": lengths[rows]},
             {"scores": [texts[episode] for episode in chosen]},
         ),
         metrics,

@@ -22,6 +22,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.learner.few_layers import decoder_layers
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
+from earl_core.tensors.library_paths import plain_libraries
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def compiling(update: UpdateConfig, device: torch.device) -> bool:
     """
     if not update.compiles(device.type != "cpu"):
         return False
+    plain_libraries()
     try:
         torch.compile(_tried, dynamic=True)(torch.ones(2, device=device))
     except Exception as error:

@@ -27,11 +27,13 @@ from earl_core.pretrained.huggingface import (
     init_empty_weights,
 )
 from earl_core.pretrained.model_directory import model_directory
+from earl_core.system.errors import ConfigError
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.device_copies import upload
 from earl_core.tensors.safetensors_layout import open_file
 from earl_core.tensors.slices import local_box
 from earl_core.weights.load import tensor_files
+from earl_core.weights.tied import check_tied
 
 
 def load_policy(
@@ -44,8 +46,8 @@ def load_policy(
     """Load a causal language model for packed training on a mesh, in float32, dropout off. Rank 0
     tries whether packing is exact. mixed, chunk_tokens: as in `parallelize`. Collective.
 
-    Raises ConfigError when the model is missing, when its architecture cannot be trained packed,
-    or not on this mesh.
+    Raises ConfigError when the model is missing, or its files contradict its configuration, when
+    its architecture cannot be trained packed, or not on this mesh.
     """
     stored = _open(config)
     settle(stored)
@@ -83,19 +85,28 @@ def _take(stored: PreTrainedModel, model: PreTrainedModel, device: torch.device)
 def _open(config: ModelConfig) -> PreTrainedModel:
     """The model with views of its files' bytes, in their widest dtype."""
     path = model_directory(config)
+    check_tied(path, config.trust_remote_code)
     found = {t.dtype for file in tensor_files(path, "model") for t in open_file(file).values()}
     widths = [each for each in found if each.is_floating_point]
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded, said = AutoModelForCausalLM.from_pretrained(
             path,
             config=model_config(path, config.trust_remote_code),
             dtype=max(widths, key=lambda each: each.itemsize, default=torch.float32),
             attn_implementation=register_attention(),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
+            output_loading_info=True,
         )
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
             raise
         raise without_interface(f"The model at {path}") from error
+    if missing := sorted(said["missing_keys"]):
+        # transformers has made up what they would be.
+        raise ConfigError(
+            f"the files of {path} lack {missing[0]} ({len(missing)} in all) of "
+            f"{type(loaded).__name__}: take the whole model, and see whether tie_word_embeddings "
+            "in its config.json is true for a model without an output layer of its own"
+        )
     return cast(PreTrainedModel, loaded)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -34,9 +36,9 @@ def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -
         try:
             alone = _forward(decoder, model, _SECOND, (len(_SECOND),))
         except Exception as error:
-            raise _refusal(name, error, attended=bool(windows)) from error
+            raise _refusal(model, error, attended=bool(windows)) from error
     if not windows:
-        raise without_interface(name)
+        raise _unattended(model)
     _check_windows(model, windows)
     again = _forward(decoder, model, _SECOND, (len(_SECOND),))
     packed = _forward(decoder, model, _FIRST + _SECOND, lengths)[lengths[0] :]
@@ -49,11 +51,10 @@ def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -
             "not be those of the policy that played: choose a model without it."
         )
     if not _equal(packed, alone):
-        carrying = sorted(set(getattr(_text_config(model), "layer_types", None) or ()) - _ATTENDING)
-        what = f"its layers of type {', '.join(carrying)} do" if carrying else "some layers do"
+        what = _carrying(model) or "some layers"
         raise ConfigError(
-            f"{name} lets packed samples see each other: {what} more than attend (a recurrence or "
-            "a convolution): choose a model whose layers mix tokens by attention only."
+            f"{name} lets packed samples see each other: {what} do more than attend (a recurrence "
+            "or a convolution): choose a model whose layers mix tokens by attention only."
         )
     if not _equal(beside_long, alone):
         raise ConfigError(
@@ -104,15 +105,43 @@ def _text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config()
 
 
-def _refusal(name: str, error: Exception, *, attended: bool) -> ConfigError:
+def _refusal(model: PreTrainedModel, error: Exception, *, attended: bool) -> ConfigError:
+    name = type(model).__name__
     if isinstance(error, ConfigError):
         return ConfigError(f"{name} cannot be trained on packed samples: {error}")
-    if not attended:
+    if not attended and not _calls_interface(model):
         return without_interface(name)
     return ConfigError(
         f"{name} cannot be trained on packed samples: its forward pass fails without an attention "
         f"mask ({type(error).__name__}: {error}). Choose another model."
     )
+
+
+def _unattended(model: PreTrainedModel) -> ConfigError:
+    """No layer has called `earl_varlen`."""
+    name = type(model).__name__
+    if not _calls_interface(model):
+        return without_interface(name)
+    what = _carrying(model) or "they"
+    return ConfigError(
+        f"{name} cannot be trained on packed samples: none of its layers has attended to the "
+        f"sample, for {what} mix tokens in other ways. Choose a model whose layers attend."
+    )
+
+
+def _calls_interface(model: PreTrainedModel) -> bool:
+    """Whether the code of the model looks attention up where transformers keeps it."""
+    try:
+        source = inspect.getsource(sys.modules[type(model).__module__])
+    except (OSError, KeyError, TypeError):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in source
+
+
+def _carrying(model: PreTrainedModel) -> str:
+    """In words: the layers that do more than attend, as far as the configuration names them."""
+    kinds = sorted(set(getattr(_text_config(model), "layer_types", None) or ()) - _ATTENDING)
+    return f"its layers of type {', '.join(kinds)}" if kinds else ""
 
 
 def without_interface(name: str) -> ConfigError:
@@ -130,6 +159,12 @@ def _check_config(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"{name} cannot be trained: its logits have soft caps, which training does not "
             "reproduce. Choose a model without them."
+        )
+    if chosen := getattr(config, "index_topk", None):
+        raise ConfigError(
+            f"{name} cannot be trained on packed samples: it attends to the {chosen} tokens "
+            "that an indexer chooses (sparse attention), which packed training does not compute. "
+            "Choose a model without an indexer."
         )
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise ConfigError(

@@ -29,12 +29,17 @@ from earl_core.learner.model import checkpoint_activations
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import ParallelModel
-from earl_core.learner.state.checkpoint import read_training_state, write_training_state
+from earl_core.learner.state.checkpoint import (
+    read_training_state,
+    try_training_state,
+    write_training_state,
+)
 from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.system.memory import keep_freed_memory
 from earl_core.tensors.collectives import Ranks
+from earl_core.tensors.device_speed import bf16_is_fast
 
 StepHook = Callable[[int], None]
 
@@ -84,7 +89,7 @@ class PolicyLearner:
         parallel = load_policy(
             model,
             mesh,
-            mixed=update.precision == "bf16",
+            mixed=bf16_is_fast(mesh.device) if update.precision == "auto" else update.mixed,
             chunk_tokens=logits_chunk_tokens,
         )
         self.tokenizer = load_tokenizer(model)
@@ -232,6 +237,10 @@ class PolicyLearner:
             state=state,
             mesh=self.mesh,
         )
+
+    def try_saving(self, parent: Path) -> None:
+        """See `checkpoint.try_training_state`."""
+        try_training_state(parent, model=self.model, tokenizer=self.tokenizer, mesh=self.mesh)
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Continue from a training state, bit for bit; returns the `state` given to `save`.

@@ -30,6 +30,7 @@ from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry
+from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import (
     TRAINED,
     RankReader,
@@ -47,6 +48,7 @@ from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
+from earl_core.system.memory import give_back_free_memory
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.slices import slices_of
@@ -184,8 +186,11 @@ class LearnerWorker(ModelWorker):
 
     @guarded("update")
     def restore(self, checkpoint: str | None) -> dict[str, Any]:
-        """Take the state of a checkpoint; None: the initial model, which is loaded already."""
+        """Take the state of a checkpoint; None: the initial model, which is loaded already. Raises
+        before anything is played what would keep the next checkpoint from being written."""
         path = Path(checkpoint) if checkpoint else None
+        # Whatever the first checkpoint lacks is said before the first rollout.
+        self._learner.try_saving(self._run_directory / "checkpoints")
         if path is not None:
             state = self._learner.restore(path)
             self._version = int(state["policy_version"])
@@ -311,11 +316,14 @@ class LearnerWorker(ModelWorker):
         )
         shards: list[ShardEntry] = []
         with ExitStack() as leases:
-            batch = leases.enter_context(self._open(manifests, TRAINED, split, link_bytes))
+            samples: list[TrainingSample] = []
             old = None
-            if self._config.needs_old_logprobs:
-                shards, old = self._score(batch, iteration, leases)
-            samples = training_samples(batch, old, self._version)
+            # Without a row there is no shard: the update then is one without a step.
+            if self._manifests(manifests)[-1].shards:
+                batch = leases.enter_context(self._open(manifests, TRAINED, split, link_bytes))
+                if self._config.needs_old_logprobs:
+                    shards, old = self._score(batch, iteration, leases)
+                samples = training_samples(batch, old, self._version)
             watch = self._config.mismatch_watch
             metrics = self._learner.update(
                 samples,
@@ -326,6 +334,9 @@ class LearnerWorker(ModelWorker):
             )
             # Views must be gone before the batch gives its leases back.
             del samples, old
+        if self._mesh.device.type == "cpu":
+            # Activations and gradients, which the engine can use until the next update.
+            give_back_free_memory()
         fault_points.point("update.applied", iteration)
         self._version, self._dirty = iteration + 1, False
         self._applied = {

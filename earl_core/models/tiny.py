@@ -22,6 +22,7 @@ from earl_core.config.environment import EnvironmentConfig
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
 from earl_core.models.legal_play import Game, legal_play
+from earl_core.models.progress import Progress, quiet
 from earl_core.pretrained.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.system.errors import ConfigError
@@ -50,15 +51,16 @@ def build(
     warm_start_games: int = 32,
     warm_start_learning_rate: float = 1e-3,
     seed: int = 0,
+    progress: Progress = quiet,
 ) -> None:
     """Make the model and its tokenizer as a Hugging Face directory; nothing if it is there.
 
     environments: those of the run, dumped `EnvironmentConfig`s, whose characters become the tokens.
     characters: further ones. All others are one unknown token. warm_start_steps: supervised steps
     on the answers of `warm_start_games` random legal games each; 0 leaves random weights, and so do
-    environments that do not know their legal answers. Equal arguments and thread counts give equal
-    bytes. The directory appears by a rename, complete or not at all. Raises ConfigError for
-    environments that name no characters, or that fail.
+    environments that do not know their legal answers. progress: told of the steps. Equal
+    arguments and thread counts give equal bytes. The directory appears by a rename, complete or not
+    at all. Raises ConfigError for environments that name no characters, or that fail.
     """
     target = Path(directory)
     if target.exists():
@@ -77,7 +79,9 @@ def build(
         torch.manual_seed(seed)
         model = narrow_llama(tokenizer, hidden, layers, heads, max_position_embeddings)
         if told.games:
-            _warm_start(model, tokenizer, told.games, warm_start_games, warm_start_learning_rate)
+            _warm_start(
+                model, tokenizer, told.games, warm_start_games, warm_start_learning_rate, progress
+            )
         else:
             logger.info("Random weights: no environment names its legal answers, or none is asked.")
     write_model(target, model, tokenizer)
@@ -160,6 +164,7 @@ def _warm_start(
     games: list[Game],
     games_per_step: int,
     learning_rate: float,
+    progress: Progress,
 ) -> None:
     """Supervised steps on the answers; the rate rises briefly, then falls to zero."""
     steps = len(games) // games_per_step
@@ -182,4 +187,5 @@ def _warm_start(
         factor = min(1.0, (step + 1) / (1 + steps // 8)) * (1.0 - step / steps)
         optimizer.param_groups[0]["lr"] = learning_rate * factor
         optimizer.step()
+        progress({"steps_done": step + 1, "steps": steps})
     logger.info("The warm start ended with a loss of %.3f after %d steps.", loss.item(), steps)

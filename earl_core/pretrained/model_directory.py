@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from earl_core.config.model import ModelConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.system.errors import ConfigError
+from earl_core.system.files import open_file
+from earl_core.system.outside import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_MOST_TEMPLATE = 4 << 20
+_MOST_HEADER = 100_000_000
+"""Bytes of a safetensors file's header, by its own library."""
 
 
 def model_directory(config: ModelConfig) -> Path:
@@ -33,7 +40,7 @@ def read_model_shape(directory: Path) -> ModelShape:
     """
     path = directory / "config.json"
     try:
-        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+        return ModelShape.from_config(json.loads(read_text(path, str(path))))
     except OSError as error:
         raise ConfigError(
             f"model.path {str(directory)!r} is not a model directory (no config.json): prepare "
@@ -48,21 +55,37 @@ def read_model_shape(directory: Path) -> ModelShape:
 def published_bytes(directory: Path, dtype: str) -> int:
     """Bytes of the model's weights once they are published in this dtype.
 
-    From the headers of its safetensors files; by its shape where it has none. Raises `ConfigError`
+    From the headers of the safetensors files that are loaded: others may lie beside them, such as
+    the same weights in one file. By its shape where it has none. Raises `ConfigError`
     for a directory that is no model, or a file that cannot be read.
     """
     value = 4 if dtype == "float32" else 2
-    files = sorted(directory.glob("*.safetensors"))
+    files = _weight_files(directory)
     if not files:
         return value * read_model_shape(directory).parameters
     return sum(_numbers(file, value) for file in files)
 
 
+def _weight_files(directory: Path) -> list[Path]:
+    """Those of an index, or one, as `weights.load.tensor_files` has it; else all."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [directory / name for name in sorted(named)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is no index of weights that can be read: {error}") from error
+
+
 def _numbers(file: Path, value: int) -> int:
     """Bytes of a file's tensors when those of floating-point numbers have `value` bytes each."""
     try:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        with open_file(file, follow_links=True) as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > _MOST_HEADER:
+                raise ValueError(f"its header would have {length:,} bytes")
+            header = json.loads(stream.read(length))
         return sum(
             math.prod(entry["shape"]) * value
             if "F" in entry["dtype"]
@@ -91,9 +114,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             f"the model directory {directory} has no tokenizer that transformers can load "
             f"({str(error).splitlines()[0]}): copy the tokenizer's files into it"
         ) from error
+    legacy = directory / "chat_template.json"
+    if tokenizer.chat_template is None and legacy.is_file():
+        # Of models with images, whose processors alone read it.
+        with suppress(ValueError, KeyError, TypeError):
+            tokenizer.chat_template = json.loads(legacy.read_text("utf-8"))["chat_template"]
     if template is not None:
         try:
-            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+            what = f"the chat template {template}"
+            tokenizer.chat_template = read_text(Path(template), what, _MOST_TEMPLATE)
         except OSError as error:
             raise ConfigError(
                 f"the chat template {template} cannot be read ({error.strerror}): correct "

@@ -12,46 +12,25 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from earl_core.environments.base import Message
+from earl_core.environments.base import Message, ToolCall
+from earl_core.rollout.chat_template import QUESTION, RESULT, TOOL, ChatTemplate, called
+from earl_core.rollout.disguise import Sampled
 from earl_core.rollout.sized_cache import SizedCache
 from earl_core.rollout.special_tokens import SpecialTokens
 from earl_core.rollout.tool_calls import NO_TOOLS, Answer, ToolParser, Tools, call_id, parser_of
 from earl_core.rollout.tool_prompt import in_words
+from earl_core.rollout.turn_ends import TurnEnds
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}:"
-    "{% if message['role'] == 'assistant' %}{{ message['content'] }}{{ eos_token }}"
-    "{% else %} {{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-"""Used when neither the tokenizer nor the configuration has a chat template. The space before an
-answer is left to the model: most vocabularies join it to the first word."""
-
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MARK = "earlanswermark"
-_QUESTION: Message = {"role": "user", "content": "question"}
 _CACHED_ANSWER_LENGTH = 8
 _MOST_TOOLS = 256
-
-_TOOL = Tools(
-    [
-        {
-            "type": "function",
-            "function": {
-                "name": "earltoolmark",
-                "description": "A tool.",
-                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-            },
-        }
-    ]
-)
-_RESULT: Message = {"role": "tool", "content": "1", "tool_call_id": call_id(0), "name": "tool"}
 
 _Key = tuple[str, ...]
 
@@ -63,6 +42,8 @@ class ChatTokenizer:
     answer_prefix: text that every answer begins with; it is given to the model, not sampled.
     stop: strings of one token each that end an answer, besides end-of-turn and end-of-text.
     tool_format: of `tool_calls.FORMATS`, or auto.
+    eos_token_ids: that the model names beside the tokenizer's own.
+    rows: of the model's embeddings, which may be more than the tokenizer has tokens.
     Raises `ConfigError` for templates that fail or lose answers and for stop strings that
     are not one token.
     """
@@ -73,12 +54,17 @@ class ChatTokenizer:
         answer_prefix: str = "",
         stop: Sequence[str] = (),
         tool_format: str = "auto",
+        eos_token_ids: Sequence[int] = (),
+        rows: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = tokenizer.chat_template or PLAIN_TEMPLATE
+        self._template = ChatTemplate(tokenizer)
         self._tool_format = tool_format
-        self.vocabulary = len(tokenizer)
-        self._special = SpecialTokens(tokenizer, _MARK)
+        self.vocabulary = rows or len(tokenizer)
+        """How many tokens the policy may sample."""
+        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        texts_end = tuple(dict.fromkeys([*own, *eos_token_ids]))
+        self._special = SpecialTokens(tokenizer, self._template.written, _MARK, texts_end)
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
         names = tokenizer.get_vocab()
@@ -88,10 +74,10 @@ class ChatTokenizer:
         self._first: SizedCache[_Key, list[int]] = SizedCache()
         self._following: SizedCache[_Key, list[int]] = SizedCache()
         self._texts: SizedCache[tuple[int, ...], str] = SizedCache()
-        closing = self._after_answer([], NO_TOOLS, add_generation_prompt=False)
-        self._end_of_turn = self.encode(closing) if closing else []
+        self._ends = self._turn_ends(texts_end)
+        asked = [self._single_token(text) for text in stop]
+        self.stop_token_ids = tuple(dict.fromkeys([*self._ends.ids, *asked]))
         self._stable = {NO_TOOLS.key: self._probe_stability(NO_TOOLS)}
-        self.stop_token_ids = self._stop_tokens(stop)
 
     def prefix_stable(self, tools: Tools = NO_TOOLS) -> bool:
         """Whether the template keeps earlier answers in place as a conversation goes on."""
@@ -119,10 +105,13 @@ class ChatTokenizer:
         are not repeated; those that were not sampled (the answer hit its budget) are added.
         """
         tokens = self._following.of(
-            _key(messages, tools),
-            lambda: self.encode(self._after_answer(messages, tools)) + self.prefix_tokens,
+            _key(messages, tools), lambda: self.encode(self._after_answer(messages, tools))
         )
-        return tokens[self._overlap(sampled, tokens) :]
+        return self.next_tokens(sampled, tokens)
+
+    def next_tokens(self, sampled: Sequence[int], following: list[int]) -> list[int]:
+        """The same of the tokens that follow an answer in the template's text."""
+        return following[self._ends.overlap(sampled, following) :] + self.prefix_tokens
 
     def read(self, sampled: Sequence[int], tools: Tools = NO_TOOLS) -> Answer:
         """An answer and the calls of tools in it; without tools none are looked for."""
@@ -137,10 +126,12 @@ class ChatTokenizer:
         return Answer(beside if calls else text, raw, calls)
 
     def text_of(self, sampled: Sequence[int]) -> str:
-        """An answer as text for environments: the prefix in front, special tokens dropped."""
-        if len(sampled) > _CACHED_ANSWER_LENGTH:
-            return self._decode_answer(list(sampled))
-        return self._texts.of(tuple(sampled), lambda: self._decode_answer(list(sampled)))
+        """An answer as text for environments: the prefix in front, special tokens and what ends the
+        turn dropped."""
+        said = list(self._ends.cut(sampled))
+        if len(said) > _CACHED_ANSWER_LENGTH:
+            return self._decode_answer(said)
+        return self._texts.of(tuple(said), lambda: self._decode_answer(said))
 
     def beginning_of(self, sampled: Sequence[int]) -> str:
         """The text that every answer has in front that begins with these tokens: no character that
@@ -155,7 +146,7 @@ class ChatTokenizer:
 
     def raw_text_of(self, sampled: Sequence[int]) -> str:
         """An answer as a template wants it back: end-of-turn cut off, other specials kept."""
-        tokens = list(sampled)
+        tokens = list(self._ends.cut(sampled))
         while tokens and tokens[-1] in self.stop_token_ids and tokens[-1] in self._special.ids:
             tokens.pop()
         return self.answer_prefix + self._decode(tokens, skip_special_tokens=False)
@@ -163,21 +154,12 @@ class ChatTokenizer:
     @cached_property
     def parser(self) -> ToolParser:
         """Of the calls in answers. Raises `ConfigError` where the model's form is not known."""
-        template = str(self._template)
-        return parser_of(self._tokenizer, template, self._tool_format, self._knows_tools)
+        template = self._template
+        return parser_of(self._tokenizer, template.sources, self._tool_format, template.knows_tools)
 
-    @cached_property
-    def _knows_tools(self) -> bool:
-        """Whether the template tells the model of tools."""
-        return "earltoolmark" in self._apply([_QUESTION], _TOOL)
-
-    @cached_property
-    def _knows_system(self) -> bool:
-        try:
-            told = "earlsystemmark"
-            return told in self.render([{"role": "system", "content": told}, _QUESTION])
-        except ConfigError:
-            return False
+    def own(self, sampled: str) -> str:
+        """A text of the policy's as the content of a message: its tokens stay tokens."""
+        return self._special.own(sampled)
 
     def render(
         self,
@@ -186,34 +168,26 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
     ) -> str:
         """The template's text of a conversation, by default ending where an answer begins; for
-        `encode`, because special tokens that messages or tools quote are replaced in it."""
-        messages = [self._special.quoted(message) for message in messages]
-        if tools:
-            tools = Tools(self._special.quoted_schemas(tools.schemas))
-        used = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
-        if used and not self._knows_tools:
-            messages, tools = in_words(messages, tools, self._knows_system), NO_TOOLS
-        return self._apply(messages, tools, add_generation_prompt)
-
-    def _apply(
-        self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
-    ) -> str:
+        `encode`: control tokens in texts that are not the policy's `own` are quoted in it."""
+        disguise = self._special.disguise((messages, tools.schemas))
         try:
-            text: Any = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools.schemas) or None,
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
+            hidden = [disguise.message(message) for message in messages]
+            if tools:
+                tools = Tools(disguise.schemas(tools.schemas))
+            used = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+            if used and not self._template.knows_tools:
+                hidden = in_words(hidden, tools, self._template.knows_system)
+                tools = NO_TOOLS
+            text = self._template.apply(hidden, tools, add_generation_prompt)
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
-                f"the chat template cannot render messages with the roles {roles}: {error}. Use "
+                f"the chat template cannot render messages with the roles {roles}: "
+                f"{disguise.removed(str(error))}. Use "
                 "an environment that sends only roles the template knows, or set "
                 "model.chat_template to a Jinja file that does"
             ) from error
-        return str(text)
+        return self._special.undisguised(text, disguise)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of template text; see `SpecialTokens.encode`."""
@@ -239,7 +213,27 @@ class ChatTokenizer:
         self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
     ) -> str:
         """What the template puts after an answer that these messages follow."""
-        text = self.render([*_answered(_MARK), *messages], tools, add_generation_prompt)
+        plain, calls = _answered(Sampled(_MARK)), called(messages)
+        try:
+            return self._after([*plain, *messages], tools, add_generation_prompt)
+        except ConfigError:
+            if not calls:
+                raise
+        # Some templates render results only after the calls that they are of.
+        answer = _answered(Sampled(_MARK), calls)
+        written = self._after(answer, tools, False)
+        written = written.removesuffix(self._after(plain, tools, False))
+        after = self._after([*answer, *messages], tools, add_generation_prompt)
+        if not after.startswith(written):
+            raise ConfigError(
+                "the chat template writes calls of tools anew once their results follow, so that "
+                "what follows an answer is unknown: set model.chat_template to a Jinja file that "
+                "keeps them as they are"
+            )
+        return after.removeprefix(written)
+
+    def _after(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
+        text = self.render(messages, tools, add_generation_prompt)
         before, found, after = text.partition(_MARK)
         if not found or _MARK in after:
             raise ConfigError(
@@ -249,35 +243,41 @@ class ChatTokenizer:
             )
         return after
 
-    def _overlap(self, sampled: Sequence[int], following: list[int]) -> int:
-        longest = min(len(self._end_of_turn), len(sampled), len(following))
-        for size in range(longest, 0, -1):
-            if list(sampled[-size:]) == following[:size]:
-                return size
-        return 0
-
     def _probe_stability(self, tools: Tools) -> bool:
-        """Whether an answer stays in place, unchanged, when the conversation goes on."""
-        followed = [[_QUESTION], [*_answered("answer"), _QUESTION]]
+        """Whether prompts and answers stay in place, unchanged, when the conversation goes on."""
+        followed = [[QUESTION], [*_answered("answer"), QUESTION]]
         if tools:
-            followed += [[_RESULT], [_RESULT, *_answered("answer")[1:], _QUESTION]]
-        for content in (_MARK, f"<think>\n{_MARK}\n</think>\n\nanswer"):
+            followed += [[RESULT], [RESULT, *_answered("answer")[1:], QUESTION]]
+        prompt = self.render([QUESTION], tools)
+        for content in (Sampled(_MARK), Sampled(f"<think>\n{_MARK}\n</think>\n\nanswer")):
             text = self.render(_answered(content), tools, add_generation_prompt=False)
             start, kept, _ = text.partition(content)
-            for following in followed:
-                longer = self.render([*_answered(content), *following], tools)
-                if not kept or not longer.startswith(start + content):
-                    return False
+            if not kept or not (prompt.startswith(start) or start.startswith(prompt)):
+                return False
+            if not all(self._extends(start, content, each, tools) for each in followed):
+                return False
         return True
 
-    def _stop_tokens(self, stop: Sequence[str]) -> tuple[int, ...]:
-        found: list[int] = []
-        if self._end_of_turn and self._end_of_turn[0] in self._special.ids:
-            found.append(self._end_of_turn[0])
-        if self._tokenizer.eos_token_id is not None:
-            found.append(int(self._tokenizer.eos_token_id))
-        found.extend(self._single_token(text) for text in stop)
-        return tuple(dict.fromkeys(found))
+    def _extends(
+        self, start: str, content: str, following: Sequence[Message], tools: Tools
+    ) -> bool:
+        try:
+            longer = self.render([*_answered(content), *following], tools)
+        except ConfigError:
+            calls = called(following)
+            if not calls:
+                raise
+            longer = self.render([*_answered(content, calls), *following], tools)
+        return longer.startswith(start + content)
+
+    def _turn_ends(self, texts_end: Sequence[int]) -> TurnEnds:
+        ends = TurnEnds(self._special.ids, self._tokenizer, texts_end)
+        for tools in (NO_TOOLS, TOOL) if self._template.knows_tools else (NO_TOOLS,):
+            closing = self.encode(self._after_answer([], tools, add_generation_prompt=False))
+            if not ends.closes(closing):
+                for message in (QUESTION, RESULT) if tools else (QUESTION,):
+                    ends.is_followed(self.encode(self._after_answer([message], tools)))
+        return ends
 
     def _single_token(self, text: str) -> int:
         tokens = self.encode(text)
@@ -314,9 +314,9 @@ class Conversation:
             # Raises what is wrong with them before anything is sampled.
             _ = chat.parser
 
-    def copy(self) -> Conversation:
-        """Another one that stands where this one does."""
-        other = Conversation(self._chat, self._tools)
+    def copy(self, chat: ChatTokenizer | None = None) -> Conversation:
+        """Another one that stands where this one does. chat: what it uses, a copy of this one's."""
+        other = Conversation(chat or self._chat, self._tools)
         other._messages, other._text = list(self._messages), self._text
         other._calls, other._marked = self._calls, dict(self._marked)
         return other
@@ -350,9 +350,9 @@ class Conversation:
         chat = self._chat
         if chat.prefix_stable(self._tools):
             return chat.next_prompt(sampled, messages, self._tools), False
-        answer = content = chat.raw_text_of(sampled)
+        answer = content = chat.own(chat.raw_text_of(sampled))
         if "think>" not in answer:
-            content = f"{_MARK}{len(self._messages)}."
+            content = Sampled(f"{_MARK}{len(self._messages)}.")
             self._marked[content] = answer
         self._messages += [{"role": "assistant", "content": content}, *messages]
         standing, self._text = self._text, chat.render(self._messages, self._tools)
@@ -362,14 +362,14 @@ class Conversation:
             for mark, said in self._marked.items():
                 whole = whole.replace(mark, said)
             return chat.encode(whole) + chat.prefix_tokens, True
-        tokens = chat.encode(after) + chat.prefix_tokens
-        if sampled and tokens and sampled[-1] == tokens[0] and tokens[0] in chat.stop_token_ids:
-            tokens = tokens[1:]
-        return tokens, False
+        return chat.next_tokens(sampled, chat.encode(after)), False
 
 
-def _answered(content: str) -> list[Message]:
-    return [_QUESTION, {"role": "assistant", "content": content}]
+def _answered(content: str, calls: Sequence[ToolCall] = ()) -> list[Message]:
+    answer: Message = {"role": "assistant", "content": content}
+    if calls:
+        answer["tool_calls"] = list(calls)
+    return [QUESTION, answer]
 
 
 def _key(messages: Sequence[Message], tools: Tools) -> _Key:

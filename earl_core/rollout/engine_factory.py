@@ -6,20 +6,35 @@ from typing import Any
 
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig
-from earl_core.pretrained.model_directory import load_tokenizer, model_directory
+from earl_core.config.rollout import RolloutConfig
+from earl_core.pretrained.model_directory import (
+    load_tokenizer,
+    model_directory,
+    read_model_shape,
+)
+from earl_core.pretrained.vocabulary import check_tokenizer, named_ends
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 
 
 def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
-    """The model's tokenizer with the configured template, prefix and stops.
+    """The model's tokenizer with the configured template, prefix and stops, and with whatever the
+    model's files name as an end.
 
-    Raises `ConfigError` for a directory without a tokenizer, and for a template that is not there
-    or cannot be used.
+    Raises `ConfigError` for a directory without a tokenizer, for one with more tokens than the
+    model has rows, and for a template that is not there or cannot be used.
     """
-    rollout = config.rollout
-    tokenizer = load_tokenizer(config.model)
-    return ChatTokenizer(tokenizer, rollout.answer_prefix, rollout.stop, rollout.tool_format)
+    rollout, directory = config.rollout, model_directory(config.model)
+    tokenizer, rows = load_tokenizer(config.model), read_model_shape(directory).vocabulary
+    check_tokenizer(directory, tokenizer, rows)
+    return ChatTokenizer(
+        tokenizer,
+        rollout.answer_prefix,
+        rollout.stop,
+        rollout.tool_format,
+        named_ends(directory, {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}),
+        rows,
+    )
 
 
 def build_engine(config: RunConfig, deployment: StageDeployment) -> Engine:
@@ -41,7 +56,7 @@ def _engine(config: RunConfig, deployment: StageDeployment) -> Engine:
     rollout, directory = config.rollout, model_directory(config.model)
     common: dict[str, Any] = {
         "policy_version": None,
-        "dtype": rollout.dtype,
+        "dtype": _dtype(rollout),
         # No deployment has more; fewer are a limit, which may change while the engine lives.
         "max_running_requests": rollout.max_running_requests,
         "max_model_len": deployment.max_model_len or rollout.max_model_len,
@@ -57,3 +72,15 @@ def _engine(config: RunConfig, deployment: StageDeployment) -> Engine:
 
     ranks = deployment.tensor_parallel
     return VllmEngine(directory, tensor_parallel=ranks, settings=rollout.vllm, **common)
+
+
+def _dtype(rollout: RolloutConfig) -> str:
+    """A controller has decided what `auto` is; without one, this process's device does."""
+    if rollout.dtype != "auto":
+        return rollout.dtype
+    import torch
+
+    from earl_core.tensors.device_speed import bf16_is_fast
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return "bfloat16" if bf16_is_fast(device) else "float32"

@@ -15,7 +15,7 @@ from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.errors import ContextOverflow
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.tool_calls import NO_TOOLS, Answer, Tools
-from earl_core.trajectory.samples import EpisodeSpec, Sample, derive_seed
+from earl_core.trajectory.samples import EpisodeSpec, Sample, anchor_of, derive_seed
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class EpisodePlayer:
         self._answer = Completion([], [], "stop", [])
         self._turn = 0
         self._sampled = 0
-        self._observation = ""
+        self._observation, self._anchor = "", 0
 
     def begin(self, messages: Sequence[Message]) -> None:
         """Take the environment's first messages."""
@@ -110,7 +110,7 @@ class EpisodePlayer:
             self._sample = Sample()
             self.episode.samples.append(self._sample)
             self._new_sample = False
-        self._sample.begin_turn(self._pending, self._observation)
+        self._sample.begin_turn(self._pending, self._observation, self._anchor)
         self._meter.prompt_tokens += len(self._pending)
         self._count_live(len(self._pending))
         return GenerationRequest(
@@ -132,7 +132,9 @@ class EpisodePlayer:
         self._answer = completion
         answer = self._conversation.read(completion.tokens)
         shown = answer.raw if answer.calls or answer.error else answer.text
-        self._sample.answer(completion.tokens, completion.logprobs, completion.spans, shown)
+        self._sample.answer(
+            completion.tokens, completion.logprobs, completion.spans, shown, self._turn
+        )
         self._turn += 1
         self._sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)
@@ -204,3 +206,4 @@ class EpisodePlayer:
 
     def _note_observation(self, messages: Sequence[Message]) -> None:
         self._observation = "\n".join(message["content"] for message in messages)
+        self._anchor = anchor_of(messages)

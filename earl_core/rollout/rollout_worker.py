@@ -8,11 +8,12 @@ transformers and vllm are imported when the engine is built, not before.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,29 @@ from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.manifest import WeightsManifest
 
 logger = logging.getLogger(__name__)
+Generating = Callable[..., Coroutine[Any, Any, Any]]
+
+
+def _loading(generate: Generating) -> Generating:
+    """Have the method load `weights`, if it is given any, before it generates."""
+
+    @functools.wraps(generate)
+    async def loaded(
+        worker: RolloutWorker, *arguments: Any, weights: dict[str, Any] | None = None, **named: Any
+    ) -> Any:
+        if weights is not None:
+            await worker.ensure(weights)
+        return await generate(worker, *arguments, **named)
+
+    return loaded
 
 
 class RolloutWorker(RunWorker):
     """The rank of a `rollout` worker group.
 
-    Call `ensure` before anything that generates. An engine that is lost, or ran out of memory, is
-    gone at once: the next `ensure` builds anew. Whatever generates raises `ContextOverflow` where
-    the engine's context ends before the model's, and `OutOfMemory` of stage `rollout`.
+    Whatever generates takes the `weights` of `ensure`, since the worker may be a fresh one; without
+    them the last `ensure` counts. It raises `OutOfMemory` of stage `rollout`, and `ContextOverflow`
+    where the engine's context ends before the model's. A lost engine is built by the next `ensure`.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -65,9 +81,9 @@ class RolloutWorker(RunWorker):
         self._engine: Engine | None = None
         self._chat: ChatTokenizer | None = None
         self._digest = ""
+        self._directory: tuple[dict[str, Any], WeightsManifest] | None = None
         self._positions: int | None = None
-        log = self._context.log_path
-        here = self._context.here
+        log, here = self._context.log_path, self._context.here
         self._pools = EnvironmentPools(log, self._run_directory / "environments.json", here)
         self._scorer = Scorer(self._config, log, self._run_directory, here)
 
@@ -86,21 +102,20 @@ class RolloutWorker(RunWorker):
         self._engine = engine
 
     async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Make the engine run these weights (a dumped `WeightsManifest`).
+        """Make the engine run these weights: a dumped `WeightsManifest`, or {"directory",
+        "policy_version"} of a Hugging Face model directory, such as a checkpoint's.
 
         The first call, or `prepare`, builds the engine; weights are loaded only when version or
         digest differ. Raises `WeightSyncError`, `EngineLost` or `OutOfMemory`; after a lost engine
         the next call builds anew.
         """
-        manifest = WeightsManifest.model_validate(weights)
         started = time.perf_counter()
+        manifest = await self._described(weights)
         await self.prepare()
         engine = self._engine
         assert engine is not None
-        loaded = (engine.policy_version, self._digest) != (
-            manifest.policy_version,
-            manifest.digest,
-        )
+        wanted = manifest.policy_version, manifest.digest
+        loaded = (engine.policy_version, self._digest) != wanted
         if loaded:
             self._digest = ""
             try:
@@ -130,16 +145,21 @@ class RolloutWorker(RunWorker):
             self._engine.limit_running(most_running(self._config, self._deployment))
         return {}
 
-    async def ensure_directory(self, path: str, policy_version: int) -> dict[str, Any]:
-        """`ensure` with the weights of a Hugging Face model directory, such as a checkpoint's."""
-        from earl_core.weights.load import manifest_from_directory
+    async def _described(self, weights: dict[str, Any]) -> WeightsManifest:
+        if "directory" not in weights:
+            return WeightsManifest.model_validate(weights)
+        if self._directory is None or self._directory[0] != weights:
+            from earl_core.weights.load import manifest_from_directory
+            from earl_core.weights.tied import check_tied
 
-        trusted = self._config.model.trust_remote_code
-        manifest = await asyncio.to_thread(
-            manifest_from_directory, Path(path), policy_version, trusted
-        )
-        return await self.ensure(manifest.model_dump(mode="json"))
+            path, version = Path(weights["directory"]), int(weights["policy_version"])
+            trusted = self._config.model.trust_remote_code
+            await asyncio.to_thread(check_tied, path, trusted)
+            found = await asyncio.to_thread(manifest_from_directory, path, version, trusted)
+            self._directory = weights, found
+        return self._directory[1]
 
+    @_loading
     async def rollout(
         self,
         first_prompt: int,
@@ -194,6 +214,7 @@ class RolloutWorker(RunWorker):
             "tally": tally.model_dump(mode="json"),
         }
 
+    @_loading
     async def evaluate(
         self,
         episodes: int,
@@ -204,11 +225,10 @@ class RolloutWorker(RunWorker):
     ) -> dict[str, Any]:
         """Play held-out episodes, one for each prompt, and train on none.
 
-        Where the run has several environments, each has its part by the weights of the run file.
-
-        Every iteration plays the same prompts with the same seeds, so that curves compare like with
-        like. Reward functions score them, too. temperature: None as in the rollout, 0 greedy.
-        first: where a share of `of_episodes` begins. Returns `tally` as `rollout` does.
+        Several environments have parts by the weights of the run file. All iterations play the same
+        prompts with the same seeds, so that curves compare like with like. Reward functions score
+        them, too. temperature: None as in the rollout, 0 greedy. first: where a share of
+        `of_episodes` begins. Returns `tally` as `rollout` does.
         """
         config = self._config
         specs = evaluation_specs(config, range(first, first + episodes))
@@ -219,6 +239,7 @@ class RolloutWorker(RunWorker):
             tally = RolloutStats.of(found, tally.load)
         return {"tally": tally.model_dump(mode="json")}
 
+    @_loading
     async def play_suite(
         self, label: str, prompts: int, *, first: int = 0, of_prompts: int | None = None
     ) -> dict[str, Any]:
@@ -236,6 +257,7 @@ class RolloutWorker(RunWorker):
         tally.passes = count_passes(episodes, suite.passing_return)
         return {"tally": tally.model_dump(mode="json")}
 
+    @_loading
     async def play_one(
         self, prompt: int, seed: int, temperature: float | None = None, environment: str = ""
     ) -> dict[str, Any]:
@@ -245,10 +267,11 @@ class RolloutWorker(RunWorker):
         episodes, _ = await self._play([spec], self._settings(temperature), played)
         return rollout_stats.example(episodes[0])
 
+    @_loading
     async def answer(
         self, messages: list[Message], seed: int, temperature: float | None = None
     ) -> dict[str, Any]:
-        """The model's next answer in a conversation with a person: {"text", "tokens"}."""
+        """The model's next answer to a person: {"text", "tokens"}."""
         engine, chat = self._ready()
         settings = self._settings(temperature)
         request = GenerationRequest(
@@ -266,6 +289,7 @@ class RolloutWorker(RunWorker):
             raise ContextOverflow(max(longest, len(request.tokens)) + 1, longest, positions)
         return {"text": chat.text_of(completion.tokens), "tokens": len(completion.tokens)}
 
+    @_loading
     async def serve(self, port: int, key: str, temperature: float | None = None) -> dict[str, Any]:
         """Answer OpenAI's clients that know the key, until the call is cancelled.
 
@@ -286,6 +310,7 @@ class RolloutWorker(RunWorker):
             await gateway.stand(key, self._context.cancelled.is_set)
         return {}
 
+    @_loading
     async def measure(
         self, context: int, requests: int, generated: int, seconds: float
     ) -> dict[str, float]:
@@ -298,15 +323,12 @@ class RolloutWorker(RunWorker):
             raise
 
     async def release_memory(self) -> None:
-        """Give the engine's memory back between rollouts; `ensure` must follow `restore_memory`.
-
-        An engine that cannot, because it was lost meanwhile, gives it back by its end.
-        """
+        """Give the engine's memory back; `ensure` must follow `restore_memory`."""
         if self._engine is not None:
             await self._or_end(self._engine.release_memory())
 
     async def restore_memory(self) -> None:
-        """Undo `release_memory`; an engine that cannot is gone, and `ensure` builds anew."""
+        """Undo `release_memory`; an engine that cannot is gone."""
         if self._engine is not None:
             await self._or_end(self._engine.restore_memory())
 
@@ -314,7 +336,7 @@ class RolloutWorker(RunWorker):
         try:
             await work
         except Exception:
-            logger.warning("the engine is ended, and the next rollout starts one", exc_info=True)
+            logger.warning("the engine is ended; the next rollout starts one", exc_info=True)
             await self._drop_engine()
 
     async def close(self) -> None:
@@ -331,6 +353,7 @@ class RolloutWorker(RunWorker):
     ) -> tuple[list[Episode], RolloutStats]:
         engine, chat = self._ready()
         meter = LoadMeter(len(specs), self._context.report)
+        meter.progressed()
         reset_peaks(self._processes())
         playing = self._pools.play(engine, chat, environments, specs, settings, meter)
         try:

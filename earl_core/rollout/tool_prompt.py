@@ -27,6 +27,9 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 
+WRITTEN = f"{_PROMPT}<tool_response></tool_response>"
+"""All that stands around texts of others below."""
+
 
 def in_words(messages: Sequence[Message], tools: Tools, system: bool) -> list[Message]:
     """The conversation with roles and texts alone.

@@ -68,7 +68,10 @@ def write_episodes(
     rewards = pa.concat_tables(stores.table(entry, path.parent) for entry in reward.shards)
     samples = rewards["sample_id"]
     with writing_atomic(path) as descriptor, open(descriptor, "wb", closefd=False) as stream:
-        schema = SCHEMA.with_metadata({_SOURCE: source})
+        # Shards that an older version wrote lack what came since.
+        lacking = set(ROLLOUT_SCHEMA.names) - rollout.column_names() if rollout.shards else set()
+        fields = [field for field in SCHEMA if field.name not in lacking]
+        schema = pa.schema(fields, {_SOURCE: source})
         with pq.ParquetWriter(
             stream, schema, compression="zstd", write_page_checksum=True
         ) as writer:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from earl_core import __version__
 from earl_core.config import RunConfig
+from earl_core.config.yaml_text import read_yaml, write_yaml
 from earl_core.secrets import redact
+from earl_core.system.errors import ConfigError
+from earl_core.system.outside import read_text
 
 Line = Mapping[str, Any]
 
@@ -56,9 +57,10 @@ def _base(config: RunConfig) -> tuple[str, str]:
 def _license_in(model: Path) -> str:
     """What the model's own card says."""
     try:
-        text = (model / "README.md").read_text(encoding="utf-8")
-        front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
-    except (OSError, ValueError, IndexError, yaml.YAMLError):
+        what = str(model / "README.md")
+        text = read_text(Path(what), what)
+        front = read_yaml(text.split("---")[1], what) if text.startswith("---") else {}
+    except (OSError, IndexError, ConfigError):
         return ""
     return str(front.get("license", "")) if isinstance(front, dict) else ""
 
@@ -69,7 +71,7 @@ def _front(config: RunConfig) -> str:
     if name:
         front["base_model"] = name
     front["tags"] = ["reinforcement-learning", "earl"]
-    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---"
+    return f"---\n{write_yaml(front)}---"
 
 
 def _summary(config: RunConfig, version: int, label: str) -> str:
@@ -139,7 +141,7 @@ def _number(line: Line, name: str, form: str = "+.3f") -> str:
 
 def _reproduce(config: RunConfig) -> str:
     settings = config.model_dump(mode="json", exclude_defaults=True, exclude={"runs_directory"})
-    text = yaml.safe_dump(settings, sort_keys=False).rstrip()
+    text = write_yaml(settings).rstrip()
     return (
         "## Reproduce\n\nWith EARL "
         f"{__version__}, save this as `{config.name}.yaml` and run "

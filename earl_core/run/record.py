@@ -34,6 +34,7 @@ from earl_core.system.files import (
     write_all,
     write_atomic,
 )
+from earl_core.system.storage_errors import naming
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ class Journal:
         text = json.dumps(line).encode()
         data = text[:-1] + b', "digest": "' + _line_digest(text) + b'"}\n'
         make_directory(self.path.parent)
-        with self._lock:
+        with self._lock, naming(self.path):
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(self.path, flags, 0o600)
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -55,8 +56,8 @@ def newest_whole(run: Path, stable: list[int]) -> tuple[int, list[str]]:
         return iteration, damage
     raise CheckpointError(
         f"None of the checkpoints of {run} is whole (iterations {', '.join(map(str, stable))}): "
-        f"{damage[0]} To begin again with the initial model, `earl resume {run.name} --from "
-        "initial`, which sets them aside."
+        f"{damage[0]} To begin again with the initial model, `earl resume {shlex.quote(str(run))} "
+        "--from initial`, which sets them aside."
     )
 
 

@@ -4,11 +4,11 @@ Every layer and every process may import it.
 """
 
 from earl_core.secrets.detection import find_secrets
+from earl_core.secrets.names import is_secret_name
+from earl_core.secrets.patterns import is_reference
 from earl_core.secrets.redactor import (
     guard_logging,
     guard_output,
-    is_reference,
-    is_secret_name,
     learn,
     learn_url,
     redact,

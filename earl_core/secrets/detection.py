@@ -7,25 +7,12 @@ could be a key's. Not found is a password that nothing tells from a word.
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from earl_core.secrets.redactor import (
-    ASSIGNMENT,
-    HEADER,
-    KEYS,
-    PARAMETER,
-    PEM,
-    USERINFO,
-    environment_secrets,
-    is_reference,
-    is_secret_name,
-    is_secret_parameter,
-    words_of,
-)
+from earl_core.secrets.names import is_password_name, is_secret_name, words_of
+from earl_core.secrets.patterns import is_placeholder, is_reference, looks_random, secrets_in
+from earl_core.secrets.redactor import environment_secrets
 
 _SUSPICIOUS = frozenset(
     {
@@ -36,21 +23,9 @@ _SUSPICIOUS = frozenset(
 )  # fmt: skip
 
 
-def is_password_name(name: str) -> bool:
-    """Whether even a number under this name is a secret; a `secret: 7` may be a game's."""
-    return bool(words_of(name)) and words_of(name)[-1] in ("password", "passwd", "pwd", "passcode")
-
-
 def is_suspicious_name(name: str) -> bool:
     """Whether something random under this name is a secret."""
     return not _SUSPICIOUS.isdisjoint(words_of(name))
-
-
-LONE_USER = re.compile(r"(://)([^\s/?#:@]{20,})(?=@)")
-
-_PLACEHOLDER = re.compile(r"[<{$*]|\(hidden\)|x{4,}|\.\.\.|(?i:none|anon|anonymous)$")
-_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=.~-]{20,}")
-_RANDOM_BITS = 3.5
 
 
 class Found(NamedTuple):
@@ -91,38 +66,18 @@ def _walk(value: Any, key: str, name: str, inside: bool) -> Iterator[Found]:
 def _reason(value: str, name: str, inside: bool) -> str | None:
     if is_reference(value) or not value.strip():
         return None
-    if (inside or is_secret_name(name)) and not _PLACEHOLDER.match(value):
+    if (inside or is_secret_name(name)) and not is_placeholder(value):
         return "its name says that it is a secret"
-    if is_suspicious_name(name) and _looks_random(value):
+    if is_suspicious_name(name) and looks_random(value):
         return "it is random text under a name that keys have"
     return describe(value)
 
 
 def describe(text: str) -> str | None:
     """What in a text is a secret, whatever its name; None for nothing."""
-    if KEYS.search(text) or PEM.search(text):
-        return "it looks like a key"
-    if USERINFO.search(text) or any(_looks_random(m[2]) for m in LONE_USER.finditer(text)):
-        return "it is a URL with a password"
-    if "://" in text:
-        for match in PARAMETER.finditer(text):
-            if is_secret_parameter(match[2]) and not _PLACEHOLDER.match(match[3]):
-                return f"the URL's parameter `{match[2]}` is a secret"
-    if any(not _PLACEHOLDER.match(m[2]) for m in HEADER.finditer(text)):
-        return "it looks like a header that lets in"
-    for match in ASSIGNMENT.finditer(text):
-        if is_secret_name(match[2]) and not (
-            _PLACEHOLDER.match(match[3]) or is_reference(match[3])
-        ):
-            return f"it gives `{match[2]}` a value"
+    for span in secrets_in(text):
+        return span.reason
     for variable, secret in environment_secrets().items():
         if secret == text or (len(secret) >= 12 and secret in text):
             return f"it is the value of the environment variable {variable}"
     return None
-
-
-def _looks_random(text: str) -> bool:
-    if not _RANDOM.fullmatch(text):
-        return False
-    shares = [count / len(text) for count in Counter(text).values()]
-    return -sum(share * math.log2(share) for share in shares) >= _RANDOM_BITS

@@ -2,8 +2,7 @@
 
 It knows values: those that this process resolved from references, and the secrets in its
 environment. What looks like a secret by itself is hidden too, so that one that came another way
-than ours (in a library's error, from an environment) stays out. By which names and patterns
-secrets are recognised, `detection` has from here.
+than ours (in a library's error, from an environment) stays out.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from earl_core.secrets.names import is_secret_name
+from earl_core.secrets.patterns import password_of, secrets_in
 from earl_core.system.errors import EarlError
 
 HIDDEN = "(hidden)"
@@ -49,10 +50,8 @@ def learn_url(url: str) -> None:
 def _parts_that_let_in(url: str) -> set[str]:
     if "://" not in url:
         return set()
-    users = {match[2] for match in USERINFO.finditer(url)}
-    passwords = {user.partition(":")[2] for user in users}
-    given = [match for match in PARAMETER.finditer(url) if is_secret_parameter(match[2])]
-    return users | passwords | {match[3] for match in given}
+    found = {url[span.start : span.end] for span in secrets_in(url)}
+    return found | {each.partition(":")[2] for each in found}
 
 
 def redact(text: str) -> str:
@@ -103,21 +102,13 @@ def _pattern(values: frozenset[str]) -> re.Pattern[str]:
 
 
 def _hide_recognisable(text: str) -> str:
-    def parameter(match: re.Match[str]) -> str:
-        secret = is_secret_parameter(match[2])
-        return f"{match[1]}{match[2]}={HIDDEN}" if secret else match[0]
-
-    def assignment(match: re.Match[str]) -> str:
-        secret = is_secret_name(match[2]) and not is_reference(match[3])
-        return f"{match[1]}{HIDDEN}" if secret else match[0]
-
-    text = PEM.sub(HIDDEN, text)
-    text = KEYS.sub(HIDDEN, text)
-    text = HEADER.sub(rf"\1{HIDDEN}", text)
-    if "://" in text:
-        text = USERINFO.sub(rf"\1{HIDDEN}", text)
-        text = PARAMETER.sub(parameter, text)
-    return ASSIGNMENT.sub(assignment, text) if "=" in text else text
+    parts, done = [], 0
+    for start, end, _ in sorted(secrets_in(text)):
+        if end > done:
+            # They may overlap: what another one hid is not shown again.
+            parts += [text[done:start], HIDDEN] if start >= done else []
+            done = end
+    return "".join([*parts, text[done:]])
 
 
 def guard_output() -> None:
@@ -175,141 +166,26 @@ class RedactedStream:
         return getattr(self._stream, name)
 
 
-_REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:(?!//)\S.*")
-
-
-def _set(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
-
-
-_LAST = _set(
-    """
-    password passwords passwd pwd pw passphrase passcode secret secrets credential
-    credentials creds authorization bearer jwt apikey apikeys accesskey secretkey privatekey
-    authkey authtoken accesstoken authstring apitoken
-    """
-)
-"""A name that ends with one of these words."""
-
-
-_KEYS = _set(
-    """
-    api access secret private account signing encryption ssh master service subscription
-    storage client auth deploy license hmac shared session webhook ssl tls rsa pgp gpg
-    """
-)
-"""... or with one of these and `key` or `keys`."""
-
-
-_ENDINGS = ("password", "passwd", "passphrase", "apikey", "accesskey", "secretkey", "privatekey")
-
-
-_PHRASES = frozenset({"access key id", "auth string", "connection string", "set cookie"})
-
-
-_MODEL_TOKENS = _set(
-    """
-    eos bos pad unk sep cls mask stop start end begin special per image audio video think
-    first last next new previous added tool bot turn message end max min num n count by each
-    one a the prompt answer response padding control separator newline space
-    """
-)
-"""What stands before `token` where a model's vocabulary is meant."""
-
-
-_SIGNED = _set(
-    """
-    sig signature x-amz-signature x-amz-credential x-amz-security-token x-goog-signature
-    x-goog-credential awsaccesskeyid googleaccessid auth pass pin key sas
-    """
-)
-
-
-def is_reference(text: str) -> bool:
-    """Whether a text stands for a secret that is kept elsewhere (`file://` begins a URL)."""
-    return _REFERENCE.fullmatch(text) is not None
-
-
-@lru_cache(maxsize=4096)
-def words_of(name: str) -> tuple[str, ...]:
-    """`AWS_SECRET_ACCESS_KEY2` and `awsSecretAccessKey` as lower-case words, without digits."""
-    return tuple(word.lower() for word in _WORDS.findall(name))
-
-
-@lru_cache(maxsize=4096)
-def is_secret_name(name: str) -> bool:
-    """Whether what stands under this name is a secret, whatever it looks like."""
-    words = words_of(name)
-    if not words:
-        return False
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
-    if (
-        last in _LAST
-        or last.endswith(_ENDINGS)
-        or " ".join(words[-3:]) in _PHRASES
-        or f"{before} {last}" in _PHRASES
-    ):
-        return True
-    if last in ("key", "keys"):
-        return before in _KEYS
-    return last == "token" and before not in _MODEL_TOKENS
-
-
-def is_secret_parameter(name: str) -> bool:
-    """Whether a URL's parameter of this name lets whoever has the URL in."""
-    return is_secret_name(name) or name.lower() in _SIGNED
-
-
-KEYS = re.compile(
-    r"""(?<![A-Za-z0-9_])(?:
-    (?:sk|pk|rk)[-_](?=[\w-]*\d)(?:live_|test_|ant-|proj-)?[\w-]{16,}
-    | hf_[A-Za-z0-9]{16,} | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_\w{20,} | glpat-[\w-]{16,}
-    | (?:AKIA|ASIA)[0-9A-Z]{12,} | xox[abeoprs]-[\w-]{10,} | AIza[\w-]{30,} | ya29\.[\w-]{20,}
-    | npm_[A-Za-z0-9]{20,} | pypi-[\w-]{20,} | SG\.[\w-]{16,}\.[\w-]{16,} | r8_[A-Za-z0-9]{20,}
-    | pn[ub]_[A-Za-z0-9]{20,} | dop_v1_[0-9a-f]{20,} | gsk_[A-Za-z0-9]{20,} | nvapi-[\w-]{20,}
-    | eyJ[\w-]{6,}\.eyJ[\w-]{6,}\.[\w-]*
-    )""",
-    re.VERBOSE,
-)
-"""Keys that say by their beginning what they are."""
-
-
-PEM = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL
-)
-
-
-HEADER = re.compile(
-    r"(?i)((?:\b(?:proxy-)?authorization\s*:|\bx-api-key\s*:|\b(?:bearer|basic)\b)\s*"
-    r"(?:(?:bearer|basic|token|digest)\s+)?)((?=\S*\d)[\w.~+/=:-]{8,})"
-)
-
-
-USERINFO = re.compile(r"(://)([^\s/?#:@]*:[^\s/?#]+)(?=@)")
-
-
-PARAMETER = re.compile(r"([?&;#])([\w.%-]+)=([^&;#\s\"']+)")
-
-
-ASSIGNMENT = re.compile(r"((?:^|(?<=[\s\"',;{(\[]))-{0,2}([A-Za-z_][\w.-]+)=)([^\s\"',;]{4,})")
-
-
 _SHORTEST_FROM_ENVIRONMENT = 8
 
 
 def environment_secrets() -> dict[str, str]:
     """The variables of this process's environment that hold secrets."""
+    # Its bytes: to read all variables takes a hundred times as long, and each line is looked at.
+    kept = getattr(os.environ, "_data", os.environ)
+    return _secrets_of(tuple(kept.items()))
+
+
+@lru_cache(maxsize=2)
+def _secrets_of(kept: tuple[tuple[object, object], ...]) -> dict[str, str]:
     found = {}
     for name, value in os.environ.items():
         if len(value) < _SHORTEST_FROM_ENVIRONMENT:
             continue
         if is_secret_name(name) and not (value.startswith("/") and os.path.exists(value)):
             found[name] = value
-        elif "://" in value and (match := USERINFO.search(value)):
-            password = match[2].partition(":")[2]
+        elif "://" in value and (user := password_of(value)):
+            password = user.partition(":")[2]
             if len(password) >= _SHORTEST_FROM_ENVIRONMENT:
                 found[name] = password
     return found

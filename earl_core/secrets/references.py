@@ -7,11 +7,13 @@ them, at the last moment.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from pathlib import Path
 from typing import Any
 
-from earl_core.secrets.redactor import is_reference, learn
+from earl_core.secrets.patterns import is_reference
+from earl_core.secrets.redactor import learn
 from earl_core.system.errors import ConfigError
 
 _LARGEST = 1 << 16
@@ -57,7 +59,8 @@ def _from_file(path: Path) -> str:
                 raise ConfigError(f"file:{path} is no regular file")
             if about.st_uid == os.geteuid() and about.st_mode & 0o077:
                 raise ConfigError(
-                    f"file:{path} can be read by others: change that with `chmod 600 {path}`"
+                    f"file:{path} can be read by others: change that with "
+                    f"`chmod 600 {shlex.quote(str(path))}`"
                 )
             found = stream.read(_LARGEST + 1).decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -33,6 +33,7 @@ from typing import Any, BinaryIO, Self
 import psutil
 
 from earl_core.system.errors import ConfigError, NotOurs
+from earl_core.system.storage_errors import naming
 
 _NETWORK = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "afs", "lustre", "gpfs", "beegfs", "ceph",
@@ -53,8 +54,13 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
 @contextmanager
 def writing_atomic(path: Path, mode: int = 0o600) -> Iterator[int]:
     """A descriptor for the file's bytes, which `path` holds, on disk, once the block has ended
-    without an error. mode: as of `write_atomic`."""
-    make_directory(path.parent)
+    without an error. mode: as of `write_atomic`. Raises `NotWritten`, and other `OSError`."""
+    with naming(path):
+        make_directory(path.parent)
+        yield from _aside(path, mode)
+
+
+def _aside(path: Path, mode: int) -> Iterator[int]:
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -113,8 +119,9 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     if path.is_dir():
         return
     make_directory(path.parent)
-    path.mkdir(mode=mode, exist_ok=True)
-    sync(path.parent)
+    with naming(path):
+        path.mkdir(mode=mode, exist_ok=True)
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:
@@ -285,7 +292,8 @@ class FileLock:
 
     def _try(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(self.path, flags, 0o600)
+        with naming(self.path):
+            descriptor = os.open(self.path, flags, 0o600)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, f"{self.path} is not a plain file: remove it")
@@ -304,8 +312,9 @@ class FileLock:
 
     def write(self, text: str) -> None:
         """Replace what the file says, for people to read."""
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        with naming(self.path):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, text.encode(), 0)
 
     def release(self) -> None:
         """Give the lock back; harmless when it was given back already."""

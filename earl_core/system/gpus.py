@@ -30,6 +30,7 @@ class Gpu(NamedTuple):
     memory_bytes: 0 where the driver does not say, as on chips that share the host's memory.
     pcie_bandwidth: bytes/s to the host, one way, of the slot; 0 where the driver does not say, or
     where another link (NVLink-C2C) leads there. cores: those next to it; none where unknown.
+    capability: of computing, such as 8.6; 0 where the driver does not say.
     """
 
     uuid: str
@@ -37,6 +38,7 @@ class Gpu(NamedTuple):
     memory_bytes: int
     pcie_bandwidth: float = 0.0
     cores: frozenset[int] = frozenset()
+    capability: float = 0.0
 
 
 class Links(NamedTuple):
@@ -256,7 +258,14 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         0 if memory is None else int(memory.total),
         _pcie_bandwidth(nvml, handle),
         _cores(nvml, handle),
+        _capability(nvml, handle),
     )
+
+
+def _capability(nvml: Any, handle: Any) -> float:
+    ask = getattr(nvml, "nvmlDeviceGetCudaComputeCapability", None)  # older bindings have it not
+    major, minor = (0, 0) if ask is None else _told(nvml, ask, handle, otherwise=(0, 0))
+    return float(major + minor / 10)
 
 
 def _pcie_bandwidth(nvml: Any, handle: Any) -> float:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from earl_core.system.control_groups import processor_limit
 from earl_core.system.gpus import Gpu, visible_gpus
 from earl_core.system.memory import memory_limit
+from earl_core.system.processes import host_name
+from earl_core.system.processor import bf16_instructions, processor_name
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,9 @@ class HostResources:
     close together. gpus: how many; a rank then has one of its own. first_gpu: the index of the
     first, for a part of a machine. memory_bytes, gpu_memory_bytes (the least of all GPUs),
     nvlink_bandwidth and pcie_bandwidth (bytes/s, one way): 0 where nobody asked, or nobody told.
-    nvlink_gpus, pcie_peers: as in `Links`.
+    nvlink_gpus, pcie_peers: as in `Links`. gpu_capability: the least compute capability of all
+    GPUs, such as 8.6; 0: not told. processor: its name. bf16: its instructions for bf16; empty: it
+    names none.
     """
 
     cores: tuple[int, ...]
@@ -31,6 +38,9 @@ class HostResources:
     nvlink_bandwidth: float = 0.0
     pcie_bandwidth: float = 0.0
     pcie_peers: bool = True
+    gpu_capability: float = 0.0
+    processor: str = ""
+    bf16: str = ""
 
     def part(self, number: int, parts: int) -> HostResources:
         """One of equal parts."""
@@ -49,12 +59,13 @@ def read_resources() -> HostResources:
     """What this process may use.
 
     The memory is the least of the machine's and of the limits of all control groups around this
-    process. GPUs that CUDA_VISIBLE_DEVICES hides do not count. Raises `ConfigError` where the
-    machine has GPUs and their driver cannot be asked.
+    process. Of the cores that it may run on, no more count than these groups give it time of: more
+    threads than that wait for each other. GPUs that CUDA_VISIBLE_DEVICES hides do not count. Raises
+    `ConfigError` where the machine has GPUs and their driver cannot be asked.
     """
     gpus, links = visible_gpus()
     return HostResources(
-        cores=_by_gpu(os.sched_getaffinity(0), gpus),
+        cores=_within_limit(_by_gpu(os.sched_getaffinity(0), gpus), bool(gpus)),
         gpus=len(gpus),
         memory_bytes=memory_limit(),
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
@@ -63,6 +74,9 @@ def read_resources() -> HostResources:
         nvlink_bandwidth=links.nvlink_bandwidth,
         pcie_bandwidth=min((gpu.pcie_bandwidth for gpu in gpus), default=0.0),
         pcie_peers=links.pcie_peers,
+        gpu_capability=min((gpu.capability for gpu in gpus), default=0.0),
+        processor=processor_name(),
+        bf16=bf16_instructions(),
     )
 
 
@@ -70,3 +84,12 @@ def _by_gpu(cores: Iterable[int], gpus: Sequence[Gpu]) -> tuple[int, ...]:
     """The cores next to the first GPU, then those next to later ones, then the others."""
     order = {core: number for number, gpu in reversed(list(enumerate(gpus))) for core in gpu.cores}
     return tuple(sorted(cores, key=lambda core: (order.get(core, len(gpus)), core)))
+
+
+def _within_limit(cores: tuple[int, ...], gpus: bool) -> tuple[int, ...]:
+    limit = processor_limit()
+    if limit is None or limit >= len(cores):
+        return cores
+    # Containers of one machine all see the same cores: not all of them are to take the first.
+    first = 0 if gpus else zlib.crc32(host_name().encode()) % len(cores)
+    return tuple(sorted((cores + cores)[first : first + max(1, math.ceil(limit))]))

@@ -10,7 +10,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,8 @@ from earl_core.system.errors import ConfigError
 PACKAGES = ("earl_core", "tasks", "flows")
 
 _ROOT = Path(__file__).resolve().parents[2]
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:(?!//)\S+")
 
 
 def prepare() -> None:
@@ -44,6 +51,58 @@ def prepare() -> None:
         sys.path.append(os.getcwd())
 
 
+_looking = False
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Import nothing meanwhile that a run file names, nor what lies in the working directory."""
+    global _looking
+    before, path = _looking, sys.path[:]
+    _looking = True
+    here = Path.cwd()
+    if here != _ROOT:
+        sys.path[:] = [each for each in path if Path(each or ".").resolve() != here]
+    try:
+        yield
+    finally:
+        _looking, sys.path[:] = before, path
+
+
+def only_looks() -> bool:
+    """Whether this process imports nothing that a run file names."""
+    return _looking
+
+
+def is_foreign(path: str) -> bool:
+    """Whether it is an import path that leads out of EARL's core."""
+    return _IMPORT_PATH.fullmatch(path) is not None and path.partition(".")[0] != "earl_core"
+
+
+def bare(found: Any) -> Any:
+    """A class or function without the options that it was bound to."""
+    while isinstance(found, partial):
+        found = found.func
+    return found
+
+
+def refuse_library(found: Any, path: str, what: str) -> None:
+    """Raise `ConfigError` for what is of Python's own, where none was made for this: a class, a
+    function, or an object that can be called, and methods of them."""
+    made = bare(found)
+    owner = getattr(made, "__self__", None) or getattr(made, "__objclass__", None)
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        made = owner if isinstance(owner, type) else type(owner)
+    home = getattr(made, "__module__", None)
+    if home == "types" and not hasattr(types, getattr(made, "__name__", "")):
+        return  # `types.new_class` and `make_dataclass` know no better
+    if str(home).partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{what} {path!r} is of Python's standard library, which has none",
+            remedy="name one of your own",
+        )
+
+
 def import_object(path: str, what: str) -> Any:
     """What `package.module:name` names. Raises `ConfigError`, which calls it `what`."""
     module, _, name = path.partition(":")
@@ -52,6 +111,10 @@ def import_object(path: str, what: str) -> Any:
     if module.partition(".")[0] in ("flows", "tasks"):
         raise ConfigError(
             f"{what} {path!r}: EARL has a package of that name itself", remedy="rename the module"
+        )
+    if _looking and is_foreign(path):
+        raise ConfigError(
+            f"{what} {path!r} is code that a run file names, which this command does not import"
         )
     try:
         return load_object(path)

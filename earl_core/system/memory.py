@@ -1,9 +1,8 @@
 """Memory: limits and use of this process's control groups, sizes of processes, running out of it.
 
-A container has the control group's files of version 1 or 2, mounted anywhere; `root` is where the
-file systems `proc` and `sys` are. Sizes of processes are read from /proc: psutil has no peaks, and
-its import would be a third of a rank's start. Running out of memory is one typed error for
-controllers, engines and learners, however their allocators say it.
+`root` is where the file systems `proc` and `sys` are. Sizes of processes are read from /proc:
+psutil has no peaks, and its import would be a third of a rank's start. Running out of memory is one
+typed error for controllers, engines and learners, however their allocators say it.
 """
 
 from __future__ import annotations
@@ -17,19 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from earl_core.system.control_groups import own_groups
 from earl_core.system.errors import EarlError
 
 _LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _USAGE = {1: "memory.usage_in_bytes", 2: "memory.current"}
 _HOST_COUNTER = "/proc/vmstat"
-
-
-class _Own(NamedTuple):
-    """This process's group in one hierarchy: the version, the mount, the group's directory."""
-
-    version: int
-    mount: Path
-    directory: Path
 
 
 class _Limited(NamedTuple):
@@ -66,7 +58,7 @@ def out_of_memory_counters() -> dict[str, int]:
     else's; without one the host's counter, which has everybody's.
     """
     files: list[Path] = []
-    for version, _, own in _own_groups(Path("/")):
+    for version, _, own in own_groups(Path("/"), "memory"):
         if version == 2:
             files.append(own / "memory.events")
         else:
@@ -88,45 +80,11 @@ def out_of_memory_kills_since(before: dict[str, int]) -> int:
 def _limited(root: Path) -> list[_Limited]:
     """The process's groups and their ancestors, as far as they have a limit."""
     found = []
-    for version, mount, own in _own_groups(root):
-        above = [own, *own.parents]
-        for directory in above[: above.index(mount) + 1]:
-            limit = _number(directory / _LIMIT[version])
+    for group in own_groups(root, "memory"):
+        for directory in group.up():
+            limit = _number(directory / _LIMIT[group.version])
             if limit is not None:
-                found.append(_Limited(version, directory, limit))
-    return found
-
-
-def _own_groups(root: Path) -> list[_Own]:
-    """This process's group in each hierarchy that counts memory."""
-    try:
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    paths = {}
-    for line in memberships:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            paths[2] = path
-        elif "memory" in controllers.split(","):
-            paths[1] = path
-    found = []
-    for line in mounts:
-        fields, _, source = line.partition(" - ")
-        kind, _, options = source.split(" ", 2)
-        top, point = fields.split(" ")[3:5]
-        version = {"cgroup": 1, "cgroup2": 2}.get(kind, 0)
-        if version not in paths or (version == 1 and "memory" not in options.split(",")):
-            continue
-        path = paths[version]
-        inside = path.removeprefix(top.rstrip("/")) if path.startswith(top) else path
-        mount = root / Path(point).relative_to("/")
-        own = mount / inside.lstrip("/")
-        # In a container the own group's path may not exist below the mount, which then is the
-        # container's own group.
-        missing = ".." in own.parts or not own.is_dir()
-        found.append(_Own(version, mount, mount if missing else own))
+                found.append(_Limited(group.version, directory, limit))
     return found
 
 
@@ -316,6 +274,22 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 2**25)
         mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+_MADV_DONTNEED = 4
+
+
+def give_back_pages(start: int, size: int) -> int:
+    """Give the host the whole pages of `size` bytes from address `start`, private memory that stays
+    allocated and reads zeros from now on; the bytes given back."""
+    first = -(-start // _PAGE_BYTES) * _PAGE_BYTES
+    length = (start + size) // _PAGE_BYTES * _PAGE_BYTES - first
+    if length <= 0:
+        return 0
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    if madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise failed")
+    return length
 
 
 def give_back_free_memory() -> None:

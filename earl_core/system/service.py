@@ -2,20 +2,22 @@
 listen, which password they want.
 
 All of it stands in one file, `<runs_directory>/services/services.json`, which only its user can
-read. A password is kept when its server ends, so that whoever knows it (a browser, a run that goes
-on) is let in again after the next start.
+read. Passwords and certificates are made anew at each start: whoever listened at the address of a
+dead server may have been told the old ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from earl_core.system.files import open_file, write_atomic
+from earl_core.system.files import make_directory, open_file, write_atomic
 from earl_core.system.processes import Process, ProcessId, descendants, inspect, marked
 
 MARK = "EARL_SERVICE_MARK"
@@ -28,8 +30,9 @@ _FILE = "services.json"
 class Service:
     """One service. process: a `ProcessId` as text; empty when none was started, or it was ended.
 
-    url: where a server answers, or the server that a worker asks. mark: the value of `MARK` in its
-    processes. since: Unix time of its start, in seconds.
+    url: where a server answers browsers, or the server that a worker asks does. secure: where it
+    answers programs, showing the certificate in the file `certificate`. mark: the value of `MARK`
+    in its processes. since: Unix time of its start, in seconds.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Service:
     process: str = ""
     mark: str = ""
     since: float = 0.0
+    secure: str = ""
+    certificate: str = ""
 
     @property
     def alive(self) -> bool:
@@ -48,8 +53,8 @@ class Service:
 
     @property
     def address(self) -> str:
-        """The URL with user and password, for clients that take them there."""
-        parts = urlsplit(self.url)
+        """The URL for programs with user and password, for clients that take them there."""
+        parts = urlsplit(self.secure)
         login = f"{self.user}:{self.password}@" if self.password else ""
         return urlunsplit(parts._replace(netloc=login + parts.netloc))
 
@@ -83,8 +88,7 @@ def read_services(runs_directory: str | Path) -> dict[str, Service]:
     """By name; empty where no file is, or one that this user has not written."""
     try:
         with open_file(services_directory(runs_directory) / _FILE) as stream:
-            about = os.fstat(stream.fileno())
-            if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            if not _is_private(stream.fileno()):
                 return {}
             known = json.loads(stream.read())
         return {entry["name"]: _service(entry) for entry in known}
@@ -97,13 +101,67 @@ def _service(entry: Mapping[str, object]) -> Service:
     return Service(**{k: v for k, v in entry.items() if k in names})  # type: ignore[arg-type]
 
 
+def known_services(runs_directory: str | Path, name: str) -> list[Service]:
+    """The services of this name of all this user's runs directories: those that live before those
+    that have ended, of these runs before others, started last before earlier."""
+    places = [Path(runs_directory).resolve(), *noted_directories()]
+    found = [(number, read_services(place).get(name)) for number, place in enumerate(places)]
+    known = [(not it.alive, number > 0, -it.since, it) for number, it in found if it is not None]
+    return [each[-1] for each in sorted(known, key=lambda each: each[:-1])]
+
+
 def living_service(runs_directory: str | Path, name: str) -> Service | None:
-    """The service of this name if it runs."""
-    found = read_services(runs_directory).get(name)
-    return found if found is not None and found.alive else None
+    """The service of this name if one runs, for this runs directory or another of this user's."""
+    known = known_services(runs_directory, name)
+    return known[0] if known and known[0].alive else None
 
 
 def write_services(runs_directory: str | Path, services: Iterable[Service]) -> None:
-    """Replace the file."""
+    """Replace the file; from now on they are found from every directory."""
+    services = list(services)
     text = json.dumps([asdict(service) for service in services], indent=2)
     write_atomic(services_directory(runs_directory) / _FILE, text.encode())
+    _note(Path(runs_directory).resolve(), any(service.process for service in services))
+
+
+# Notes in the state home name the runs directories that have services.
+
+
+def _notes() -> Path:
+    home = os.environ.get("XDG_STATE_HOME", "")
+    # What is not absolute counts as not set, by the specification.
+    return (Path(home) if home.startswith("/") else Path.home() / ".local/state") / "earl/services"
+
+
+def _note(runs_directory: Path, running: bool) -> None:
+    # Without a home that can be written, the services are found from their own directory alone.
+    with suppress(OSError, RuntimeError):
+        note = _notes() / hashlib.sha256(os.fsencode(runs_directory)).hexdigest()[:16]
+        if running:
+            make_directory(note.parent, 0o700)
+            write_atomic(note, os.fsencode(runs_directory))
+        else:
+            note.unlink(missing_ok=True)
+
+
+def noted_directories() -> list[Path]:
+    """Runs directories for which this user has started services; they may have ended since."""
+    found = []
+    with suppress(OSError, RuntimeError):
+        for note in sorted(_notes().iterdir()):
+            with suppress(OSError), open_file(note) as stream:
+                if _is_private(stream.fileno()):
+                    found.append(Path(os.fsdecode(stream.read())))
+    return [path for path in found if path.is_absolute()]
+
+
+def directories_with_services() -> list[Path]:
+    """Runs directories of this user with a service that runs."""
+    noted = noted_directories()
+    return [path for path in noted if any(each.alive for each in read_services(path).values())]
+
+
+def _is_private(descriptor: int) -> bool:
+    """Whether a file is this user's, and nobody else's to read or write."""
+    about = os.fstat(descriptor)
+    return about.st_uid == os.geteuid() and not about.st_mode & 0o077

@@ -48,7 +48,7 @@ def enlarge(size: int = 0) -> str:
     gib = max(8, math.ceil(size / _GIB))
     return (
         f"enlarge it: `mount -o remount,size={gib}G /dev/shm`, or with Docker `--shm-size={gib}g`; "
-        "or set dispatch.directory to another tmpfs"
+        "or set dispatch.directory to another tmpfs, or to a disk, which is slower"
     )
 
 

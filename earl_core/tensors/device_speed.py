@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from earl_core.cluster.rank_process import WorkerContext
 from earl_core.deployment.shapes import DeviceFigures
 from earl_core.system.errors import ConfigError
 from earl_core.system.memory import memory_limit
+from earl_core.system.processor import bf16_instructions
 
 PART_SECONDS = 0.5
-"""Of each of four parts: two seconds together, and less than that of warming up."""
+"""Of each of five parts, besides warming up."""
 
 _PASSES = 50
 """Passes through a layer in a round, queued one behind the other, as steps are."""
@@ -46,25 +48,37 @@ class DeviceSpeed:
 
 
 def measure(device: torch.device) -> DeviceFigures:
-    """The figures of a device, in about three seconds. Of a CPU: of all threads of torch, whose
-    host's memory is its own."""
+    """The figures of a device, in a few seconds. Of a CPU: of all threads of torch, whose host's
+    memory is its own."""
     cuda = device.type == "cuda"
     total = torch.cuda.mem_get_info(device)[1] if cuda else memory_limit()
     in_memory = _memory_bandwidth(device)
     to_host = _host_bandwidth(device) if cuda else in_memory
+    flops, float32 = (_flops(device, kind) for kind in (torch.bfloat16, torch.float32))
     return DeviceFigures(
         name=torch.cuda.get_device_name(device) if cuda else "CPU",
         nccl=cuda,
         memory_bytes=total,
-        flops=_flops(device),
+        flops=flops,
+        float32_flops=float32,
         memory_bandwidth=in_memory,
         link_bandwidth=to_host,
         host_bandwidth=to_host,
         peer_bandwidth=to_host,
         nvlink_gpus=1,
-        layer_seconds=_layer_seconds(device),
+        layer_seconds=_layer_seconds(device, torch.bfloat16 if flops >= float32 else torch.float32),
         source=f"measured by torch {torch.__version__}; no data sheet is known",
     )
+
+
+@cache
+def bf16_is_fast(device: torch.device) -> bool:
+    """Whether bf16 takes no longer than float32, for whoever computes without a run's controller,
+    which asks all hosts."""
+    if device.type != "cpu":
+        return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    fast = bool(bf16_instructions())
+    return fast or _flops(device, torch.bfloat16) >= _flops(device, torch.float32)
 
 
 def _fastest(device: torch.device, work: Callable[[], object]) -> float:
@@ -86,12 +100,19 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _flops(device: torch.device) -> float:
-    """bf16 products of square matrices, summed in float32 as the hardware does."""
-    size = 8192 if device.type == "cuda" else 512
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    into = torch.empty_like(left)
-    return 2.0 * size**3 / _fastest(device, lambda: torch.mm(left, right, out=into))
+@torch.no_grad()
+def _flops(device: torch.device, kind: torch.dtype) -> float:
+    """The three products of a square linear layer, forward and backward, which differ in what is
+    transposed: without instructions for bf16 that makes them differ several times."""
+    size = 8192 if device.type == "cuda" else 256
+    states, weight, slopes = (torch.randn(size, size, device=device, dtype=kind) for _ in range(3))
+
+    def products() -> None:
+        F.linear(states, weight)
+        torch.mm(slopes, weight)
+        torch.mm(slopes.t(), states)
+
+    return 6.0 * size**3 / _fastest(device, products)
 
 
 def _memory_bandwidth(device: torch.device) -> float:
@@ -111,10 +132,9 @@ def _host_bandwidth(device: torch.device) -> float:
 
 
 @torch.no_grad()
-def _layer_seconds(device: torch.device) -> float:
+def _layer_seconds(device: torch.device, kind: torch.dtype) -> float:
     """Of a pass of one token through a decoder layer too small to be work: what starting its
     operations takes."""
-    kind = torch.bfloat16
     weights = [
         torch.randn(shape, device=device, dtype=kind)
         for shape in (

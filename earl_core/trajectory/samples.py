@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from earl_core.system.errors import EarlError
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
 
 FAILED_REASONS = frozenset(
@@ -20,7 +21,10 @@ FAILED_REASONS = frozenset(
 )
 """Finish reasons of failed episodes: they are counted, leave their group and are not trained."""
 
-_KEPT = ("outcome", "metrics", "scoring")
+_KEPT = ("outcome", "outcomes", "metrics", "scoring")
+
+UNNUMBERED = -1
+"""The number of a turn whose place in time is that among the episode's samples."""
 
 
 class VersionSpan(NamedTuple):
@@ -42,14 +46,25 @@ class Sample:
     policy_version_first: list[int] = field(default_factory=list)
     policy_version_last: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    turn_numbers: list[int] = field(default_factory=list)
+    turn_anchors: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
-    def begin_turn(self, observation: Sequence[int], text: str = "") -> None:
+    def begin_turn(
+        self, observation: Sequence[int], text: str = "", anchor: int | None = None
+    ) -> None:
         """Append a turn's given tokens (prompt, environment, template, prefix).
 
-        text: the messages among them, without the template.
+        text: the messages among them, without the template. anchor: `anchor_of` these messages;
+        None: what tells the text apart, or the tokens where there is none.
         """
         self.texts.append(text)
+        self.turn_numbers.append(UNNUMBERED)
+        self.turn_anchors.append(
+            derive_seed("anchor", *([text] if text else map(int, observation)))
+            if anchor is None
+            else anchor
+        )
         self.turn_starts.append(len(self.tokens))
         self.policy_version_first.append(-1)
         self.policy_version_last.append(-1)
@@ -64,11 +79,14 @@ class Sample:
         logprobs: Sequence[float],
         spans: Sequence[VersionSpan],
         text: str = "",
+        number: int = UNNUMBERED,
     ) -> None:
         """Append the turn's sampled tokens with their log-probs, and their text.
 
-        spans: of the tokens, at least one, in order.
+        spans: of the tokens, at least one, in order. number: how many answers of the episode came
+        before this one, in whatever sample; needed where samples do not follow each other.
         """
+        self.turn_numbers[-1] = number
         self.texts.append(text)
         self.tokens.extend(tokens)
         self.loss_mask.extend([1] * len(tokens))
@@ -174,8 +192,42 @@ def rollout_rows(episodes: Iterable[Episode]) -> Rows:
     }
     names = [name for name in ROLLOUT_SCHEMA.names if name not in (*scalars, *strings)]
     lists = {name: [getattr(sample, name) for _, _, sample in rows] for name in names}
+    lists["turn_numbers"] = [numbers for episode in ordered for numbers in _numbered(episode)]
     lengths = {name: np.array([len(row) for row in lists[name]], np.int64) for name in names}
     return Rows({**scalars, **lists}, lengths, strings)
+
+
+def _numbered(episode: Episode) -> list[list[int]]:
+    """The numbers of the turns of each sample. Raises `EarlError` for two turns with one."""
+    given = [number for sample in episode.samples for number in sample.turn_numbers]
+    if set(given) <= {UNNUMBERED}:
+        given = list(range(len(given)))
+    elif len(set(given)) < len(given) or min(given) < 0:
+        raise EarlError(
+            f"episode {episode.episode_id} has the turns {given}, so their order is not known: "
+            "number every answer of an episode, or none"
+        )
+    left = iter(given)
+    return [[next(left) for _ in sample.turn_numbers] for sample in episode.samples]
+
+
+_TOLD = ("role", "content", "name")
+
+
+def anchor_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """What tells an observation from others, in [0, 2**63): its messages, whatever the template
+    makes of them. Calls of tools count by what they ask, not by their ids."""
+    told = [
+        [
+            *(str(message.get(key, "")) for key in _TOLD),
+            *(
+                json.dumps(call.get("function"), sort_keys=True)
+                for call in message.get("tool_calls", ())
+            ),
+        ]
+        for message in messages
+    ]
+    return derive_seed("anchor", json.dumps(told))
 
 
 SEED_BITS = 63

@@ -11,6 +11,7 @@ A worked example, prompt, answer, observation, answer (ids invented):
     rollout_logp  0  0  0  0 0         0 -.7 -.1       0  0  0 0         0 -.2 -.1
     turn_starts   0 (the first observation)            8 (the second observation)
     turn_rewards  0.0                                  1.0
+    turn_numbers  0                                    1
     turns = 2, finish_reason = "done"
 
 Token columns written by the rollout: `tokens` int32; `loss_mask` uint8, 1 on tokens that the
@@ -18,7 +19,9 @@ policy sampled, 0 on prompt, environment and given tokens; `rollout_logprobs` fl
 logarithms under the distribution really sampled from (temperature included), 0 where the mask
 is 0, never NaN. Turn columns: `turn_starts` int32, the index of the turn's first token;
 `policy_version_first`, `policy_version_last` int32, the policy versions that produced the turn's
-first and last sampled token; `turn_rewards` float32. Scalars: `sample_id`, `episode_id`,
+first and last sampled token; `turn_rewards` float32; `turn_numbers` int32, how many answers of the
+episode were given before this one, in whatever sample; `turn_anchors` int64, equal where the same
+messages were answered. Scalars: `sample_id`, `episode_id`,
 `group_id`, `prompt_id` int64; `turns` int32; `environment` string, its label where the run has
 several, else empty; `finish_reason` string; `outcome` string, as the
 environment called it, or empty; `scoring` string, JSON that the environment gives to reward
@@ -75,6 +78,8 @@ ROLLOUT_SCHEMA = pa.schema(
         _per_turn("policy_version_first", pa.int32()),
         _per_turn("policy_version_last", pa.int32()),
         _per_turn("turn_rewards", pa.float32()),
+        _per_turn("turn_numbers", pa.int32()),
+        _per_turn("turn_anchors", pa.int64()),
     ]
 )
 """What the rollout stage writes."""

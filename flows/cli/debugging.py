@@ -161,6 +161,8 @@ def _listen(console: Console) -> Any:
     def heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
         if event.get("stage_started"):
             console.print(f"iteration {iteration}: {stage}", highlight=False)
+        elif "chosen" in event:
+            console.print(event["chosen"], highlight=False)
         elif "repeated" in event or "building" in event:
             text = event.get("repeated") or f"building the model {event['building']}"
             console.print(f"  {text}", highlight=False)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -24,48 +24,17 @@ from earl_core.system.plural import plural
 from flows.cli.arguments import Show
 from flows.cli.fitting import BarLine
 from flows.cli.tables import duration, evaluation_table, iteration_table, json_line
-from tasks.reports.lines import Line, evaluation_text, iteration_text, signed
-
-Event = Mapping[str, Any]
-
-_PREPARATIONS = {
-    "starting": "starting the {} worker",
-    "resharding": "resharding the {}",
-    "downloading": "downloading the model {} from the model hub",
-    "building": "building the model {}",
-}
-
-
-def preparation(event: Event) -> str:
-    """What an event says about workers or a model that a stage waits for; empty: nothing."""
-    return next((form.format(event[k]) for k, form in _PREPARATIONS.items() if k in event), "")
+from flows.progress import Event, Pace, counted, numbers_text, preparation, work_text
+from tasks.reports.lines import Line, evaluation_text, iteration_text
 
 
 def switch_line(iteration: int, event: Event) -> str:
-    """A line about a stage that takes another stage deployment, or is repeated; empty: the event
-    says nothing of the kind."""
+    """A line about a stage that takes another stage deployment, or is repeated, or about what was
+    chosen for the run; empty: the event says nothing of the kind."""
+    if "chosen" in event:
+        return str(event["chosen"])
     told = event.get("switched") or event.get("repeated")
     return f"iteration {iteration}: {told}" if told else ""
-
-
-def counted(event: Event) -> tuple[float, float, str]:
-    """How many are done of how many, and of what: `episodes` or `samples`; (0, 0, "") where an
-    event does not count."""
-    for unit in ("episodes", "samples"):
-        if f"{unit}_done" in event:
-            return event[f"{unit}_done"], event.get(unit, 0.0), unit
-    return 0.0, 0.0, ""
-
-
-def numbers_text(event: Event) -> str:
-    """The numbers of an event, such as `12/64 episodes, 840 tokens/s, return +0.30`."""
-    done, total, unit = counted(event)
-    parts = [f"{done:.0f}/{total:.0f} {unit}"] if total else []
-    if event.get("tokens_per_second"):
-        parts.append(f"{event['tokens_per_second']:,.0f} tokens/s")
-    if "return" in event:
-        parts.append(f"return {signed(event['return'], 2)}")
-    return ", ".join(parts)
 
 
 _PER_SECOND = 4.0
@@ -167,14 +136,14 @@ class LiveDisplay(Display):
             if "finished" in event:
                 self._add(stage, {"iteration": iteration, **event["metrics"]})
             elif "downloading" in event or "building" in event:
-                self._show(preparation(event))
+                self._show(preparation(event), event)
             elif preparing := preparation(event):
                 self._preparing = preparing
             elif "stage_started" in event:
                 self._show(stage)
             elif "say" in event:
                 self._show(event["say"])
-            elif "metrics" not in event:
+            elif "metrics" not in event and "still" not in event:
                 self._show(stage, event)
 
     def _add(self, stage: str, line: Line) -> None:
@@ -246,7 +215,7 @@ class PlainDisplay(Display):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: set[tuple[str, int]] = set()
+        self._pace = Pace()
 
     def listen(self, stage: str, iteration: int, event: dict[str, Any]) -> None:
         if line := self._line(stage, iteration, event):
@@ -260,21 +229,19 @@ class PlainDisplay(Display):
         print(f"{text}\n", end="", flush=True)
 
     def _line(self, stage: str, iteration: int, event: Event) -> str:
+        self._pace.heard(stage, iteration, event)
         if "finished" in event:
             line = {"iteration": iteration, **event["metrics"]}
             if stage == "evaluation":
                 return evaluation_text(line)
             return f"iteration {iteration}: {iteration_text(line)}"
-        if told := event.get("say") or switch_line(iteration, event) or preparation(event):
+        if line := self._pace.line(stage, iteration, event):
+            return line
+        if told := event.get("still") or event.get("say") or switch_line(iteration, event):
             return str(told)
-        if "stage_started" in event:
-            return f"iteration {iteration}: {stage} started"
-        # Progress comes several times a second; half of the way is enough of it.
-        done, total, _ = counted(event)
-        if total and 2 * done >= total and (stage, iteration) not in self._told:
-            self._told.add((stage, iteration))
-            return f"iteration {iteration}: {stage} {numbers_text(event)}"
-        return ""
+        if waited := preparation(event):
+            return waited
+        return f"{work_text(stage, iteration)} started" if "stage_started" in event else ""
 
 
 class QuietDisplay(Display):

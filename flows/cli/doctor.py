@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
-from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.config import RunConfig, load_config
+from earl_core.system.errors import EarlError
 from earl_core.system.finding import Finding, Level, refused
-from flows.cli.checks.configuration import check_configuration
+from flows.cli.checks.configuration import check_configuration, precision
 from flows.cli.checks.hosts import check_hosts
 from flows.cli.checks.machine import check_machine
 from flows.cli.checks.packages import check_packages
@@ -36,8 +38,10 @@ def examine(config: str | None) -> Iterator[tuple[str, Iterable[Finding]]]:
     if config is not None:
         try:
             settings = load_config(config)
-            of_file = check_configuration(settings)
-        except ConfigError as error:
+            run = Path(settings.runs_directory) / settings.name
+            settings, slow = precision(settings, run)
+            of_file = chain(check_configuration(settings), slow)
+        except EarlError as error:
             of_file = [refused(error)]
     yield "Versions", check_packages(settings)
     runs = Path(settings.runs_directory if settings else "runs")

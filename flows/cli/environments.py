@@ -6,18 +6,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from earl_core.config import load_config
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.config.load import explain, recipe_names
 from earl_core.config.refusal import refuse_override
+from earl_core.config.yaml_text import read_yaml
 from earl_core.environments.agent import PREFIX
 from earl_core.environments.registry import BUILT_IN
 from earl_core.environments.trial.findings import examine
+from earl_core.secrets import redact
 from earl_core.system.errors import ConfigError
 from earl_core.system.finding import Level
+from earl_core.system.similar import meant
 from flows.cli.findings import show_findings, summary
 from flows.cli.interrupt import exit_on_sigterm
 from flows.cli.tables import make_console
@@ -52,7 +54,8 @@ def _chosen(target: str, options: str | None, python: str | None) -> dict[str, E
     if not Path(target).suffix and not Path(target).exists() and target not in recipe_names():
         raise ConfigError(
             f"{target!r} is no environment, run file or recipe",
-            remedy=f"name one of {', '.join(BUILT_IN)}, package.module:Class, a file, or one of "
+            remedy=f"{meant(target, [*BUILT_IN, *recipe_names()])}name one of "
+            f"{', '.join(BUILT_IN)}, package.module:Class, a file, or one of "
             f"the recipes {', '.join(recipe_names())}",
         )
     if options is not None or python is not None:
@@ -69,10 +72,7 @@ def _chosen(target: str, options: str | None, python: str | None) -> dict[str, E
 def _mapping(options: str | None) -> dict[str, Any]:
     if options is None:
         return {}
-    try:
-        read = yaml.safe_load(options)
-    except yaml.YAMLError:
-        read = None
+    read = read_yaml(options, f"--options {redact(options)!r}")
     if not isinstance(read, dict):
         raise ConfigError(
             f"--options {options!r} is no mapping", remedy="write YAML, such as '{limit: 50}'"

@@ -7,9 +7,10 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import typer
@@ -17,13 +18,17 @@ from rich.console import Console
 
 from earl_core.cluster.errors import WorkerCallFailed, WorkerError
 from earl_core.config import RunConfig
+from earl_core.run.record import read_record
 from earl_core.system.errors import EarlError
+from earl_core.system.import_path import looking
+from earl_core.system.storage_errors import full_disks, remedy_of
 from flows.cli.curve import Series, draw
 from flows.cli.found_runs import evaluations_of, iterations_of, tracking_uri
 from flows.cli.shards import shards_command
 from flows.cli.tables import evaluation_table, iteration_table
 from flows.server import Server
 from tasks.reports.lines import Line, mean_return, outcome_names, outcome_shares, signed
+from tasks.tracking.run_note import mlflow_page
 
 _TAIL_LINES = 12
 _LOG_PREFIX = "  | "
@@ -36,10 +41,14 @@ _DEBUG_HINT = "Run the command again with --debug for the traceback."
 
 
 @contextmanager
-def reported(debug: bool) -> Iterator[None]:
-    """Turn an exception into a block on stderr and an exit code: 2 for wrong input, else 1."""
+def reported(debug: bool, runs_code: bool = False) -> Iterator[None]:
+    """Turn an exception into a block on stderr and an exit code: 2 for wrong input, else 1.
+
+    runs_code: whether the command may import what a run file names; the others only look.
+    """
     try:
-        yield
+        with nullcontext() if runs_code else looking():
+            yield
     except (typer.Exit, typer.Abort):
         raise
     except KeyboardInterrupt:
@@ -91,12 +100,19 @@ def _block(error: BaseException) -> list[str]:
         return [f"error: {_shorten(str(error))}"]
     if isinstance(error, EarlError) and error.expected:
         return [f"error: {error}"]
+    remedy = [f"What to do: {what}." for what in [remedy_of(error)] if what]
     if isinstance(error, OSError) and error.filename:
-        return [f"error: {error.strerror}: {error.filename}", _DEBUG_HINT]
+        return [f"error: {error.strerror}: {error.filename}", *remedy, _DEBUG_HINT]
     # The text of an OSError made of (number, sentence) begins with the number.
     sentence = (isinstance(error, OSError) and error.strerror) or str(error)
     named = ": ".join(part for part in (type(error).__name__, sentence) if part)
-    return [f"error: {named}", _DEBUG_HINT]
+    # Prefect's server, and libraries, say no more than that something failed.
+    databases = (os.environ.get("PREFECT_HOME", "."), tempfile.gettempdir())
+    full = [
+        f"The file system of {place} is full: free space there, and resume the run."
+        for place in full_disks(map(Path, databases))
+    ]
+    return [f"error: {named}", *remedy, *full, _DEBUG_HINT]
 
 
 def _shorten(text: str) -> str:
@@ -178,8 +194,9 @@ def places(run: Path, used: Server) -> list[tuple[str, str]]:
         if uri == f"sqlite:///{run.parent.resolve() / 'mlflow.db'}":
             command = up
         served = uri.startswith(("http://", "https://"))
-        found.append(("metrics, plans, episodes in MLflow", uri if served else command))
-    pages = up if used.embedded else used.url.removesuffix("/api")
+        page = mlflow_page(read_record(run)) or uri
+        found.append(("metrics, plans, episodes in MLflow", page if served else command))
+    pages = up if used.embedded else used.access.site
     found.append(("flow runs and stages in Prefect", pages))
     return found
 

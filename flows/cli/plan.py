@@ -15,7 +15,7 @@ from rich.text import Text
 from earl_core.config.services import DispatchConfig
 from earl_core.control.shared_memory_need import samples_bytes
 from earl_core.deployment.plan import DeploymentPlan
-from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.dispatch import read_manifest
 from earl_core.run.record import read_lines
 from earl_core.selector.choice.changes import infeasible_text
@@ -23,6 +23,7 @@ from earl_core.selector.choice.expected_load import GENERATED_SHARE
 from earl_core.selector.choice.explain import (
     PlannedLoad,
     ask,
+    figures_text,
     memory_rows,
     outcome_rows,
     plan_rows,
@@ -36,8 +37,10 @@ from earl_core.selector.model.devices import DEVICES, cluster, device_of, find_d
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
+from earl_core.system.outside import read_text
 from earl_core.system.plural import plural
 from earl_core.system.shared_memory import Need, enlarge, room_in
+from earl_core.system.similar import meant
 from flows.cli.found_runs import find_run
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
@@ -185,8 +188,9 @@ def explain_question(
             style="dim",
         )
     console.print(_assumed(loads), style="dim")
-    console.print(_shared_memory(_need(shape, loads), here=place == "here"))
     inputs = [ask(shape, hardware, asked) for asked in loads]
+    need = _need(shape, loads, inputs[0].rollout.value_bytes)
+    console.print(_shared_memory(need, here=place == "here"))
     try:
         if as_json:
             plans = [_plain(name, asked, given) for asked, given in zip(loads, inputs, strict=True)]
@@ -209,10 +213,10 @@ def explain_question(
         _print_figures(hardware, console)
 
 
-def _need(shape: ModelShape, loads: Sequence[PlannedLoad]) -> Need:
-    """Of shared memory, with weights in bfloat16 and a checkpoint every iteration."""
+def _need(shape: ModelShape, loads: Sequence[PlannedLoad], value: int) -> Need:
+    """Of shared memory, with a checkpoint every iteration."""
     return Need(
-        2 * shape.parameters,
+        value * shape.parameters,
         max(samples_bytes(a.responses, a.context, columns=int(a.reference)) for a in loads),
     )
 
@@ -233,7 +237,7 @@ def _plain(name: str, asked: PlannedLoad, given: SelectionInput) -> dict[str, An
     return {
         "model": name,
         "assumed": {**asked._asdict(), "generated_share": GENERATED_SHARE},
-        "shared_memory_bytes": _need(given.model, [asked]).size,
+        "shared_memory_bytes": _need(given.model, [asked], given.rollout.value_bytes).size,
         "hardware": given.hardware.model_dump(mode="json"),
         "plan": select(given).model_dump(mode="json"),
     }
@@ -321,19 +325,10 @@ def _print_figures(hardware: Hardware, console: Console) -> None:
     device = device_of(hardware)
     console.print(
         f"\nSeconds known from the roofline are guesses: right in their order more than in their "
-        f"size. Figures: {device.flops / 1e12:,.1f} TFLOPS bf16, "
-        f"{device.memory_bandwidth / 1e12:.2f} TB/s memory, {_links(device)}, "
+        f"size. Figures of one {device.name}: {figures_text(device)}, "
         f"{hardware.network_bandwidth / 1e9:.0f} GB/s between hosts ({device.source}).",
         style="dim",
     )
-
-
-def _links(device: DeviceFigures) -> str:
-    fast = f"{device.link_bandwidth / 1e9:.0f} GB/s"
-    if device.nvlink_gpus < 2:
-        return f"{fast} links"
-    others = f"{device.peer_bandwidth / 1e9:.0f} GB/s"
-    return f"{fast} links of {device.nvlink_gpus} GPUs, {others} to others of the host"
 
 
 def find_model(name: str) -> ModelShape:
@@ -346,10 +341,11 @@ def find_model(name: str) -> ModelShape:
     if not file.is_file():
         raise ConfigError(
             f"--model {name!r} is neither a directory with a config.json nor one of "
-            f"{', '.join(MODELS)}"
+            f"{', '.join(MODELS)}",
+            remedy=meant(name, MODELS).strip(),
         )
     try:
-        shape = ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
+        shape = ModelShape.from_config(json.loads(read_text(file, str(file))))
         shape.require_dense()
         return shape
     except ValueError as error:
@@ -360,17 +356,18 @@ def find_hardware(name: str) -> Hardware:
     """`here`, a device of the catalogue (one host with 8), or that after counts: 4xh100 are the
     devices of one host, 2x8xh100 hosts and the devices of each."""
     if name == "here":
-        from earl_core.control.device_figures import with_figures
+        from earl_core.control.device_figures import with_cores, with_figures
         from earl_core.control.hardware import read_hardware
 
-        return with_figures(read_hardware())
+        return with_cores(with_figures(read_hardware()))
     found = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z].*)", name.strip().lower())
     devices = find_devices(found[3]) if found else []
     counts = [int(count) for count in found.groups()[:2] if count] if found else []
     if found is None or not devices or 0 in counts:
         raise ConfigError(
             f"--hardware {name!r} is not known: say `here`, one of {', '.join(DEVICES)}, devices x "
-            "name, such as 4xh100, or hosts x devices x name, such as 16x8xh100"
+            "name, such as 4xh100, or hosts x devices x name, such as 16x8xh100",
+            remedy=meant(found[3] if found else name, DEVICES).strip(),
         )
     return cluster(devices[0], int(found[1] or 1), int(found[2] or 8))
 

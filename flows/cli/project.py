@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def create_project(directory: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(source.read_text().replace(_NAME, name))
         print(directory / place.relative_to(where))
-    print(f"\nNext: cd {directory}, then pytest, earl env check run.yaml, earl train run.yaml")
+    there = shlex.quote(str(directory))
+    print(f"\nNext: cd {there}, then pytest, earl env check run.yaml, earl train run.yaml")
 
 
 def _check_name(name: str) -> None:

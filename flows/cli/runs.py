@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from rich.filesize import decimal
 
+from earl_core.config.yaml_text import read_yaml
 from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished, read_lines
 from earl_core.system.errors import ConfigError
+from earl_core.system.outside import read_text
 from flows.cli.found_runs import iterations_of
 from flows.cli.tables import duration, make_console, rows_table
 from tasks.reports.lines import mean_return, signed
@@ -106,8 +107,8 @@ def _plain(run: RunSummary) -> dict[str, object]:
 def _iterations(config: Path) -> int | None:
     # As it stands there: a run of another version is listed as well.
     try:
-        wanted = yaml.safe_load(config.read_text(encoding="utf-8"))["iterations"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        wanted = read_yaml(read_text(config, str(config)), str(config))["iterations"]
+    except (OSError, ConfigError, KeyError, TypeError):
         return None
     return wanted if isinstance(wanted, int) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from earl_core.system.service import directories_with_services
 from flows.services.process import TITLES
 from flows.services.standing import Standing
 from tasks.tracking.mlflow_client import without_login
@@ -31,7 +32,8 @@ def up(runs_directory: str, port: int | None, mlflow_port: int | None) -> None:
     if None in outside:
         print(f"\nTo log in, take the passwords from {standing.login}: Prefect asks for the whole")
         print("PREFECT_API_AUTH_STRING, MLflow for the user earl and MLFLOW_TRACKING_PASSWORD.")
-        print(f"`earl` finds them itself; for other programs: source {standing.login}")
+        login = shlex.quote(str(standing.login))
+        print(f"`earl` finds them itself; for other programs: source {login}")
     option = "" if runs_directory == "runs" else f" --runs-directory {shlex.quote(runs_directory)}"
     print(f"\nearl status{option}  shows what runs; earl down{option}  ends it.", flush=True)
 
@@ -43,6 +45,8 @@ def down(runs_directory: str) -> None:
         print(f"{TITLES[name]} has ended.")
     if not ended:
         print("Nothing that `earl up` started runs.")
+    for other in directories_with_services():
+        print(f"That of {other} does: earl down --runs-directory {shlex.quote(str(other))}")
 
 
 def _say(text: str) -> None:

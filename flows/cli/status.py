@@ -17,12 +17,11 @@ from earl_core.run.record import config_of_run
 from earl_core.run.stores import list_stores
 from earl_core.system.errors import EarlError
 from earl_core.system.processes import start_time
-from earl_core.system.service import read_services
+from earl_core.system.service import living_service, read_services
 from flows.cli.found_runs import iterations_of
 from flows.cli.runs import state_of
 from flows.cli.tables import duration, make_console, rows_table
-from flows.server import ServerUnavailable, running_server
-from flows.server_access import healthy
+from flows.server import ServerUnavailable, access_of, running_server
 from tasks.tracking.mlflow_client import without_login
 
 _SERVICES = ("prefect", "mlflow", "worker")
@@ -70,7 +69,7 @@ def services(runs: Path) -> list[dict[str, Any]]:
         if service is not None and service.process:
             row |= {"state": "running" if service.alive else "ended", "address": service.url}
             row["since"] = service.since
-            if name == "prefect" and service.alive and not healthy(service.url, _PATIENCE):
+            if name == "prefect" and service.alive and not access_of(service).healthy(_PATIENCE):
                 row["state"] = "not answering"
         elif other := _other(name, runs):
             row |= {"state": "other", "address": other}
@@ -80,13 +79,15 @@ def services(runs: Path) -> list[dict[str, Any]]:
 
 def _other(name: str, runs: Path) -> str | None:
     if name == "mlflow":
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        return without_login(uri) if uri else None
+        if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+            return without_login(uri)
+        found = living_service(runs, name)
+        return found.url if found else None
     if name == "prefect":
         home = Path(os.environ.get("PREFECT_HOME") or runs / "prefect")
         with suppress(ServerUnavailable):
             access = running_server(home, runs, _PATIENCE)
-            return access.url if access else None
+            return access.site if access else None
     return None
 
 

@@ -16,6 +16,7 @@ from earl_core.system.errors import EarlError
 from earl_core.system.import_path import installed
 from flows.cli.arguments import Show
 from flows.cli.checks import configuration
+from flows.cli.checks.shared_memory import require_room
 from flows.cli.display import make_display
 from flows.cli.errors import exit_code, print_ending, shell_name
 from flows.cli.flow_command import FlowCommand
@@ -104,12 +105,15 @@ def preflight(settings: RunConfig, run: Path) -> None:
     Raises `ConfigError` or `InUse`. The controller checks again, and
     more: this is the part that takes no rank.
     """
-    parts = [configuration.references, configuration.model, configuration.stages]
+    parts = [configuration.places, configuration.references]
+    parts += [configuration.model, configuration.stages]
     # The hosts of a cluster may have packages that this one lacks; the controller asks them.
     if settings.cluster.backend == "local":
         parts.append(configuration.environment)
     for part in parts:
         list(part(settings))
+    if settings.cluster.backend == "local":
+        require_room(settings)
     if is_locked(run):
         raise in_use(run)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import http.client
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from earl_core.system.errors import EarlError
 from earl_core.system.processes import ProcessId, boot_id, end_processes, start_time
 from earl_core.system.service import MARK, Service, services_directory
 from flows.server import tail
+from flows.server_access import opener
 
 _PAUSE_SECONDS = 0.1
 END_SECONDS = 20.0
@@ -33,25 +32,23 @@ def spawn(
     service: Service,
     command: Sequence[str],
     environment: Mapping[str, str],
-    listener: socket.socket | None = None,
+    descriptors: Sequence[int] = (),
 ) -> Service:
     """Start a service in a session of its own; returns it with its process.
 
     service: with a mark, it has that one again, so that what an earlier process of it has left
-    belongs to it. command: of this interpreter. listener: a socket that it inherits, whose number
-    is put at the command's end.
+    belongs to it. command: of this interpreter. descriptors: of sockets that it inherits.
     """
     state = services_directory(runs_directory)
     mark = service.mark or secrets.token_hex(8)
-    numbers = (listener.fileno(),) if listener else ()
     log = os.open(log_of(runs_directory, service.name), _LOG_FLAGS, 0o600)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", *command, *map(str, numbers)],
+            [sys.executable, "-P", *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=numbers,
+            pass_fds=descriptors,
             env={**environment, MARK: mark},
             umask=0o077,
             # Prefect looks for settings in the working directory.
@@ -99,11 +96,12 @@ def end(service: Service) -> None:
         raise ServiceFailed(f"{TITLES[service.name]} does not end: look at process {pids}")
 
 
-def mlflow_answers(url: str) -> bool:
-    """Whether an MLflow server of this host does, past any proxy."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def mlflow_answers(service: Service, timeout: float = 1.0) -> bool:
+    """Whether the MLflow server of `earl up` does: that one and no other."""
     try:
-        with opener.open(f"{url}/health", timeout=1.0) as answer:
+        with opener(service.certificate).open(
+            f"{service.secure}/health", timeout=timeout
+        ) as answer:
             return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
+    except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import socket
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ from urllib.parse import urlsplit
 from earl_core.secrets import learn
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import FileLock, make_directory, refuse_network, write_atomic
+from earl_core.system.listeners import is_mine, strangers_at
 from earl_core.system.processes import child_path
 from earl_core.system.service import (
     Service,
+    directories_with_services,
     read_services,
     services_directory,
     write_services,
@@ -36,11 +39,17 @@ from flows.server import (
     running_server,
     server_environment,
 )
-from flows.server_access import PROBE_SECONDS, START_SECONDS, Access, healthy, named_by_profile
+from flows.server_access import (
+    PROBE_SECONDS,
+    START_SECONDS,
+    Access,
+    named_by_profile,
+)
 from flows.services.process import end, mlflow_answers, spawn, until
 from flows.services.worker import reports, start_worker, stop_flow_runs
 from tasks.tracking.mlflow_client import default_database
 from tasks.tracking.mlflow_process import environment as mlflow_environment
+from tasks.tracking.served import CERTIFICATE
 
 LOGIN = "login.env"
 """The file with addresses and passwords for shells and people."""
@@ -101,28 +110,31 @@ class Standing:
 
     def _start(self, outside: Outside, ports: dict[str, int | None], say: Say) -> None:
         wanted = [name for name, other in zip(_PORTS, outside, strict=True) if other is None]
-        missing = [name for name in wanted if not self._alive(name)]
+        missing = [name for name in wanted if not self._proven(name)]
         listeners = {name: self._listen(name, ports[name]) for name in missing}
-        for name, listener in listeners.items():
-            with listener:
-                self._start_server(name, listener)
+        if "prefect" in missing:
+            self._end("worker")  # it would ask the old server, with its password
+        for name, (secure, pages) in listeners.items():
+            with secure, pages:
+                self._start_server(name, secure, pages)
         if missing:
             say("starting the servers; Prefect needs 10 to 20 s")
             import_flows()
         access = outside.prefect or access_of(self.services["prefect"])
         if outside.prefect is None:
-            self._wait("prefect", lambda: healthy(access.url))
+            self._wait("prefect", access.healthy)
         say("deploying train, iteration, evaluate, profile")
-        if self._alive("worker") and self.services["worker"].url != access.url:
+        if self._alive("worker") and self.services["worker"].secure != access.url:
             say("ending the worker, which asks another server")
             self._end("worker")
         # Flow runs of a worker that goes on work where it was started.
         self._deploy(access, None if self._alive("worker") else Path.cwd())
         if not self._alive("worker"):
             mark = self.services.get("worker", Service("worker")).mark
-            self._note(start_worker(self.runs_directory, self.home, access, mark))
+            server = self.services["prefect"].process if outside.prefect is None else ""
+            self._note(start_worker(self.runs_directory, self.home, access, mark, server))
         if outside.mlflow is None:
-            self._wait("mlflow", lambda: mlflow_answers(self.services["mlflow"].url))
+            self._wait("mlflow", lambda: mlflow_answers(self.services["mlflow"]))
         self._wait("worker", lambda: reports(access, self.services["worker"]))
         self._write_login(outside)
 
@@ -163,12 +175,12 @@ class Standing:
         """The server that the worker asks, whatever this shell's settings name; None without an
         answer."""
         own = self.services.get("prefect")
-        if own is not None and own.url == worker.url:
-            patience = 5 * PROBE_SECONDS
-            return access_of(own) if own.alive and healthy(own.url, patience) else None
+        if own is not None and own.secure == worker.secure:
+            access = access_of(own)
+            return access if own.alive and access.healthy(5 * PROBE_SECONDS) else None
         with suppress(ServerUnavailable):
             access = running_server(self.home, self.runs_directory)
-            if access is not None and access.url == worker.url:
+            if access is not None and access.url == worker.secure:
                 return access
         return None
 
@@ -186,69 +198,79 @@ class Standing:
             yield
 
     def _outside(self) -> Outside:
-        answers = {"prefect": healthy, "mlflow": mlflow_answers}
-        # Where ours has ended, somebody else's may answer by now.
+        # Where ours has ended, another of this user's may answer by now.
         own = {
-            name: service.url
-            for name, service in self.services.items()
-            if name in answers and (service.alive or not answers[name](service.url))
+            address
+            for name in _PORTS
+            if (service := self.services.get(name)) is not None
+            for address in (service.url, service.secure)
+            if address and (service.alive or not is_mine(address))
         }
         prefect = mlflow = None
         asked = os.environ.get("PREFECT_API_URL", "").rstrip("/")
-        if asked and asked != own.get("prefect"):
+        if asked and asked not in own:
             prefect = running_server(self.home, self.runs_directory)
         elif not asked:
             profile = named_by_profile(self.home)
-            other = profile is not None and profile.url.rstrip("/") != own.get("prefect")
-            prefect = profile if profile is not None and other and healthy(profile.url) else None
+            other = profile is not None and profile.url.rstrip("/") not in own
+            prefect = profile if profile is not None and other and profile.healthy() else None
         asked = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
-        if asked and asked != own.get("mlflow"):
+        if asked and asked not in own:
             mlflow = asked
         return Outside(prefect, mlflow)
 
     def _alive(self, name: str) -> bool:
         return name in self.services and self.services[name].alive
 
+    def _proven(self, name: str) -> bool:
+        """Whether a server runs that clients can tell from others."""
+        return self._alive(name) and bool(self.services[name].certificate)
+
     def _is_there(self, name: str) -> bool:
         return name in self.services and bool(self.services[name].processes())
 
-    def _listen(self, name: str, port: int | None) -> socket.socket:
-        known = self.services.get(name)
-        if known is not None:
-            end(known)  # what a server left that was killed
-        port = port or (known and urlsplit(known.url).port) or _PORTS[name]
+    def _listen(self, name: str, port: int | None) -> tuple[socket.socket, socket.socket]:
+        """Sockets for programs and for browsers. port: the browsers'."""
+        known = self.services.get(name) or Service(name)
+        end(known)  # what a server left that was killed
+        port = port or urlsplit(known.url).port or _PORTS[name]
         try:
-            return listening(port)
+            pages = listening(port)
         except OSError as error:
             raise ConfigError(
-                f"port {port} cannot be listened on ({error.strerror}): choose another with "
-                f"{_OPTIONS[name]}"
+                f"port {port} cannot be listened on ({error.strerror}{_listening_at(port)}): "
+                f"choose another with {_OPTIONS[name]}"
             ) from None
+        # Nobody types this one; the last one's is kept for whoever wrote it down.
+        with suppress(OSError):
+            return listening(urlsplit(known.secure).port or 0), pages
+        return listening(), pages
 
-    def _start_server(self, name: str, listener: socket.socket) -> None:
+    def _start_server(self, name: str, secure: socket.socket, pages: socket.socket) -> None:
         known = self.services.get(name) or Service(name)
-        site = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        state = services_directory(self.runs_directory)
+        ports = [each.getsockname()[1] for each in (secure, pages)]
         service = replace(
             known,
-            url=site + _PATHS[name],
+            url=f"http://127.0.0.1:{ports[1]}{_PATHS[name]}",
             user=USER,
-            password=known.password or secrets.token_urlsafe(24),
+            password=secrets.token_urlsafe(24),
+            secure=f"https://127.0.0.1:{ports[0]}{_PATHS[name]}",
+            certificate=str(state / f"{name}.pem"),
         )
         learn(service.password)
         if name == "prefect":
-            command = ["-m", "flows.server_process", str(Path(self.runs_directory).resolve())]
-            environment = server_environment(self.home, access_of(service), pages=True)
+            command, last = ["-m", "flows.server_process"], [str(state.parent)]
+            environment = server_environment(self.home, access_of(service))
         else:
-            command = ["-m", "tasks.tracking.mlflow_process"]
+            command, last = ["-m", "tasks.tracking.mlflow_process"], []
             environment = {**os.environ, "PYTHONPATH": child_path(os.environ)}
             environment |= mlflow_environment(
-                services_directory(self.runs_directory),
-                default_database(self.runs_directory),
-                listener.getsockname()[1],
-                USER,
-                service.password,
+                state, default_database(self.runs_directory), ports, service
             )
-        self._note(spawn(self.runs_directory, service, command, environment, listener))
+        listeners = secure.fileno(), pages.fileno()
+        command += [",".join(map(str, listeners)), *last]
+        self._note(spawn(self.runs_directory, service, command, environment, listeners))
 
     def _wait(self, name: str, answers: Callable[[], bool]) -> None:
         until(answers, self.services[name], self.runs_directory, START_SECONDS)
@@ -266,13 +288,27 @@ class Standing:
             write_services(self.runs_directory, self.services.values())
 
     def _write_login(self, outside: Outside) -> None:
-        lines = []
+        variables: dict[str, str] = {}
         if outside.prefect is None:
-            access = access_of(self.services["prefect"])
-            lines += [f"PREFECT_API_URL={access.url}", f"PREFECT_API_AUTH_STRING={access.auth}"]
+            variables |= access_of(self.services["prefect"]).environment()
         if outside.mlflow is None:
             mlflow = self.services["mlflow"]
-            lines += [f"MLFLOW_TRACKING_URI={mlflow.url}"]
-            lines += [f"MLFLOW_TRACKING_USERNAME={mlflow.user}"]
-            lines += [f"MLFLOW_TRACKING_PASSWORD={mlflow.password}"]
-        write_atomic(self.login, "".join(f"export {line}\n" for line in lines).encode())
+            variables |= {
+                "MLFLOW_TRACKING_URI": mlflow.secure,
+                "MLFLOW_TRACKING_USERNAME": mlflow.user,
+                "MLFLOW_TRACKING_PASSWORD": mlflow.password,
+                CERTIFICATE: mlflow.certificate,
+            }
+        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()]
+        write_atomic(self.login, "".join(lines).encode())
+
+
+def _listening_at(port: int) -> str:
+    """Who has a port, as far as that can be told."""
+    for directory in directories_with_services():
+        ports = [
+            urlsplit(each.url).port for each in read_services(directory).values() if each.alive
+        ]
+        if port in ports:
+            return f"; `earl up` for {directory} listens there, and every `earl` uses it"
+    return "".join(f"; the user {other} listens there" for other in strangers_at(port))

@@ -26,27 +26,28 @@ STOP_FLOWS_SECONDS = 40.0
 _FLOW_RUN = b"PREFECT__FLOW_RUN_ID="
 
 
-def start_worker(runs_directory: str, home: Path, access: Access, mark: str) -> Service:
+def start_worker(
+    runs_directory: str, home: Path, access: Access, mark: str, server: str
+) -> Service:
     """Start the worker; it asks the server of `access`.
 
-    mark: of an earlier worker, whose flow runs go on; empty if there is none.
+    mark: of an earlier worker, whose flow runs go on; empty if there is none. server: the process
+    with which the worker ends; empty for a server of somebody else.
     """
     environment = {
         **os.environ,
         "PYTHONPATH": child_path(os.environ),
         "PREFECT_HOME": str(home),
-        "PREFECT_API_URL": access.url,
+        **access.environment(),
         "PREFECT_WORKER_QUERY_SECONDS": str(_QUERY_SECONDS),
         "PREFECT_WORKER_CANCELLATION_POLL_SECONDS": str(_CANCEL_SECONDS),
         "PREFECT_RUNNER_POLL_FREQUENCY": str(_CANCEL_SECONDS),
         # Where a command is silent, the worker's log is what people are told to look at.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
     }
-    if access.auth:
-        environment["PREFECT_API_AUTH_STRING"] = access.auth
-    command = ["-m", "prefect", "worker", "start", "--pool", POOL, "--name", _name()]
-    command += ["--type", "process"]
-    worker = Service("worker", access.url, mark=mark)
+    command = ["-m", "flows.services.worker_process", server]
+    command += ["worker", "start", "--pool", POOL, "--name", _name(), "--type", "process"]
+    worker = Service("worker", f"{access.site}/api", mark=mark, secure=access.url)
     return spawn(runs_directory, worker, command, environment)
 
 

@@ -9,6 +9,7 @@ MLflow as it is called.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -75,6 +76,8 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
      "Share of sampled tokens with an advantage: what there is to learn from"),
     ("advantage/kl_bounded_share", f"{HEALTH}/kl_bounded_share", "share",
      "Share of tokens that pay the KL estimator's bound"),
+    ("advantage/anchored_share", f"{HEALTH}/anchored_share", "share",
+     "With gigpo: share of turns whose observation another turn of the group answered too"),
     ("advantage/groups_dropped", f"{HEALTH}/groups_dropped", "groups",
      "Groups with fewer than two episodes left"),
     ("rollout/episodes", f"{HEALTH}/episodes", "episodes", "Episodes played to their end"),
@@ -90,6 +93,10 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
     ("rollout/replicas_lost", f"{HEALTH}/engines_lost", "engines", "Engines that died"),
     ("recovery/stages_repeated", f"{HEALTH}/stages_repeated", "stages",
      "Stages repeated, because ranks died or missed a deadline"),
+    ("recovery/without_step", f"{HEALTH}/without_step", "",
+     "1 for an iteration that had nothing to train on, because no group had two episodes left"),
+    ("recovery/groups_rebuilt", f"{HEALTH}/groups_rebuilt", "groups",
+     "Worker groups that died between two calls, and were built again"),
     # How long are episodes?
     ("rollout/context/max", f"{LENGTHS}/longest_episode", "tokens", "The longest episode"),
     ("rollout/context/p95", f"{LENGTHS}/episode_p95", "tokens", "95 % are no longer"),
@@ -179,6 +186,10 @@ CATALOGUE = (
 """The first entry that fits a name counts."""
 
 
+_BAD_NAME = re.compile(r"[^\w/. :-]")
+_LONGEST_NAME = 250
+
+
 def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\*", "(.+?)"))
 
@@ -204,6 +215,19 @@ def mlflow_name(name: str) -> str | None:
     return name if found is None else found[1]
 
 
+def stored_name(name: str) -> str:
+    """A name that MLflow takes. Where it is another, it ends with a mark, so that two names never
+    become one."""
+    # One name that MLflow refuses costs all metrics of its step, and it wants a path in its
+    # shortest form.
+    parts = _BAD_NAME.sub("_", name).split("/")
+    stored = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    if stored == name and len(name) <= _LONGEST_NAME:
+        return name
+    mark = hashlib.sha256(name.encode("utf-8", "backslashreplace")).hexdigest()[:6]
+    return f"{stored[: _LONGEST_NAME - len(mark) - 1].rstrip('/')}.{mark}"
+
+
 def for_mlflow(row: Mapping[str, Any], *, scored: bool) -> dict[str, Any]:
     """The numbers of a row that MLflow gets, by their names there.
 
@@ -213,7 +237,8 @@ def for_mlflow(row: Mapping[str, Any], *, scored: bool) -> dict[str, Any]:
     for name, value in row.items():
         shown = mlflow_name(name)
         if shown is not None and _is_number(value) and (scored or name != "reward/mean"):
-            numbers[shown] = value
+            # An outcome may be called as another number is there.
+            numbers[shown if shown not in numbers else name] = value
     return numbers
 
 
@@ -227,7 +252,7 @@ def described(names: set[str]) -> list[dict[str, str]]:
             unit, description = found[0][2:] if found else ("", "The user's own")
             rows.append(
                 {
-                    "metric": shown,
+                    "metric": stored_name(shown),
                     "unit": unit,
                     "description": description,
                     "in metrics.jsonl": name,

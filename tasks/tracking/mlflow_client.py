@@ -6,22 +6,24 @@ live in one process. MLflow itself is imported by `open_mlflow_run`, which is sl
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from earl_core.config import RunConfig
+from earl_core.config import ConfigError, RunConfig
 from earl_core.secrets import learn_url, redact, redact_tree, resolve
-from earl_core.system.files import FileLock, refuse_network
-from earl_core.system.service import living_service
+from earl_core.system.files import refuse_network
+from tasks.tracking.database import LOCKED_SECONDS, first_use, sqlite_path
 from tasks.tracking.inputs import PlayedInput
+from tasks.tracking.metric_catalogue import stored_name
+from tasks.tracking.served import pages_of, served_address, trust_server_of
 from tasks.tracking.traces import EpisodeTrace
 
 if TYPE_CHECKING:
@@ -29,25 +31,36 @@ if TYPE_CHECKING:
 
 
 def default_uri(config: RunConfig) -> str:
-    """`tracking.uri`, else MLFLOW_TRACKING_URI, else the server of `earl up` for these runs if it
-    lives, else the SQLite database beside the runs, which is that server's too.
+    """`tracking.uri`, else MLFLOW_TRACKING_URI, else the server of `earl up` if it lives, else the
+    SQLite database beside the runs, which is that server's too.
 
     A reference is resolved; what lets in is hidden from now on. Raises `ConfigError`.
     """
     given = resolve(config.tracking.uri) or os.environ.get("MLFLOW_TRACKING_URI")
-    if not given and (server := living_service(config.runs_directory, "mlflow")):
-        given = server.address
+    given = served_address(config.runs_directory, given) or given
     learn_url(given or "")
     return given or f"sqlite:///{default_database(config.runs_directory)}"
 
 
 def default_database(runs_directory: str | Path) -> Path:
-    """The SQLite file of runs that are tracked nowhere else."""
-    return Path(runs_directory).resolve() / "mlflow.db"
+    """The SQLite file of runs that are tracked nowhere else.
+
+    Raises `ConfigError` for a place that no URL of a database can name.
+    """
+    path = Path(runs_directory).resolve() / "mlflow.db"
+    if "?" in str(path):
+        raise ConfigError(
+            f"{path.parent} has a `?` in its path, at which the URL of a database ends",
+            remedy="set runs_directory to another folder, or rename this one",
+        )
+    return path
 
 
 def without_login(uri: str) -> str:
-    """A URI as it may be shown, stored and opened in a browser: without user, password or key."""
+    """A URI as it may be shown, stored and opened in a browser: without user, password or key, and
+    that of the pages where programs have another one."""
+    if (pages := pages_of(uri)) is not None:
+        return pages
     if sqlite_path(uri) is None and "://" in uri:
         parts = urlsplit(uri)
         uri = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
@@ -63,14 +76,6 @@ def check_tracker(config: RunConfig) -> None:
         )
 
 
-def sqlite_path(uri: str) -> Path | None:
-    """The database file of an SQLite URI, absolute; None for every other tracker."""
-    scheme, separator, path = uri.partition(":///")
-    if not separator or scheme.partition("+")[0] != "sqlite":
-        return None
-    return Path(path.partition("?")[0]).resolve()
-
-
 T = TypeVar("T")
 
 METRICS_PER_CALL = 1000
@@ -79,13 +84,13 @@ _KEY_LIMIT = 250
 _PARAMETER_LIMIT = 6000
 _TAG_LIMIT = 8000
 _DESCRIPTION = "mlflow.note.content"
+_WRITTEN = "earl.note"
+"""A digest of the description that we wrote last."""
 _TABLES = "mlflow.loggedArtifacts"
 _PARENT = "mlflow.parentRunId"
 _CHILD = "earl.evaluation"
 _KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Opens the experiment on its runs and their curves."""
-_LOCKED_SECONDS = 25.0
-_BAD_NAME = re.compile(r"[^\w/. :-]")
 
 _ENVIRONMENT = {
     # A server that hangs is noticed after one such timeout; MLflow's own retries take minutes.
@@ -113,18 +118,10 @@ class Numbers(NamedTuple):
     def finite(self) -> dict[str, float]:
         """What MLflow can store, under names that it takes."""
         return {
-            _stored_name(name): float(value)
+            stored_name(name): float(value)
             for name, value in self.metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-
-
-def _stored_name(name: str) -> str:
-    # One name that MLflow refuses costs all metrics of its step, and it wants a path in its
-    # shortest form.
-    parts = _BAD_NAME.sub("_", name).split("/")
-    shortest = "/".join("_" if part in ("", ".", "..") else part for part in parts)
-    return shortest[:_KEY_LIMIT].rstrip("/")
 
 
 def open_mlflow_run(uri: str, experiment: str, name: str, uid: str, known: str | None) -> MlflowRun:
@@ -136,6 +133,7 @@ def open_mlflow_run(uri: str, experiment: str, name: str, uid: str, known: str |
     """
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+    trust_server_of(uri)
     from mlflow import MlflowClient
 
     with first_use(uri):
@@ -183,9 +181,7 @@ class MlflowRun:
             for key, value in cut.items()
             if key in there and there[key] != value
         }
-        # The description belongs to whoever wrote it last in MLflow's pages.
-        kept = {_DESCRIPTION} & set(found.tags)
-        self.set_tags({**{k: v for k, v in tags.items() if k not in kept}, **changed})
+        self.set_tags({**tags, **changed})
         patient(lambda: self.client.log_batch(self.run_id, params=new))
         return dict(found.tags)
 
@@ -195,6 +191,14 @@ class MlflowRun:
 
         rows = [RunTag(key[:_KEY_LIMIT], redact(value)[:_TAG_LIMIT]) for key, value in tags.items()]
         patient(lambda: self.client.log_batch(self.run_id, tags=rows))
+
+    def describe_in_words(self, text: str) -> None:
+        """Replace the text on top of the run's page, unless somebody else wrote the one there."""
+        there = patient(lambda: self.client.get_run(self.run_id)).data.tags
+        text = redact(text)[:_TAG_LIMIT]
+        if there.get(_DESCRIPTION) and there.get(_WRITTEN) != _mark(there[_DESCRIPTION]):
+            return
+        self.set_tags({_DESCRIPTION: text, _WRITTEN: _mark(text)})
 
     def log_numbers(self, steps: Sequence[Numbers]) -> None:
         """All metrics of these steps; MLflow makes as many calls as they need.
@@ -284,6 +288,10 @@ class MlflowRun:
         patient(lambda: self.client.set_terminated(self.run_id, status))
 
 
+def _mark(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def _find(client: Any, run_id: str, uid: str) -> Any | None:
     """The run of this id if it is there, not deleted, and ours."""
     from mlflow.exceptions import MlflowException
@@ -340,34 +348,9 @@ def _artifacts(uri: str, experiment: str) -> str | None:
     return (database.parent / "mlartifacts" / re.sub(r"[^\w.-]", "_", experiment)).as_uri()
 
 
-@contextmanager
-def first_use(uri: str) -> Iterator[None]:
-    """Let one process at a time open an SQLite database: MLflow's creation of it is no
-    transaction, and two at once break each other."""
-    database = sqlite_path(uri)
-    if database is None:
-        yield
-        return
-    database.parent.mkdir(parents=True, exist_ok=True)
-    path = database.parent / f".{database.name}.lock"
-    try:
-        lock = FileLock(path, _LOCKED_SECONDS)
-    except BlockingIOError:
-        raise TimeoutError(
-            f"another process holds {path} for too long: end it, or remove the file if no run is "
-            "starting"
-        ) from None
-    try:
-        # What environments said stands in it; SQLite's other files take its mode.
-        os.close(os.open(database, os.O_RDWR | os.O_CREAT, 0o600))
-        yield
-    finally:
-        lock.release()
-
-
 def patient(call: Callable[[], T]) -> T:
     """Make a call; wait out other writers of the same SQLite database."""
-    limit = time.monotonic() + _LOCKED_SECONDS
+    limit = time.monotonic() + LOCKED_SECONDS
     while True:
         try:
             return call()

@@ -10,14 +10,19 @@ from __future__ import annotations
 import configparser
 import os
 import secrets
+import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from earl_core.system.files import private
-from tasks.tracking.mlflow_client import first_use
+from earl_core.system.identity import new_identity
+from earl_core.system.service import Service
+from earl_core.system.web_server import WebServer
+from tasks.tracking.database import first_use
+from tasks.tracking.served import CERTIFICATE
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
@@ -26,12 +31,15 @@ _PASSWORD_SECONDS = 60
 """So long a password that was right is not hashed again; it cannot change meanwhile."""
 
 
-def environment(state: Path, database: Path, port: int, user: str, password: str) -> dict[str, str]:
+def environment(
+    state: Path, database: Path, ports: Sequence[int], service: Service
+) -> dict[str, str]:
     """Variables of the server's process, besides those of this one.
 
-    state: a directory of the services, for its users. database: the SQLite file of the runs.
+    state: a directory of the services, for its users. database: the SQLite file of the runs. ports:
+    for programs and for browsers.
     """
-    names = f"127.0.0.1:{port}", f"localhost:{port}"
+    names = [f"{host}:{port}" for port in ports for host in ("127.0.0.1", "localhost")]
     return {
         # Where MLflow's command tells its server these things.
         "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{database}",
@@ -41,8 +49,9 @@ def environment(state: Path, database: Path, port: int, user: str, password: str
         "_MLFLOW_SERVER_ARTIFACT_ROOT": (database.parent / "mlartifacts").as_uri(),
         "_MLFLOW_SGI_NAME": "uvicorn",
         "MLFLOW_AUTH_CONFIG_PATH": str(state / "mlflow-auth.ini"),
-        "MLFLOW_AUTH_ADMIN_USERNAME": user,
-        "MLFLOW_AUTH_ADMIN_PASSWORD": password,
+        "MLFLOW_AUTH_ADMIN_USERNAME": service.user,
+        "MLFLOW_AUTH_ADMIN_PASSWORD": service.password,
+        CERTIFICATE: service.certificate,
         "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_urlsafe(24),
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(names),
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{name}" for name in names),
@@ -84,10 +93,9 @@ def _of_own_pages(app: Application, origins: set[str]) -> Application:
     return guarded
 
 
-def serve(descriptor: int) -> None:
-    """Serve on an inherited socket that listens already."""
+def serve(descriptors: list[int]) -> None:
+    """Serve on inherited sockets that listen already: for programs, and for browsers."""
     _prepare_users()
-    import uvicorn
     from mlflow.server.auth import create_app
     from mlflow.server.handlers import initialize_backend_stores
 
@@ -97,10 +105,17 @@ def serve(descriptor: int) -> None:
             store, default_artifact_root=os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"]
         )
     origins = set(os.environ["MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"].split(","))
-    app = _of_own_pages(create_app(), origins)
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
-    uvicorn.Server(settings).run([socket.socket(fileno=descriptor)])
+    server = WebServer(
+        _of_own_pages(create_app(), origins),
+        new_identity(Path(os.environ[CERTIFICATE])),
+        *(socket.socket(fileno=descriptor) for descriptor in descriptors),
+        log_level="warning",
+        timeout_graceful_shutdown=3,
+    )
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    server.start()
+    server.join()
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve([int(each) for each in sys.argv[1].split(",")])

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.run import RunDirectory
-from tasks.tracking.mlflow_client import MlflowRun, patient, sqlite_path
+from tasks.tracking.database import sqlite_path
+from tasks.tracking.mlflow_client import MlflowRun, patient
 
 PAGE = "checkpoints/README.md"
 _UID = "earl.uid"

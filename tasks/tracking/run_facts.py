@@ -42,11 +42,6 @@ def tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
         "host.name": platform.node(),
         "host.platform": platform.platform(),
         "version.python": platform.python_version(),
-        "mlflow.note.content": (
-            f"Run directory: `{run_directory.resolve()}`\n\n"
-            "What the numbers mean: `metrics.json` among the artifacts\n\n"
-            f"Go on with it: `earl resume {run_directory}`"
-        ),
     }
     for name, value in hardware.model_dump(mode="json").items():
         if value != "":

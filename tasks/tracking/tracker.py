@@ -22,6 +22,8 @@ from earl_core.secrets import redact
 from tasks.tracking import mlflow_client, run_facts
 from tasks.tracking.lacking import Thing, lacking, sent_before, state_tags
 from tasks.tracking.mlflow_client import MlflowRun, open_mlflow_run
+from tasks.tracking.run_note import run_note
+from tasks.tracking.served import renewed
 from tasks.tracking.system_metrics import SystemMonitor
 
 T = TypeVar("T")
@@ -73,6 +75,7 @@ class Tracker:
         self._mlflow: MlflowRun | None = None
         self._sent: dict[str, int] = {}
         self._tags: dict[str, str] = {}
+        self._note = ""
         self._tried: Counter[tuple[str, int]] = Counter()
         self._closing: Status | None = None
         self._left = self._ended = False
@@ -175,6 +178,10 @@ class Tracker:
         if tags != self._tags:
             self._call(partial(mlflow.set_tags, tags))
             self._tags = tags
+        note = run_note(self._run)
+        if note != self._note:
+            self._call(partial(mlflow.describe_in_words, note))
+            self._note = note
         self._taken = news
         if closing is not None:
             self._call(partial(mlflow.end, closing))
@@ -184,6 +191,7 @@ class Tracker:
         """Find the run of an earlier attempt, or create it; say there what and where it is, here
         where it is tracked."""
         run = self._run
+        self._uri = renewed(self._uri, run.config.runs_directory)
         record = run.record.get("tracking") or {}
         known = record.get("run_id") if record.get("uri") == self.uri else None
 

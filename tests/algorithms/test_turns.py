@@ -1,9 +1,8 @@
-"""Turn-level credit: the policy gradient of a known chain, and GiGPO in plain Python."""
+"""Turn-level credit in plain Python; `tests/conformance` has its exact gradients."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from typing import Any
 
@@ -15,46 +14,20 @@ from hypothesis import strategies as st
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.turns import Turns
 from tests.algorithms.central import compute_advantages
+from tests.conformance.chain import courses
 
-STATES = 5
-GO = np.array([0.8, -0.4, 0.3, 0.0, 0.5])
-"""Logits of going on; in the last state it ends the chain, too."""
-GO_REWARD, STOP_REWARD = (-0.5, 0.3, -0.2, 0.4, 3.0), (0.2, -1.0, 1.5, 0.0, -0.3)
-GROUP, GROUPS = 4, 20_000
+GROUP = 4
 
 Game = list[tuple[int, bool, float]]
 """State, whether it went on, reward."""
 
 
-def probability(state: int) -> float:
-    return 1 / (1 + math.exp(-float(GO[state])))
-
-
-def true_gradient() -> np.ndarray:
-    """d E[return] / d logits: visits * pi * (1 - pi) * (Q(go) - Q(stop))."""
-    value = 0.0
-    gradient, values = np.zeros(STATES), [0.0] * (STATES + 1)
-    for state in reversed(range(STATES)):
-        go = probability(state)
-        values[state] = go * (GO_REWARD[state] + values[state + 1])
-        values[state] += (1 - go) * STOP_REWARD[state]
-    visits = 1.0
-    for state in range(STATES):
-        go = probability(state)
-        value = GO_REWARD[state] + values[state + 1] - STOP_REWARD[state]
-        gradient[state] = visits * go * (1 - go) * value
-        visits *= go
-    return gradient
-
-
 def play(chance: np.random.Generator) -> Game:
-    game: Game = []
-    for state in range(STATES):
-        on = bool(chance.random() < probability(state))
-        game.append((state, on, (GO_REWARD if on else STOP_REWARD)[state]))
-        if not on:
-            break
-    return game
+    course = courses()[chance.choice(6, p=[float(each.chance) for each in courses()])]
+    return [
+        (state, on, reward)
+        for state, (on, reward) in enumerate(zip(course.went, course.rewards, strict=True))
+    ]
 
 
 def turns_of(games: list[Game], tokens: int = 1) -> Turns:
@@ -65,53 +38,6 @@ def turns_of(games: list[Game], tokens: int = 1) -> Turns:
         [tokens] * len(flat),
         [(index // GROUP, turn[0]) for index, turn in flat],
     )
-
-
-def estimates(games: list[Game], advantages: np.ndarray) -> np.ndarray:
-    """The gradient's estimate of each group, [GROUPS, STATES]."""
-    found = np.zeros((len(games) // GROUP, STATES))
-    for number, (index, turn) in enumerate(
-        (index, turn) for index, game in enumerate(games) for turn in game
-    ):
-        state, on, _ = turn
-        score = (1 - probability(state)) if on else -probability(state)
-        found[index // GROUP, state] += score * advantages[number] / GROUP
-    return found
-
-
-@pytest.fixture(scope="module")
-def games() -> list[Game]:
-    chance = np.random.default_rng(0)
-    return [play(chance) for _ in range(GROUP * GROUPS)]
-
-
-def deviations(found: np.ndarray) -> np.ndarray:
-    """From the true gradient, in standard errors."""
-    error = found.std(axis=0, ddof=1) / math.sqrt(len(found))
-    assert (error < 0.1 * np.abs(true_gradient()).max()).all(), "too few games to tell"
-    return np.abs(found.mean(axis=0) - true_gradient()) / error
-
-
-def test_the_estimates_mean_is_the_policy_gradient(games: list[Game]) -> None:
-    turns = turns_of(games)
-    estimator = ADVANTAGE_ESTIMATORS.build("turn_returns")
-    rewards = [sum(turn[2] for turn in game) for game in games]
-    counts = [len(game) for game in games]
-    groups = np.arange(len(games)) // GROUP
-    advantages = compute_advantages(estimator, rewards, groups, counts, turns=turns)
-    assert deviations(estimates(games, advantages)).max() < 3.5
-
-
-def test_a_baseline_for_each_turns_index_would_be_biased(games: list[Game]) -> None:
-    """What the estimator does not do: the test above can tell."""
-    returns = turns_of(games).returns(1.0)
-    at = np.concatenate([np.arange(len(game)) for game in games])
-    groups = np.repeat(np.arange(len(games)) // GROUP, [len(game) for game in games])
-    key = groups * STATES + at
-    counts = np.bincount(key, minlength=GROUPS * STATES)[key]
-    means = np.bincount(key, weights=returns, minlength=GROUPS * STATES)[key] / counts
-    scale = np.where(counts > 1, counts / np.maximum(counts - 1, 1), 1.0)
-    assert deviations(estimates(games, scale * (returns - means))).max() > 6
 
 
 lengths = st.lists(st.integers(1, 4), min_size=2, max_size=6)
@@ -140,15 +66,18 @@ def test_turn_returns_in_plain_python(counts: list[int], data: st.DataObject) ->
         [sum(discount**k * r for k, r in enumerate(each[t:])) for t in range(len(each))]
         for each in rewards
     ]
-    mean = statistics.fmean(each[0] for each in to_go)
-    scale, wanted, left = len(counts) / (len(counts) - 1), [], penalties
-    for returns, of_turns in zip(to_go, tokens, strict=True):
-        mine, left = left[: sum(of_turns)], left[sum(of_turns) :]
-        place = 0
-        for value, count in zip(returns, of_turns, strict=True):
-            for _ in range(count):
-                wanted.append(scale * (value - sum(mine[place:]) - mean))
-                place += 1
+    left = iter(penalties)
+    paid = [[next(left) for _ in range(sum(of_turns))] for of_turns in tokens]
+    wholes = [returns[0] - sum(mine) for returns, mine in zip(to_go, paid, strict=True)]
+    wanted = []
+    for index, (returns, of_turns) in enumerate(zip(to_go, tokens, strict=True)):
+        others, n = sum(wholes[:index] + wholes[index + 1 :]), len(counts)
+        turn_of = [at for at, count in enumerate(of_turns) for _ in range(count)]
+        for at, turn in enumerate(turn_of):
+            # What came before the token stays in the mean that it is compared with.
+            left_over = sum(paid[index][at:])
+            before = wholes[index] - (discount**turn * returns[turn] - left_over)
+            wanted.append(returns[turn] - left_over - (others + before) / (n - 1))
     assert found == pytest.approx(wanted, abs=1e-9)
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +20,7 @@ from benchmarks.iterations import covered, read_iterations
 from benchmarks.process_tree import CommandFailed, MeasuredCommand
 from benchmarks.rollout_requests import Recording
 from earl_core.run.record import Journal, read_lines
+from earl_core.system.processes import inspect
 
 
 def report() -> Report:
@@ -162,3 +167,46 @@ def test_cached_and_plain_passes_of_the_peer_agree() -> None:
         games[1].tokens += [15, 16]
         left = games[1:]  # the other game is over
         torch.testing.assert_close(cached.logits(left), plain.logits(left))
+
+
+_BENCHMARK = """
+import os, subprocess, sys, time
+from pathlib import Path
+from benchmarks.endings import end_with_us
+from benchmarks.process_tree import MeasuredCommand
+end_with_us()
+# What the command leaves is nobody's child, in a session of its own.
+leaving = "setsid sleep 600 & echo $! >> pids; exec sleep 600"
+plain = subprocess.Popen(["sh", "-c", leaving], start_new_session=True)
+with MeasuredCommand(["sh", "-c", leaving], Path("log"), environment={"A": "b"}) as measured:
+    Path("own").write_text(f"{plain.pid} {measured.process.pid}")
+    time.sleep(600)
+"""
+
+
+def test_what_a_benchmark_starts_ends_with_it(tmp_path: Path) -> None:
+    """After SIGTERM, Ctrl-C and SIGKILL; three benchmarks side by side."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("EARL_BENCHMARK", None)
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        place = tmp_path / str(int(number))
+        place.mkdir()
+        (place / "pids").touch()
+        command = [sys.executable, "-c", _BENCHMARK]
+        started[number] = subprocess.Popen(command, cwd=place, env=environment)
+    deadline, pids = time.monotonic() + 90, []
+    for number, process in started.items():
+        place = tmp_path / str(int(number))
+        while not (place / "own").is_file() or len((place / "pids").read_text().split()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pids += [int(pid) for name in ("own", "pids") for pid in (place / name).read_text().split()]
+        assert all(inspect(pid) for pid in pids[-4:])
+        process.send_signal(number)
+    for process in started.values():
+        process.wait(90)
+    while any(inspect(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(pids) == 12

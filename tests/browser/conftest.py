@@ -42,7 +42,7 @@ class Site:
 
     def __init__(self, page: Page, access: Access, run: Path, faults: Path) -> None:
         self.page, self.access, self.run, self.faults = page, access, run, faults
-        self.url = access.url.removesuffix("/api")
+        self.url = access.site
 
     def log_in(self) -> None:
         self.page.goto(self.url)

@@ -46,6 +46,8 @@ class Earl:
         self.environment = {
             **kept,
             "PYTHONPATH": str(ROOT),
+            # Where services are noted, which every directory of a user finds.
+            "XDG_STATE_HOME": str(directory / "state"),
             "OMP_NUM_THREADS": "1",
             "NO_PROXY": "127.0.0.1",
         }
@@ -100,8 +102,8 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.
     with pytest.MonkeyPatch.context() as patch:
         # Importing flows.server has no effect on this process; starting one sets its variables.
         patch.setenv("PREFECT_HOME", str(home))
-        for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
-            patch.delenv(name, raising=False)
+        for name in ("URL", "AUTH_STRING", "SSL_CERT_FILE"):
+            patch.delenv(f"PREFECT_API_{name}", raising=False)
         patch.setattr(server, "DEFAULT_URL", "http://127.0.0.1:9/api")
         started = server.start(home, home)
         try:
@@ -117,8 +119,7 @@ def earl(
 ) -> Earl:
     """`earl` with a Prefect server that runs already."""
     command = Earl(tmp_path_factory.mktemp("project"), shared_memory)
-    command.environment["PREFECT_API_URL"] = prefect_server.access.url
-    command.environment["PREFECT_API_AUTH_STRING"] = prefect_server.access.auth or ""
+    command.environment |= prefect_server.access.environment()
     return command
 
 

@@ -112,7 +112,8 @@ def test_a_prefect_server_that_does_not_answer(fresh_earl: Earl) -> None:
     [
         (None, ["ghost"]),
         (
-            "class Ghost:\n    def __init__(self):\n        raise OSError('no spirit')\n",
+            "class Ghost:\n    reset = step = close = print\n\n"
+            "    def __init__(self):\n        raise OSError('no spirit')\n",
             ["no spirit"],
         ),
     ],

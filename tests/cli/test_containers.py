@@ -7,9 +7,12 @@ import shlex
 import subprocess
 from typing import Any
 
+import prefect.settings
 import pytest
 import yaml
 
+from flows.services.process import END_SECONDS
+from flows.services.worker import STOP_FLOWS_SECONDS
 from tests.cli.conftest import ROOT
 
 DOCKER = ROOT / "docker"
@@ -47,6 +50,31 @@ def test_services_want_a_password_and_listen_here_only(compose: dict[str, Any]) 
     assert compose["services"]["worker"]["shm_size"].startswith("${SHM_SIZE:-")
     named = {volume.split(":")[0] for s in compose["services"].values() for volume in s["volumes"]}
     assert named == set(compose["volumes"])
+
+
+def test_one_build_serves_all_and_each_service_has_time_to_end(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert len({service["image"] for service in services.values()}) == 1
+    assert [name for name, service in services.items() if "build" in service] == ["worker"]
+    # Where it is missing, the name belongs to somebody else's image at Docker's registry.
+    assert {service["pull_policy"] for service in services.values()} == {"never"}
+    seconds = {"s": 1, "m": 60}
+    for name, service in services.items():
+        grace = service["stop_grace_period"]
+        least = END_SECONDS + STOP_FLOWS_SECONDS if name == "worker" else END_SECONDS
+        assert int(grace[:-1]) * seconds[grace[-1]] > least, name
+
+
+def test_every_service_is_asked_how_it_is(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        command, *arguments = service["healthcheck"]["test"]
+        assert (command, arguments[:2]) == ("CMD", ["python", "-c"]), name
+        compile(arguments[2], name, "exec")
+    worker = compose["services"]["worker"]
+    assert "--with-healthcheck" in worker["command"][0]
+    settings = prefect.settings.Settings().worker.webserver
+    assert f"127.0.0.1:{settings.port}/health" in worker["healthcheck"]["test"][-1]
+    assert worker["environment"]["PREFECT_WORKER_WEBSERVER_HOST"] == "127.0.0.1"
 
 
 def test_shell_commands_of_the_services_are_whole(compose: dict[str, Any]) -> None:

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from earl_core.cluster.host import local_hosts
 from earl_core.config import load_config
 from earl_core.control.hardware import read_hardware
+from earl_core.control.precision import decide
 from earl_core.dispatch.segments.pool_directory import write_mark
+from earl_core.system.finding import Finding
 from flows.cli.checks import gpus, packages
 from flows.cli.checks.configuration import check_configuration
 from flows.cli.checks.machine import check_machine
 from flows.cli.checks.services import check_services
 from flows.cli.checks.shared_memory import check_shared_memory
+from flows.cli.doctor import examine
 from flows.cli.status import services
 from tests.cli.conftest import CONFIG, Earl
 from tests.nvml import ERRORS, H100, Machine, install
@@ -24,7 +28,14 @@ from tests.nvml import ERRORS, H100, Machine, install
 def test_a_machine_that_is_fine(fresh_earl: Earl) -> None:
     shown = fresh_earl.run("doctor", str(CONFIG))
     assert shown.returncode == 0, shown.stdout
-    for words in ("torch 2", "CPU cores", "GiB are free in", "HF_HUB_OFFLINE", "is made at the"):
+    for words in (
+        "torch 2",
+        "CPU cores",
+        "GiB are free in",
+        "HF_HUB_OFFLINE",
+        "is made at the",
+        ": `auto` is",
+    ):
         assert words in shown.stdout
     assert "0 findings block a run" in shown.stdout
 
@@ -42,10 +53,25 @@ def test_what_blocks_gives_exit_code_1_and_advice(fresh_earl: Earl) -> None:
     assert "2 findings block a run" in shown.stdout
 
 
-def test_an_unusable_run_file_blocks(fresh_earl: Earl) -> None:
-    shown = fresh_earl.run("doctor", "gone.yaml")
-    assert shown.returncode == 1
-    assert "gone.yaml cannot be read" in shown.stdout
+def of_file(name: str) -> list[Finding]:
+    return [each for topic, found in examine(name) if topic == "Run file" for each in found]
+
+
+def test_an_unusable_run_file_blocks() -> None:
+    (found,) = of_file("gone.yaml")
+    assert found.level == "blocks"
+    assert "gone.yaml cannot be read" in found.text
+
+
+def test_the_precision_of_a_run_file_is_shown(tmp_path: Path) -> None:
+    here = decide(local_hosts(1))
+    text = CONFIG.read_text().replace("dtype: float32", "dtype: bfloat16")
+    (tmp_path / "run.yaml").write_text(text.replace("precision: fp32", "precision: auto"))
+    found = {each.text: each.level for each in of_file(str(tmp_path / "run.yaml"))}
+    assert found[f"update.precision {here.precision}: {here.why}"] == "note"
+    slow = [each for each, level in found.items() if "rollout.dtype is bf16" in each]
+    assert len(slow) == (here.precision == "fp32")
+    assert all(here.why in each for each in slow)
 
 
 def test_libraries_that_break_vllm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_the_environments_of_a_configuration_are_checked(fresh_earl: Earl) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["gymnasum"], "'gymnasum' is no environment, run file or recipe: name one of tic_tac_toe"),
+        (["gymnasum"], "no environment, run file or recipe: did you mean 'gymnasium'?"),
         (["gone.yaml"], "gone.yaml cannot be read"),
         (["prompt", "--options", "{api_key: hunter2}"], "api_key holds a secret"),
         (["prompt", "--options", "{path: .nan}"], "options: path is nan: give it a finite number"),

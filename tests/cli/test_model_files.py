@@ -23,12 +23,17 @@ SHAPE = {
 }
 INDEX = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
 
+CONTENTS = {".safetensors": (2).to_bytes(8, "little") + b"{}"}
+"""Of no tensors."""
+
 
 def configured(model: Path, files: tuple[str, ...], engine: str = "torch") -> RunConfig:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE))
     for name in files:
-        (model / name).write_text(json.dumps(INDEX) if name.endswith("index.json") else "x")
+        (model / name).write_bytes(CONTENTS.get(Path(name).suffix, b"x"))
+        if name.endswith("index.json"):
+            (model / name).write_text(json.dumps(INDEX))
     overrides = [f"model.path={model}", f"rollout.engine={engine}"]
     return load_config(CONFIG, [*overrides, f"runs_directory={model.parent}"])
 
@@ -55,6 +60,34 @@ def test_what_is_missing_is_named_by_train_and_doctor(
     blocking = [f for f in check_configuration(config) if f.level == "blocks"]
     assert len(blocking) == 1
     assert words in f"{blocking[0].text}: {blocking[0].advice}"
+
+
+@pytest.mark.parametrize("vocab", ["words", "pieces"])
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path, vocab: str) -> None:
+    config = configured(tmp_path / "model", ("model.safetensors", "tokenizer.json"))
+    words = [f"w{number}" for number in range(64)]
+
+    def write(named: list[str], special: bool) -> None:
+        found: object = [[each, 0.0] for each in named]
+        if vocab == "words":
+            found = {each: number for number, each in enumerate(named)}
+        added = [{"id": len(named), "content": "<image>", "special": special}]
+        raw = {"model": {"vocab": found}, "added_tokens": added}
+        (tmp_path / "model/tokenizer.json").write_text(json.dumps(raw))
+
+    write(words[:-1], special=False)  # as many as there are rows
+    preflight(config, tmp_path / "run")
+    write(words, special=True)  # one more, that no text makes
+    preflight(config, tmp_path / "run")
+    for more, lost in (
+        (words, "'<image>' (64)"),
+        ([*words, "more"], "'more' (64), '<image>' (65)"),
+    ):
+        write(more, special=False)
+        with pytest.raises(ConfigError) as refusal:
+            preflight(config, tmp_path / "run")
+        assert f"its vocab_size is 64): {lost}" in str(refusal.value)
+        assert "resize_token_embeddings" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from earl_core.cluster.stage_deployment import StageDeployment
@@ -107,6 +109,13 @@ def test_a_real_run_is_read(
 
     reader = Reader(browser, file, viewport={"width": 1400, "height": 900})
     assert reader.text("#standing") == "The run is finished: 2 of 2 iterations are finished."
+    # Nothing was scrolled to: a print and a picture of the page have all charts.
+    whole = Image.open(io.BytesIO(reader.page.screenshot(full_page=True))).convert("RGB")
+    for plot in reader.page.locator(".plot").all():
+        box = plot.bounding_box()
+        part = whole.crop((box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]))
+        tints = {tint for _, tint in part.getcolors(1 << 24) if max(tint) - min(tint) > 60}
+        assert tints, plot.get_attribute("aria-label")
     reader.draw_all()
     titles = reader.texts("figure h3")
     wanted = ("Return", "Outcomes of held-out episodes", "Context", "Stages", "Speed")

@@ -9,11 +9,9 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,6 +20,7 @@ from websockets import ConnectionClosed, InvalidStatus, Subprotocol
 from websockets.sync.client import connect
 
 from earl_core.config import ConfigError
+from earl_core.system.identity import trusting
 from earl_core.system.processes import ProcessId
 from earl_core.system.service import Service, write_services
 from flows import server, server_access
@@ -80,6 +79,21 @@ def test_configure_keeps_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
             os.environ.pop(f"PREFECT_{name}", None)
 
 
+@pytest.mark.parametrize("proxy", ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "ALL_PROXY"])
+@pytest.mark.parametrize("excepted", ["", "example.org,10.0.0.0/8", "localhost", "*"])
+def test_servers_of_this_machine_are_asked_past_any_proxy(
+    tmp_path: Path, proxy: str, excepted: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {proxy: "http://proxy.example:3128", "NO_PROXY": excepted})
+        server.configure(tmp_path)
+        known = os.environ
+    assert known["NO_PROXY"] == known.get("no_proxy", "*")
+    hosts = known["NO_PROXY"].split(",")
+    assert set(excepted.split(",")) - {""} <= set(hosts)
+    assert "*" in hosts or {"127.0.0.1", "localhost"} <= set(hosts)
+
+
 def test_a_place_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +116,7 @@ def test_the_default_port_is_used_when_prefect_answers_there(
 ) -> None:
     url, body = answering
     monkeypatch.setattr(server, "DEFAULT_URL", url)
-    assert server.running_server(tmp_path, tmp_path) == (url, None)
+    assert server.running_server(tmp_path, tmp_path) == (url, None, None, None)
     body[0] = b"<html>another program</html>"
     assert server.running_server(tmp_path, tmp_path) is None
 
@@ -113,7 +127,7 @@ def test_the_profile_in_the_prefect_home_comes_before_the_default_port(
     url, _ = answering
     profile = f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n'
     (tmp_path / "profiles.toml").write_text(profile)
-    assert server.running_server(tmp_path, tmp_path) == (url, None)
+    assert server.running_server(tmp_path, tmp_path) == (url, None, None, None)
 
 
 def test_a_server_asked_for_by_name_must_answer(
@@ -121,7 +135,7 @@ def test_a_server_asked_for_by_name_must_answer(
 ) -> None:
     url, _ = answering
     monkeypatch.setenv("PREFECT_API_URL", url)
-    assert server.running_server(tmp_path, tmp_path) == (url, None)
+    assert server.running_server(tmp_path, tmp_path) == (url, None, None, None)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     with pytest.raises(server.ServerUnavailable, match="unset PREFECT_API_URL"):
         server.running_server(tmp_path, tmp_path)
@@ -172,38 +186,9 @@ def test_a_server_of_another_user_is_used_only_when_it_is_named(
             write_services(tmp_path, [Service("prefect", url, "a", "b", own)])
             assert server.running_server(tmp_path, tmp_path) is None
             monkeypatch.setenv("PREFECT_API_URL", url)
-            assert server.running_server(tmp_path, tmp_path) == (url, None)
+            assert server.running_server(tmp_path, tmp_path) == (url, None, None, None)
         finally:
             other.kill()
-
-
-def test_the_server_of_earl_up_is_found_with_its_password(
-    tmp_path: Path, answering: tuple[str, list[bytes]]
-) -> None:
-    own = str(ProcessId.current())
-    service = Service("prefect", answering[0], "earl", "word", own, "", time.time())
-    write_services(tmp_path, [service])
-    kept = tmp_path / "services" / "services.json"
-    assert kept.stat().st_mode & 0o777 == 0o600
-    assert server.running_server(tmp_path, tmp_path) == (answering[0], "earl:word")
-    write_services(tmp_path, [replace(service, process=own + "1")])
-    assert server.running_server(tmp_path, tmp_path) is None
-    write_services(tmp_path, [service])
-    kept.chmod(0o644)
-    assert server.running_server(tmp_path, tmp_path) is None
-
-
-def test_the_server_of_earl_up_has_its_password_however_it_was_named(
-    tmp_path: Path, answering: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, _ = answering
-    own = str(ProcessId.current())
-    write_services(tmp_path, [Service("prefect", url, "earl", "word", own)])
-    profile = f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{url}"\n'
-    (tmp_path / "profiles.toml").write_text(profile)
-    assert server.running_server(tmp_path, tmp_path) == (url, "earl:word")
-    monkeypatch.setenv("PREFECT_API_URL", f"{url}/")
-    assert server.running_server(tmp_path, tmp_path) == (f"{url}/", "earl:word")
 
 
 def test_a_server_of_another_project_at_the_default_port_wants_a_password_that_is_not_known(
@@ -227,7 +212,7 @@ def test_a_server_of_another_project_at_the_default_port_wants_a_password_that_i
         monkeypatch.setattr(server, "DEFAULT_URL", url)
         assert server.running_server(tmp_path, tmp_path) is None
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", "earl:word")
-        assert server.running_server(tmp_path, tmp_path) == (url, "earl:word")
+        assert server.running_server(tmp_path, tmp_path) == (url, "earl:word", None, None)
         httpd.shutdown()
 
 
@@ -265,19 +250,23 @@ def test_the_prefect_home_is_closed_to_others(tmp_path: Path) -> None:
 
 
 def answer(
-    url: str, method: str = "GET", headers: dict[str, str] | None = None
+    access: server_access.Access,
+    path: str,
+    method: str = "GET",
+    headers: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, str]]:
     """Status and headers."""
+    url = f"{access.url.removesuffix('/api')}{path}"
     request = urllib.request.Request(url, None, headers or {}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with server_access.opener(access.certificate).open(request, timeout=30) as response:
             return response.status, dict(response.headers)
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers)
 
 
 def test_the_temporary_server_answers_its_user_only(prefect_server: server.Server) -> None:
-    access, site = prefect_server.access, prefect_server.url.removesuffix("/api")
+    access = prefect_server.access
     assert access.auth is not None
     assert access.ask("flow_runs/filter", {"limit": 1}) is not None
     described = access.ask("openapi.json")["paths"]
@@ -285,17 +274,21 @@ def test_the_temporary_server_answers_its_user_only(prefect_server: server.Serve
     assert len(paths) > 50
     for path in [*(f"/api{path}" for path in paths if path != "/health"), "/", "/docs", "/openapi"]:
         for method in ("GET", "POST"):
-            assert answer(site + path, method)[0] == 401, (method, path)
+            assert answer(access, path, method)[0] == 401, (method, path)
     wrong = base64.b64encode(b"earl:wrong").decode()
     for word in (f"Basic {wrong}", f"Bearer {access.auth}", "Basic", "x"):
-        assert answer(f"{site}/api/flows/filter", "POST", {"Authorization": word})[0] == 401
+        assert answer(access, "/api/flows/filter", "POST", {"Authorization": word})[0] == 401
     with pytest.raises((InvalidStatus, ConnectionClosed)):
-        listen_with(f"{site.replace('http', 'ws')}/api/events/out", "wrong")
+        listen_with(access, "wrong")
 
 
-def listen_with(url: str, word: str) -> None:
+def listen_with(access: server_access.Access, word: str) -> None:
     """Read from a web socket after its handshake."""
-    with connect(url, subprotocols=[Subprotocol("prefect")]) as socket:
+    url, context = (
+        f"{access.url.replace('https', 'wss')}/events/out",
+        trusting(access.certificate or ""),
+    )
+    with connect(url, ssl=context, subprotocols=[Subprotocol("prefect")]) as socket:
         socket.send(json.dumps({"type": "auth", "token": word}))
         for _ in range(2):
             socket.recv(timeout=10)
@@ -310,7 +303,7 @@ def test_other_sites_get_no_cors_header(prefect_server: server.Server) -> None:
             "Authorization": f"Basic {word}",
         }
         for method, path in (("OPTIONS", "flow_runs/filter"), ("GET", "admin/version")):
-            _, headers = answer(f"{prefect_server.url}/{path}", method, asked)
+            _, headers = answer(prefect_server.access, f"/api/{path}", method, asked)
             assert not [name for name in headers if name.lower().endswith("allow-origin")]
 
 
@@ -330,6 +323,7 @@ def test_the_password_is_told_to_this_user_only(prefect_server: server.Server) -
 def test_every_start_has_a_password_of_its_own(
     tmp_path: Path, prefect_server: server.Server
 ) -> None:
+    (tmp_path / "server-9.pem").touch()  # of one that was killed
     started = server.start_own(tmp_path)
     try:
         assert started.access.auth != prefect_server.access.auth
@@ -339,3 +333,4 @@ def test_every_start_has_a_password_of_its_own(
     finally:
         started.stop()
     assert not note.exists()
+    assert list(tmp_path.glob("*.pem")) == []

@@ -173,7 +173,7 @@ def test_a_lost_prefect_server_ends_the_run_with_one_sentence(fresh_earl: Earl) 
         child.kill()
     rest = process.communicate(timeout=60)[0]
     assert process.returncode == 1, rest
-    assert "error: the Prefect server at http://127.0.0.1:" in rest
+    assert "error: the Prefect server at https://127.0.0.1:" in rest
     assert "Continue with: earl resume runs/alone" in rest or "earl resume alone" in rest
     _assert_gone(children)
 

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from earl_core.system.service import Service, read_services, write_services
 from flows.server import access_of
 from tests.cli.conftest import CONFIG, Earl
 from tests.flows.conftest import free_port
+from tests.impostor import impostor
 
 RUN_SECONDS = 120.0
+WORKER_SECONDS = 40.0
 
 
 def answer(
@@ -157,24 +160,46 @@ def test_status_shows_services_runs_and_shared_memory(
 
 
 @pytest.mark.slow
-def test_up_again_starts_what_was_killed_and_that_alone(
+def test_a_worker_ends_with_its_server_and_up_starts_both_anew(
     here: Earl, services: dict[str, Service], tmp_path: Path
 ) -> None:
-    killed = ProcessId.parse(services["prefect"].process)
+    killed, worker = ProcessId.parse(services["prefect"].process), services["worker"]
     assert killed is not None
     os.kill(killed.pid, signal.SIGKILL)
     elsewhere = Earl(tmp_path, here.shared_memory)
-    done = elsewhere.run("up", "--runs-directory", str(here.directory / "runs"))
+    elsewhere.environment["XDG_STATE_HOME"] = here.environment["XDG_STATE_HOME"]
+    up = "up", "--runs-directory", str(here.directory / "runs")
+    ports = [
+        urlsplit(where).port or 0 for where in (services["prefect"].url, services["prefect"].secure)
+    ]
+    with impostor(*ports) if os.geteuid() == 0 else nullcontext() as other:
+        deadline = time.monotonic() + WORKER_SECONDS
+        while worker.processes():
+            assert time.monotonic() < deadline, "the worker goes on"
+            time.sleep(0.1)
+        if other is not None:
+            refused = elsewhere.run(*up)
+            assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+            assert "the user nobody listens there" in refused.stderr
+            # At most a handshake that it could not finish.
+            assert other.whats() <= {"tls"}, other.heard
+    done = elsewhere.run(*up)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MLflow's server runs already" in done.stdout
     now = read_services(here.directory / "runs")
     assert now["mlflow"] == services["mlflow"]
-    assert now["worker"] == services["worker"]
+    assert now["worker"].process != worker.process
     assert now["prefect"].process != services["prefect"].process
     assert now["prefect"].url == services["prefect"].url
-    access = access_of(services["prefect"])
+    assert now["prefect"].password != services["prefect"].password
+    access = access_of(now["prefect"])
     (step,) = access.ask("deployments/name/train/train")["pull_steps"]
-    assert list(step.values()) == [{"directory": str(here.directory)}]
+    assert list(step.values()) == [{"directory": str(tmp_path)}]
+    seen = json.loads(elsewhere.run("status", "--json").stdout)["services"]
+    assert [row["address"] for row in seen[:2]] == [access.site, now["mlflow"].url]
+    assert f"earl down --runs-directory {here.directory / 'runs'}" in elsewhere.run("down").stdout
+    old = f"earl:{services['prefect'].password}"
+    assert answer(f"{access.site}/api/admin/version", old) == 401
 
 
 @pytest.mark.slow

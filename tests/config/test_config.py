@@ -157,7 +157,7 @@ def test_options_that_contain_themselves(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(with_(environment__options={"a": 1})))
     path.write_text(path.read_text().replace("options:", "options: &o").replace("a: 1", "a: *o"))
-    with pytest.raises(ConfigError, match="a contains itself"):
+    with pytest.raises(ConfigError, match="the anchor in line 3 holds itself"):
         load_config(path)
 
 

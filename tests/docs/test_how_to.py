@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS, Totals
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.objective import Objective
 from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
-from earl_core.config import load_config, parse_config
+from earl_core.config import RunConfig, load_config, parse_config
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.config.load import RECIPES
 from earl_core.environments.options import parse_options
@@ -133,3 +134,28 @@ def test_an_algorithm_of_ones_own(directory: Path) -> None:
     assert logprobs.grad is not None
     np.testing.assert_allclose(logprobs.grad.numpy(), weights * expected, rtol=1e-6)
     assert result.metrics["bounded_share"] == pytest.approx(1 / 3)
+
+
+def test_the_keys_beside_those_of_other_projects_are_keys() -> None:
+    text = (PAGES / "coming-from.md").read_text()
+    schema = RunConfig.model_json_schema()
+
+    def of(part: dict[str, Any]) -> dict[str, Any]:
+        """The properties of a section, wherever the schema has them."""
+        found = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
+        for each in found:
+            target = schema["$defs"][each["$ref"].rsplit("/", 1)[1]] if "$ref" in each else each
+            if "properties" in target:
+                return dict(target["properties"])
+        return {}
+
+    rows = re.findall(r"^\| `([a-z_.]+)", text.partition("## Key by key")[2], re.MULTILINE)
+    assert len(rows) > 30
+    for key in rows:
+        known = schema["properties"]
+        parts = key.split(".")
+        if parts[0] in ("policy_loss", "aggregation"):
+            parts.insert(0, "algorithm")
+        for part in parts:
+            assert part in known, key
+            known = of(known[part])

@@ -16,6 +16,7 @@ from earl_core.rollout.engines.engine import (
 from earl_core.rollout.errors import (
     WeightSyncError,
 )
+from earl_core.system.memory import resident_bytes
 from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
@@ -291,6 +292,8 @@ def test_a_cancelled_caller_leaves_the_engine_usable(driver: Driver) -> None:
 def test_memory_is_released_and_restored(driver: Driver) -> None:
     before = _batch(driver)
     driver.run(driver.engine.release_memory())
+    # vLLM fills its cache, a GiB here, with zeros as it starts.
+    assert all(resident_bytes(pid)[1] < 2**30 for pid in driver.engine.pids())
     driver.run(driver.engine.restore_memory())
     if driver.engine.policy_version is None:
         driver.run(driver.engine.load_weights(manifest_from_directory(driver.directory, 0)))

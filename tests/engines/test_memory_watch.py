@@ -75,6 +75,31 @@ def test_the_cause_stands_in_the_log(
     assert str(found).startswith("starting vLLM ran out of memory")
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["(EngineCore pid=7) ERROR 11-21 10:00:00 [core.py:866] ValueError: no head of 48",
+          "(EngineCore pid=7) INFO bye", f"RuntimeError: {FAILED}"], "ValueError: no head of 48"),
+        (["x.cpp:3:10: fatal error: omp.h: No such file or directory"],
+         "x.cpp:3:10: fatal error: omp.h: No such file or directory"),
+        (["/usr/bin/ld: cannot find -ltorch", "collect2: error: ld returned 1 exit status",
+          "subprocess.CalledProcessError: Command 'c++' returned 1", "all is well"],
+         "subprocess.CalledProcessError: Command 'c++' returned 1"),
+        (["KeyError: 'a'", "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an "
+          "issue. See stack trace (above) for the root cause."], "KeyError: 'a'"),
+        (["INFO started", "WARNING slow"], ""),
+    ],
+)  # fmt: skip
+def test_a_death_says_the_last_error_of_its_log(
+    log: Callable[[str], object], lines: list[str], said: str
+) -> None:
+    log("ValueError: of an older engine\n")
+    watch = MemoryWatch()
+    log("\n".join(lines) + "\n")
+    expected = f"it died; its log's last error: {said}" if said else "it died"
+    assert watch.with_cause("it died") == expected
+
+
 def test_a_gpu_that_others_fill_has_select_choose_again(log: Callable[[str], object]) -> None:
     watch = MemoryWatch()
     log(f"(EngineCore pid=7) ERROR {LITTLE_LEFT}\n")

@@ -44,7 +44,9 @@ def test_each_tensor_parallel_rank_reads_its_slices_once_and_hashes_nothing(
             layers.load_weights(blank)
             layers.process()
             worker = vllm_worker.PolicyWeights()
-            worker.model_runner = SimpleNamespace(get_model=lambda layers=layers: layers)
+            worker.model_runner = SimpleNamespace(
+                get_model=lambda layers=layers: layers, kv_caches=[]
+            )
             worker.reload_weights = lambda layers=layers, **given: reload_weights(
                 configuration, layers, weights_path=None, **given
             )

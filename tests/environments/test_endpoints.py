@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from earl_core.environments.endpoints import open_endpoint
+from earl_core.environments.endpoints import open_endpoint, read_reply
 from earl_core.environments.openenv_sessions import Remote
 from earl_core.system.errors import ConfigError
 
@@ -49,3 +49,15 @@ def test_a_key_follows_no_redirect_and_no_proxy_stands_before_this_machine(url: 
         open_endpoint(urllib.request.Request(f"{url}/there", headers=headers), 10.0)
     with pytest.raises(ConfigError, match=r"schema of its actions .*302"):
         Remote(url, "k")
+
+
+class _Endless:
+    def read1(self, size: int) -> bytes:
+        return b"x" * size
+
+
+def test_a_reply_has_a_bound_in_size_and_in_time() -> None:
+    with pytest.raises(OSError, match="more than 16 MiB"):
+        read_reply(_Endless(), 60.0)
+    with pytest.raises(TimeoutError, match="for more than 0 s"):
+        read_reply(_Endless(), 0.0)

@@ -279,7 +279,7 @@ def test_messages_are_short_and_the_rules_come_once() -> None:
     [
         (
             {"oponent": "random"},
-            r"unknown option 'oponent': use one of agent_side, answer_pattern",
+            r"unknown option 'oponent': did you mean 'opponent'\? use one of agent_side, answer_p",
         ),
         ({"rewards": {"won": 1}}, r"unknown option 'rewards.won': use one of draw, illegal, loss"),
         ({"opponent": "strong"}, "must be one of 'random', 'greedy', 'perfect'"),

@@ -23,6 +23,7 @@ from tests.environments.test_tools import SHOP, call, calling, check, in_pool, t
 
 pytest.importorskip("mcp")  # comes with vLLM
 
+ENDLESS = str(Path(__file__).with_name("mcp_endless.py"))
 SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
 
 
@@ -114,6 +115,8 @@ def test_a_server_over_http(over_http: list[dict[str, Any]]) -> None:
         ({"command": ("no-such-program",)}, "there is no program 'no-such-program'"),
         ({"command": (sys.executable, "-c", "pass")}, "does not answer"),
         ({"url": "http://127.0.0.1:9/mcp"}, "does not answer"),
+        ({"command": (sys.executable, ENDLESS, "same")}, "page after page of tools without an end"),
+        ({"command": (sys.executable, ENDLESS)}, "lists more than 1000 tools"),
         ({"command": ("true",), "variables": {"A": "env:EARL_TEST_MISSING"}}, "EARL_TEST_MISSING"),
     ],
 )

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from earl_core.environments import rewards
 from earl_core.environments.registry import check, create
 from earl_core.system.errors import ConfigError
 
@@ -91,20 +90,6 @@ def test_columns_for_reward_functions(tmp_path: Path) -> None:
         create("prompt", {**options, "scoring_columns": ["hour"]})
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("so 1,234.50", "1234.5", 1.0),
-        ("first 3 then -4", "-4", 1.0),
-        ("4.", "4", 1.0),
-        ("none", "4", 0.0),
-        ("4 or 5", "4", 0.0),
-    ],
-)
-def test_contained_number(completion: str, answer: str, reward: float) -> None:
-    assert rewards.contained_number(completion, {"answer": answer}) == reward
-
-
 def test_reward_functions_must_return_numbers(data: str) -> None:
     environment = create("prompt", {"path": data, "reward_function": f"{USER}:bad_reward"})
     environment.reset(0, 0)
@@ -158,7 +143,7 @@ def test_further_arguments_by_name_are_no_place_for_messages(data: str) -> None:
         ("prompt", {}, "option 'path' is missing"),
         ("prompt", {"path": ""}, "option path is empty: name a file"),
         ("verifiers", {}, "'verifiers' is an agent: name it by environment.agent"),
-        ("agent:verifers", {}, "no agent 'verifers': use verifiers, or the import path"),
+        ("agent:verifers", {}, "no agent 'verifers': did you mean 'verifiers'"),
     ],
 )
 def test_the_registry_explains(name: str, options: dict[str, Any], match: str) -> None:

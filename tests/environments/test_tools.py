@@ -200,6 +200,20 @@ def test_python_that_does_not_end_is_ended() -> None:
     in_pool(scenario, tools=("python",), tool_timeout_seconds=1.0)
 
 
+def test_what_python_does_not_hold_is_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lacking = "it reads the files that your user may"
+    module = "earl_core.environments.tools.python"
+    monkeypatch.setattr(f"{module}._containment", lambda: (False, [lacking]))
+    said = f"the tool 'python' is not wholly contained here: {lacking}"
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        assert pool.notes == [said]
+
+    in_pool(scenario, tools=("python",), here=True)
+
+
 @pytest.mark.parametrize(
     ("tool", "message"),
     [

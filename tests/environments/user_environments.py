@@ -256,14 +256,14 @@ class Pausing(Counting):
         return super().step(text)
 
 
-class Refusing:
+class Refusing(Echo):
     """Cannot be made."""
 
     def __init__(self) -> None:
         raise OSError("no sandbox here")
 
 
-class NeverReady:
+class NeverReady(Echo):
     """Takes too long to be made."""
 
     def __init__(self) -> None:

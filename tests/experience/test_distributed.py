@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from earl_core.experience.advantage import ADVANTAGE_RULES, advantage_rows, adva
 from earl_core.experience.reward import REWARD_RULES
 from earl_core.run import RunDirectory
 from earl_core.run.stores import run_store
-from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
@@ -157,11 +157,7 @@ def central(
             for row in rows
             for at, mask in enumerate(np.split(masks[row], starts[row][1:]))
         ]
-        turns = (
-            Turns.checked(*map(list, zip(*parts, strict=True)))
-            if parts
-            else Turns.checked([], [], [], [])
-        )
+        turns = Turns.checked(*(map(list, zip(*parts, strict=True)) if parts else [[]] * 4))
     tokens = compute_advantages(
         estimator, reward_of[first], group_of[first], counts, penalties, turns
     )
@@ -173,6 +169,10 @@ def central(
         "std": float(tokens.std()) if len(tokens) else 0.0,
         "nonzero_share": float((np.abs(tokens) > 1e-6).mean()) if len(tokens) else 0.0,
     }
+    if estimator.turn_level and not estimator.token_level:
+        seen = Counter(group for *_, group in parts)
+        anchored = sum(count for count in seen.values() if count > 1)
+        metrics["anchored_share"] = anchored / max(len(parts), 1)
     cuts = np.cumsum([int(masks[row].sum()) for row in rows])[:-1]
     parts = np.split(tokens, cuts) if rows else []
     return {sample_ids[row]: part for row, part in zip(rows, parts, strict=True)}, metrics
@@ -206,7 +206,7 @@ def trained_tokens(rows: Rows, masks: dict[int, np.ndarray]) -> dict[int, np.nda
 
 @pytest.mark.parametrize("kl", [None, KL], ids=["plain", "kl_in_reward"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: "-".join(map(str, spec.values())))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(batches(), st.integers(1, 6), st.integers(0, 2**32))
 def test_any_split_gives_what_one_place_gives(
     spec: dict[str, Any],
@@ -237,11 +237,10 @@ def test_any_split_gives_what_one_place_gives(
 
         sent = in_every_rank(lambda own: advantage_statistics(own, algorithm).model_dump())
         sent = json.loads(json.dumps(sent))
-        if not expected:
-            with pytest.raises(EarlError, match="group_size"):
-                merge_statistics(sent)
-            return
         merged = RankStatistics.model_validate(merge_statistics(sent))
+        if not expected:
+            assert merged.episodes == 0
+            return
         groups = {episode.group_id for episode in episodes if not episode.failed}
         assert merged.groups == (len(groups) if whole else None)
         results = in_every_rank(lambda own: advantage_rows(own, algorithm, merged))
@@ -360,7 +359,7 @@ def test_three_real_ranks_equal_one_place(tmp_path: Path, advantage: str) -> Non
         ranks.close()
 
 
-def test_a_rank_without_rows_takes_part_and_only_all_without_any_is_an_error(
+def test_a_rank_without_rows_takes_part(
     tmp_path: Path,
 ) -> None:
     rng = np.random.default_rng(1)
@@ -369,8 +368,7 @@ def test_a_rank_without_rows_takes_part_and_only_all_without_any_is_an_error(
         rollout, reward, _ = made(ranks.store, [played(0, 0, [[2]], rng)], 1)
         statistics = ranks.call("advantage_statistics", [rollout, reward])
         assert [rank["episodes"] for rank in statistics] == [0, 0, 0]
-        with pytest.raises(EarlError, match="group_size"):
-            merge_statistics(statistics)
+        assert merge_statistics(statistics)["episodes"] == 0
         pair = [played(at, 0, [[2]], rng) for at in range(2)]
         rollout, reward, _ = made(ranks.store, pair, 1)
         statistics = ranks.call("advantage_statistics", [rollout, reward])

@@ -15,7 +15,6 @@ from earl_core.config.reward import RewardConfig
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.reward import reward_rows
-from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
@@ -151,11 +150,15 @@ def test_how_often_the_bound_of_k3_acts_is_counted(
     assert min(min(row) for row in result["advantages"]) > -100
 
 
-def test_nothing_left_to_train_is_an_error(tmp_path: Path) -> None:
+def test_nothing_left_to_train_is_counted(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 2**30)
     rollout = sealed(store, "rollout", ROLLOUT_SCHEMA, rollout_rows(EPISODES[2:3]))
     with Batch(store, [rollout]) as batch:
         columns, _, _ = reward_rows(batch, RewardConfig())
     reward = sealed(store, "reward", REWARD_SCHEMA, columns)
-    with Batch(store, [rollout, reward]) as batch, pytest.raises(EarlError, match="group_size"):
-        advantages(batch, AlgorithmConfig())
+    with Batch(store, [rollout, reward]) as batch:
+        statistics = advantage_statistics(batch, AlgorithmConfig())
+        rows, metrics, tokens = advantage_rows(batch, AlgorithmConfig(), statistics)
+    assert (statistics.episodes, statistics.groups, tokens) == (0, 1, 0)
+    assert len(rows.numbers["sample_id"]) == 0
+    assert (metrics["episodes_kept"], metrics["groups_dropped"], metrics["std"]) == (0, 1, 0)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from earl_core.environments.judges import Judge, JudgeFailed
 from earl_core.environments.registry import create
 from tests.experience.test_scoring import RIGHT, scores_of
 
@@ -100,7 +101,7 @@ def test_a_judge_is_asked_again_until_it_gives_a_score(
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ((200, said("I cannot say.")), "the judge gave no score: 'I cannot say.'"),
+        ((200, said("I cannot say.")), "no score that is certain: 'I cannot say.'"),
         ((200, said("Score: 11")), "the judge gave 11, which is not on the scale"),
         ((200, {"error": "?"}), "sent no chat completion"),
         ((302, {}), "answered with status 302"),
@@ -118,6 +119,32 @@ def test_a_judge_that_gives_no_score_gives_no_reward(
         found = scores_of(tmp_path, [judge, RIGHT], episodes=1)
     assert found.given == {}
     assert why in found.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "scale", "pattern", "score"),
+    [
+        ("Score: -3", [-5, 5], None, 0.2),
+        ("Score: \N{MINUS SIGN}3", [-5, 5], None, 0.2),
+        ("Score (0-10): 8", [0, 10], None, 0.8),
+        ("Score: .5", [0, 10], None, 0.05),
+        ("Score: 8\nMaximum score: 10", [0, 10], None, 0.8),
+        ("Verdict 8/10. Verdict 9/10", [0, 10], r"Verdict (\S+)", 0.9),
+        ("Score: 8-9", [0, 10], None, None),
+        ("Verdict eight. Score: 8", [0, 10], r"Verdict (\w+)", None),
+    ],
+)
+def test_a_judges_words_become_a_score(
+    text: str, scale: list[float], pattern: str | None, score: float | None
+) -> None:
+    with Endpoint((200, said(text))).serving() as endpoint:
+        options: dict[str, Any] = {"base_url": endpoint.url, "model": "m", "timeout_seconds": 9}
+        judge = Judge(prompt="How good?", scale=scale, pattern=pattern, **options)
+        if score is None:
+            with pytest.raises(JudgeFailed, match="no score that is certain"):
+                judge({"messages": []})
+        else:
+            assert judge({"messages": []}) == pytest.approx(score)
 
 
 def test_a_reward_model_scores_the_messages(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": "?"}
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("jugde", {}, "there is no function 'jugde': use one of judge, reward_model"),
+        ("jugde", {}, "there is no function 'jugde': did you mean 'judge'"),
         (f"{HERE}:missing", {}, "cannot be imported: AttributeError"),
         (f"{HERE}:brief", {}, "argument: 'most'"),
         (f"{HERE}:brief", {"most": 1, "least": 0}, "unexpected keyword argument 'least'"),

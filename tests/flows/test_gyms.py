@@ -42,7 +42,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dataset": "caesar_cipher", "level": 3}, "rotation must be in range"),
         ({"dataset": "acre", "level": 1}, "has no level 1: ValueError: No curriculum"),
         ({"dataset": [{"name": "gcd"}], "level": 1}, "give them with each of several"),
-        ({"dataset": [{"nam": "gcd"}]}, "unknown option 'dataset.0.nam': use one of config"),
+        ({"dataset": [{"nam": "gcd"}]}, "unknown option 'dataset.0.nam': did you mean 'name'?"),
         ({"dataset": [{"nam": "gcd"}]}, "option 'dataset.0.name' is missing"),
         ({"dataset": [{"name": "gcd", "weight": 0}]}, "option dataset.0.weight is 0: give"),
         ({"dataset": "gcd", "config": {"seed": 1}}, "give it as the option seed"),

@@ -126,7 +126,11 @@ def test_a_class_is_played_as_it_is(python: str) -> None:
         for _ in range(3):
             result = await pool.step(2, "[]")
         assert (result.reward, result.done) == (-1.0, True)
-        assert result.info == {"outcome": "illegal", "metrics": {"invalid_actions": 3.0}}
+        assert result.info == {
+            "outcome": "illegal",
+            "outcomes": ["done", "illegal"],
+            "metrics": {"invalid_actions": 3.0},
+        }
 
     played(scenario, GUESS, python=python)
 

@@ -116,6 +116,11 @@ class Submitted:
         chosen = {"logs": {"flow_run_id": {"any_": [self.id]}}, "limit": 200}
         return "\n".join(line["message"] for line in ask(self._runs, "logs/filter", chosen))
 
+    def pages(self) -> list[dict[str, Any]]:
+        chosen = {"artifacts": {"flow_run_id": {"any_": [self.id]}}}
+        found: list[dict[str, Any]] = ask(self._runs, "artifacts/filter", chosen)
+        return found
+
     def stages(self) -> dict[str, str]:
         """The state of each task run, by its name; of the last attempt."""
         chosen = {"flow_runs": {"id": {"any_": [self.id]}}, "sort": "EXPECTED_START_TIME_ASC"}
@@ -149,6 +154,13 @@ def _training_fails_with_a_sentence_and_is_retried(runs: Runs) -> None:
     assert flow_run.message().endswith(f". Continue with: earl resume {runs.run()}")
     assert "iteration 0: return" in flow_run.logs()
     flow_run.retry()
+    # One page of each kind, as the run stands now; what only we read stands beside no name.
+    assert set(flow_run.seen()["tags"]) == {"earl", "run", "train"}
+    pages = flow_run.pages()
+    assert {page["key"] for page in pages} == {"run-curve", "run-plan", "run-episodes"}
+    # Those of the first attempt, and those of the second, which went on with iteration 1.
+    told = sorted(page["description"] for page in pages if page["key"] == "run-curve")
+    assert told == [f"The learning curve after {n}" for n in ("1 iteration", "2 iterations")]
     assert [runs.executed("sealed").count((1, s)) for s in ("rollout", "reward", "update")] == [
         1
     ] * 3
@@ -167,11 +179,10 @@ def _iteration_waits_for_its_run(runs: Runs) -> None:
         lock.release()
     flow_run.until("Completed")
     assert flow_run.seen()["name"] == "run 2"
-    assert {"earl", "run", "iteration"} <= set(flow_run.seen()["tags"])
+    assert set(flow_run.seen()["tags"]) == {"earl", "run", "iteration"}
     assert "iteration 2: return" in flow_run.logs()
     assert (runs.run() / "checkpoints" / "000002" / "STABLE").exists()
-    chosen = {"artifacts": {"flow_run_id": {"any_": [flow_run.id]}}}
-    pages = {found["key"]: found["data"] for found in ask(runs, "artifacts/filter", chosen)}
+    pages = {page["key"]: page["data"] for page in flow_run.pages()}
     assert set(pages) == {"run-plan", "run-curve", "run-episodes"}
     assert "data:image/svg+xml;base64," in pages["run-curve"]
     # The form offers the run.

@@ -16,7 +16,9 @@ import pytest
 
 from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
+from earl_core.control.learner import call_learner, ensure_learner
 from earl_core.control.replicas import ReplicasLost, deal, play_evaluation, play_rollout
 from earl_core.control.run_controller import RunController, close_controller, open_controller
 from earl_core.control.stage_execution import judge
@@ -143,6 +145,34 @@ def test_engines_come_and_go_and_change_nothing(
     assert controller.groups.live("rollout", 2) is None
     assert controller.groups.peak_bytes("rollout") > 10**7
 
+    # One that is idle, and the one that plays: who takes over is a fresh process.
+    for held in tmp_path.glob("held-*"):
+        held.unlink()
+    (tmp_path / "hold").touch()
+    killer = threading.Thread(target=kill_the_idle_engine_too, args=(controller, tmp_path))
+    killer.start()
+    taken_over = play_rollout(controller, engines(2), 0, weights)
+    killer.join()
+    assert_equal(controller, taken_over, alone)
+    assert taken_over["metrics"]["replicas_lost"] == 2
+    notes = [x["event"] for x in controller.run.ledger() if "was lost" in x["event"]]
+    assert len(notes) == 3
+    assert all("signal 9" in note for note in notes)
+
+
+def kill_the_idle_engine_too(controller: RunController, folder: Path) -> None:
+    """SIGKILL to the engine of two whose games are over, then to the one whose games are held."""
+    groups = [controller.groups.live("rollout", member) for member in range(2)]
+    while not (held := list(folder.glob("held-*"))):
+        time.sleep(0.02)
+    parents = {p.pid for p in psutil.Process(int(held[0].name.split("-")[1])).parents()}
+    (idle,) = [group for group in groups if group and not parents & set(group.pids)]
+    # Idle is who has told of its games, which is later than their shard.
+    while idle._busy:
+        time.sleep(0.02)
+    os.kill(idle.pids[0], signal.SIGKILL)
+    kill_the_held_engine(controller, folder)
+
 
 def kill_the_held_engine(controller: RunController, folder: Path, child: str = "") -> None:
     """SIGKILL to the engine's worker whose games are held, or to a child of it by its name."""
@@ -170,6 +200,34 @@ def assert_equal(
     assert numbers(played) == pytest.approx(numbers(expected))
 
 
+def test_a_learner_lost_after_it_was_made_ready_is_a_loss(opened: Opened) -> None:
+    """And not a fresh one without the state, whose complaint would end the run."""
+    controller, learner = opened(), StageDeployment(stage="update")
+    ensure_learner(controller, learner, 0, version=0)
+    group = controller.groups.live("update")
+    assert isinstance(group, WorkerGroup)
+    os.kill(group.pids[0], signal.SIGKILL)
+    while group.alive:
+        time.sleep(0.02)
+    for method, arguments in (
+        ("update", {"manifests": [], "checkpoint": None, "record": {}}),
+        ("save", {"directory": "somewhere"}),
+    ):
+        with pytest.raises(WorkerLost, match="signal 9"):
+            call_learner(controller, learner, method, 1, **arguments)
+    # Two calls have told of it, so that it is no silent loss.
+    ensure_learner(controller, learner, 0, version=0)
+    assert controller.groups.rebuilt == {}
+    group = controller.groups.live("update")
+    assert isinstance(group, WorkerGroup)
+    os.kill(group.pids[0], signal.SIGKILL)
+    while group.alive:
+        time.sleep(0.02)
+    ensure_learner(controller, learner, 0, version=0)
+    assert controller.groups.rebuilt == {0: 1}
+    assert "and is built again" in list(controller.run.ledger())[-1]["event"]
+
+
 def test_episodes_that_end_every_engine_end_the_run(
     opened: Opened, weights: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +239,7 @@ def test_episodes_that_end_every_engine_end_the_run(
         play_rollout(controller, engines(2), 0, weights)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_an_engine_lost_between_its_shard_and_its_report(
     opened: Opened, weights: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,9 @@ USERS_FILES = {
     "random.py": "raise SystemExit('the random.py of the user ran')\n",
     "flows/__init__.py": "raise SystemExit('the flows of the user ran')\n",
     "my_game.py": (
+        "from earl_core.environments.base import Environment\n"
         "from earl_core.environments.registry import create\n\n\n"
-        "def Game(**options):\n    return create('tic_tac_toe', options)\n"
+        "def Game(**options) -> Environment:\n    return create('tic_tac_toe', options)\n"
     ),
 }
 """What people have in their working directories, Prefect's users above all."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from earl_core.config import ConfigError
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.run.checkpoints import verify_training_state
 from earl_core.system.files import canonical_json
@@ -88,6 +91,75 @@ def test_the_policy_directory_loads_with_stock_transformers(tmp_path: Path) -> N
     assert largest_difference(fresh, learner) == 0.0
     kinds = {path.suffix for path in (tmp_path / "state").rglob("*") if path.is_file()}
     assert kinds <= {".json", ".safetensors", ".jinja"}
+
+
+ODD = {
+    # transformers reads each of them, and writes none of them again.
+    "generation_config.json": {"temperature": 0.9, "top_p": 0.6, "eos_token_id": [2, 3]},
+    "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "own": [1]},
+    "extra/terms.txt": "of use",
+    "modeling_own.py": "A = 1\n",
+}
+
+
+def test_files_of_the_model_are_copied_as_they_lie(tmp_path: Path) -> None:
+    """Those that no library writes again, too; without weights, and what is hidden or foreign."""
+    base = save_model("llama", tmp_path / "model")
+    for name, content in ODD.items():
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    config = json.loads((base / "config.json").read_text())
+    config |= {"temperature": 0.7, "own": float("inf"), "torch_dtype": "bfloat16"}
+    (base / "config.json").write_text(json.dumps(config))
+    (base / ".cache").mkdir()
+    (base / ".cache" / "lock.json").write_text("{}")
+    (base / "weights.bin").write_bytes(b"x")
+    for other in ("checkpoint-8/config.json", "runs/a/run.json", "state/1/state.json"):
+        (base / other).parent.mkdir(parents=True)
+        (base / other).write_text("{}")
+    learner = make_learner(base)
+    learner.try_saving(tmp_path)
+    assert not list(tmp_path.glob(".rehearsal*"))
+    learner.save(tmp_path / "state", {})
+    policy = tmp_path / "state" / "policy"
+    for name in (*ODD, "tokenizer.json"):
+        assert (policy / name).read_bytes() == (base / name).read_bytes(), name
+    found = json.loads((policy / "config.json").read_text())
+    assert "torch_dtype" not in found
+    assert found.pop("dtype") == "float32"
+    assert found == {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")}
+    assert not {".cache", "weights.bin", "1"} & {path.name for path in policy.rglob("*")}
+    assert not {"checkpoint-8", "runs", "state"} & {path.name for path in policy.iterdir()}
+    assert largest_difference(make_learner(policy), learner) == 0.0
+
+
+def test_an_update_of_nothing_takes_no_step_and_is_saved(tmp_path: Path) -> None:
+    base = save_model("llama", tmp_path / "model")
+    learner, untouched = make_learner(base, minibatches=2), make_learner(base)
+    metrics = learner.update([], iteration=0)
+    assert (metrics["optimizer_steps"], metrics["grad_norm"], metrics["tokens"]) == (0.0, 0.0, 0.0)
+    assert largest_difference(learner, untouched) == 0.0
+    learner.save(tmp_path / "state", {"policy_version": 1})
+    assert untouched.restore(tmp_path / "state") == {"policy_version": 1}
+    _iterations(untouched, 1, 2)
+
+
+def test_what_keeps_a_checkpoint_from_being_written_is_said_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model("llama", tmp_path / "model")
+    learner = make_learner(base)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, match=r"a checkpoint needs [0-9,]+ bytes, .* has 1,000 left"):
+        learner.try_saving(tmp_path / "checkpoints")
+    (base / "tokenizer.json").unlink()
+    (base / "tokenizer.json").symlink_to("/proc/self/mem")
+    with pytest.raises(ConfigError, match=r"model/tokenizer\.json.* cannot be copied"):
+        learner.try_saving(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(OSError, match="checkpoints"):
+        learner.try_saving(tmp_path / "checkpoints")
 
 
 def test_another_model_is_one_clear_error_and_changes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from earl_core.config import ConfigError
+from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.attention.varlen_dense import attend_bucket
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
@@ -39,6 +42,16 @@ _DEEPSEEK = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "moe_intermediate_size": 32, "q_lora_rank": None, "kv_lora_rank": 32,
     "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+_SPARSE = {
+    **_DEEPSEEK, "q_lora_rank": 32, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4,
+}  # fmt: skip
+_BLOCKS = {
+    **_EXPERTS, "head_dim": 32, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 4,
+    "index_topk_blocks": 1, "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "dense_intermediate_size": 96, "shared_intermediate_size": 32,
 }  # fmt: skip
 
 
@@ -96,8 +109,12 @@ def test_a_family_equals_plain_transformers(
         ),
         ("StableLm", "", {}, "do not hand keyword arguments on to their attention"),
         ("Nemotron", "", {}, "do not hand keyword arguments on to their attention"),
-        ("Bloom", "", {"n_layer": 2, "n_head": 4}, "attention interface"),
-        ("Mpt", "", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "attention interface"),
+        ("Bloom", "", {"n_layer": 2, "n_head": 4}, "does not call its attention through"),
+        ("DeepseekV32", "", _SPARSE, "attends to the 4 tokens that an indexer chooses"),
+        ("GlmMoeDsa", "", _SPARSE, "attends to the 4 tokens that an indexer chooses"),
+        ("AXK2", "", _SPARSE, "attends to the 4 tokens that an indexer chooses"),
+        ("HYV4", "", _SPARSE, "attends to the 4 tokens that an indexer chooses"),
+        ("MiniMaxM3VLText", "MiniMaxM3VLForCausalLM", _BLOCKS, "blocks of tokens that an indexer"),
         (
             "Llama4Text", "Llama4ForCausalLM",
             {"attention_chunk_size": 9, "num_local_experts": 2, "head_dim": 16,
@@ -135,6 +152,32 @@ def test_the_torch_engine_advises_no_engine_for_what_training_refuses(
     engine = TorchEngine(directory)
     with pytest.raises(ConfigError, match=why):
         asyncio.run(engine.start())
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"indices": 1}, "tokens that an indexer chooses"),
+        ({"block_indices": 1}, "blocks of tokens that an indexer"),
+        ({"alibi_slopes": 1}, "not known here.*alibi_slopes"),
+        ({"cu_seq_lens_q": 1}, "not known here.*cu_seq_lens_q"),
+        ({"past_key_values": 1}, "not known here.*past_key_values"),
+        ({"is_causal": False}, "is not causal"),
+        ({"indices": None, "use_cache": False, "position_ids": 1, "is_causal": True}, ""),
+    ],
+)
+def test_an_attention_takes_no_setting_that_it_does_not_know(asked: Any, why: str) -> None:
+    states = torch.randn(1, 1, 3, 8)
+    boundaries = SampleBoundaries.from_lengths((3,), torch.device("cpu"))
+    call = partial(
+        varlen_attention, torch.nn.Module(), states, states, states, None,
+        sample_boundaries=boundaries,
+    )  # fmt: skip
+    if not why:
+        torch.testing.assert_close(call(**asked)[0], call()[0])
+        return
+    with pytest.raises(ConfigError, match=why):
+        call(**asked)
 
 
 class _Largest(TorchDispatchMode):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from earl_core.learner import memory
-from earl_core.system.memory import OutOfMemory, give_back_free_memory
+from earl_core.system.memory import OutOfMemory, give_back_free_memory, give_back_pages
 from earl_core.tensors.device_copies import host_memory
 
 
@@ -103,6 +103,18 @@ def test_free_memory_goes_back_to_the_host() -> None:
     give_back_free_memory()
     assert full - resident() > 100 * 2**20
     assert len(kept) == 2**16
+
+
+def test_pages_that_are_given_back_read_zeros() -> None:
+    tensor = torch.ones(2**25)
+    full, size = psutil.Process().memory_info().rss, tensor.nbytes - 1000
+    given = give_back_pages(tensor.data_ptr() + 500, size)
+    assert size - 2 * 4096 < given <= size
+    assert full - psutil.Process().memory_info().rss > 0.9 * given
+    assert tensor[:100].min() == tensor[-100:].min() == 1
+    assert tensor[2**12 : -(2**12)].max() == 0
+    tensor[2**20] = 3.0
+    assert tensor.sum() > 3.0
 
 
 def test_parked_tensors_come_back_as_they_were_and_shared_ones_stay_shared() -> None:

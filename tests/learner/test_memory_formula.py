@@ -17,7 +17,9 @@ head were gathered together in float32, counted in the same way at b0b0948."""
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    (found,) = launch("tests.learner.fake_peaks", "all_peaks", 1, tmp_path_factory.mktemp("peaks"))
+    scratch = tmp_path_factory.mktemp("peaks")
+    # Two minutes where nothing else runs.
+    (found,) = launch("tests.learner.fake_peaks", "all_peaks", 1, scratch, 500.0)
     return dict(found)
 
 

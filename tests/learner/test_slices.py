@@ -89,8 +89,10 @@ def test_a_failure_of_one_rank_is_everyones(ranks: int) -> None:
             == 1
         )
     kinds = [message.split()[:2] for message in answers[0]]
-    full = ["OSError", "28"]
-    assert kinds == [full, ["PoolFull", "28"], full, full, full, ["CheckpointError", "0"]]
+    assert [number for _, number in kinds] == ["28"] * 5 + ["0"]
+    full = {"NotWritten", "OSError"}
+    assert {kinds[at][0] for at in (0, 2, 3, 4)} <= full
+    assert (kinds[1][0], kinds[5][0]) == ("PoolFull", "CheckpointError")
     assert "no room for" in answers[1][0]
     assert "rank 0: " in answers[1][0]
     assert f"rank {ranks - 1}: " in answers[0][2]

@@ -154,7 +154,8 @@ def test_a_rank_that_hangs(
     assert error.rank == 1
     assert "no heartbeat" in str(error)
     # The stacks are in the log; the tail has the end of them, however deep they are.
-    assert "fault point update.microbatch2" in error.log_tail
+    assert "fault point update.microbatch2" in Path(error.where.log_path).read_text()
+    assert "fault_points.py" in error.log_tail
     assert "_run_module_as_main" in error.log_tail
     assert_ready_again(group, recorded, given, digest)
 

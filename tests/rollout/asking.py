@@ -22,6 +22,9 @@ from tests.rollout.scripted import ScriptedEngine
 
 STOP = char_tokenizer(CHATML).convert_tokens_to_ids("<|im_end|>")
 
+ROWS = 128
+"""Of the model, which are more than the tokenizer has tokens."""
+
 
 def limits(**options: Any) -> PlaySettings:
     return PlaySettings(**({"max_turns": 8, "max_tokens_per_turn": 3} | options))
@@ -51,7 +54,7 @@ class Asking:
         self.engine, self.settings = engine, settings
 
     async def __aenter__(self) -> Asking:
-        chat = ChatTokenizer(char_tokenizer(CHATML))
+        chat = ChatTokenizer(char_tokenizer(CHATML), rows=ROWS)
         self.gateway = Gateway(self.engine, chat, self.settings, LoadMeter(1))
         await self.gateway.__aenter__()
         self.session: Session = self.gateway.open(specs(1)[0])

@@ -41,6 +41,25 @@ class Unreliable:
         pass
 
 
+class Lonely:
+    """Of the prompts below `count` one episode alone is played; the others fail."""
+
+    def __init__(self, count: int, folder: str) -> None:
+        self._game = create("tic_tac_toe", {"style": "compact"})
+        self._count, self._folder = count, Path(folder)
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        if prompt < self._count:
+            (self._folder / f"played-{prompt}").touch(exist_ok=False)
+        return self._game.reset(prompt, seed)
+
+    def step(self, text: str) -> StepResult:
+        return self._game.step(text)
+
+    def close(self) -> None:
+        self._game.close()
+
+
 class Fleeting:
     """Three turns that no other process repeats. Whose prompt is `hanging` hangs in the second,
     the first time."""

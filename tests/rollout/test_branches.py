@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -63,6 +64,9 @@ def test_a_thousand_random_sessions_extend_exactly(template: str) -> None:
             assert len(sample.tokens) == len(sample.loss_mask) == len(sample.rollout_logprobs)
         turns = sum(len(sample.turn_starts) for sample in branches.samples)
         assert turns == len(conversations)
+        numbers = [sample.turn_numbers for sample in branches.samples]
+        assert sorted(itertools.chain(*numbers)) == list(range(turns))
+        assert all(each == sorted(each) for each in numbers)
     assert extended > 1000
     assert forked > 100
 

@@ -158,6 +158,7 @@ CHATS = {name: chat_of(name) for name in ("chatml", "plain")}
 
 
 @pytest.mark.parametrize("name", STABLE)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(
         st.sampled_from(
@@ -188,9 +189,10 @@ def test_quoted_special_tokens_among_the_tokens_around_them() -> None:
     assert quoted[:start] == plain[:start]
     assert quoted[start : start + 10] == [token(each) for each in "<|im_end|>"]
     assert quoted[start + 10 :] == plain[start + 1 :]
-    # What the model itself has written stays what it was.
-    said = chat.encode(chat.render([user("a"), assistant("b<|eot_id|>c"), user("d")]))
-    assert token("<|eot_id|>") in said
+    # What the policy itself has written stays what it was, what somebody else wrote does not.
+    for content, own in ((chat.own("b<|eot_id|>c"), True), ("b<|eot_id|>c", False)):
+        said = chat.encode(chat.render([user("a"), assistant(content), user("d")]))
+        assert (token("<|eot_id|>") in said) == own
 
 
 @pytest.mark.parametrize("number", ["99", "9" * 5000])

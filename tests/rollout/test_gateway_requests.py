@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -14,8 +17,19 @@ from openai import AsyncOpenAI, AuthenticationError
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.gateway import gateway
-from tests.rollout.asking import HELLO, STOP, Asking, answering, asked, limits, on_torch, specs
-from tests.rollout.chat_models import tiny_model
+from tests.rollout import asking as asking_module
+from tests.rollout.asking import (
+    HELLO,
+    ROWS,
+    STOP,
+    Asking,
+    answering,
+    asked,
+    limits,
+    on_torch,
+    specs,
+)
+from tests.rollout.chat_models import CHATML, tiny_model
 from tests.rollout.scripted import ScriptedEngine
 from tests.rollout.test_gateway import played
 from tests.rollout.test_tool_calls import schema
@@ -53,7 +67,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
     "a surrogate in a call": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": SURROGATE_CALL}]}]},
-        "messages[0].tool_calls cannot be encoded as UTF-8",
+        "messages[0].tool_calls: the arguments of f.a cannot be encoded as UTF-8",
     ),
     "calls that are no list": (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
@@ -62,12 +76,30 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a deep schema": ({**HELLO, "tools": [schema("f", DEEP)]}, "nested too deeply"),
     "a surrogate in a tool": (
         {**HELLO, "tools": [schema("f", {"type": "object", "title": "\ud800"})]},
-        "tools cannot be encoded as UTF-8",
+        "tools[0].function.parameters.title cannot be encoded as UTF-8",
     ),
     "a budget": ({**HELLO, "max_tokens": 0.5}, "whole number above 0"),
     "a flood": (
         {"messages": [{"role": "user", "content": "ten" * 4_000_000}]},
-        "12,000,000 characters, more than the model's context can hold",
+        "bytes, more than the model's context can hold",
+    ),
+    **{
+        f"a surrogate in {name}": ({"messages": [{**message, **HELLO["messages"][0]}]}, where)  # type: ignore[index]
+        for name, message, where in (
+            ("a name", {"name": "\ud800"}, "messages[0].name cannot be encoded"),
+            ("an id", {"tool_call_id": "a\udfff"}, "messages[0].tool_call_id cannot be encoded"),
+            ("a key", {"\ud800": 1}, "messages[0] cannot be encoded"),
+        )
+    },
+    "a surrogate in the model": ({**HELLO, "model": "\udc00"}, "model cannot be encoded"),
+    "a surrogate in bytes": (b'{"model": "\xed\xa0\x80"}', "no JSON"),
+    "a flood in a name": (
+        {"messages": [{**HELLO["messages"][0], "name": "ten" * 60_000}]},  # type: ignore[index]
+        "characters, more than the model's context can hold",
+    ),
+    "a flood of messages": (
+        {"messages": [{"role": "user", "content": ""}] * 40_000},
+        "characters, more than the model's context can hold",
     ),
     "a flood of tools": (
         {**HELLO, "tools": [schema("f", {"type": "object", "title": "ten" * 4_000_000})]},
@@ -87,6 +119,43 @@ def test_bad_requests_get_one_clear_message_and_cost_nothing(case: str) -> None:
         assert (await asking.post(HELLO)).status_code == 200
 
     asked(scenario, max_turns=1)
+
+
+def test_what_one_session_sends_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that prints names, a context of a million tokens, and two megabytes in a name."""
+    named = CHATML.replace("{{ m['content'] }}", "{{ m.get('name', '') }}: {{ m['content'] }}")
+    monkeypatch.setattr(asking_module, "CHATML", named)
+    large = {"messages": [{"role": "user", "content": "hi", "name": "ab " * 100_000}]}
+    engine = answering()
+    engine.max_model_len = 1_000_000
+
+    async def scenario(asking: Asking) -> None:
+        sent = asyncio.create_task(asking.post(large))
+        other = asking.gateway.open(specs(2)[1])
+        headers = {"Authorization": f"Bearer {other.key}"}
+        url, longest = f"{asking.gateway.base_url(other)}/models", 0.0
+        while not sent.done():
+            begun = time.monotonic()
+            assert (await asking.http.get(url, headers=headers)).status_code == 200
+            longest = max(longest, time.monotonic() - begun)
+        assert (await sent).status_code == 200
+        (sample,) = asking.session.end(1.0, {}).samples
+        assert sum(mask == 0 for mask in sample.loss_mask) > 300_000
+        assert longest < 1.0
+
+    asked(scenario, engine)
+
+
+def test_an_exception_of_a_template_is_its_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = "{% for m in messages %}{{ 1 // (m['content'] | length - 7) }}{% endfor %}"
+    monkeypatch.setattr(asking_module, "CHATML", CHATML + broken)
+
+    async def scenario(asking: Asking) -> None:
+        refused = await asking.post({"messages": [{"role": "user", "content": "sevensx"}]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_messages")
+        assert (await asking.post(HELLO)).status_code == 200
+
+    asked(scenario)
 
 
 def test_other_endpoints_are_named_by_those_that_there_are() -> None:
@@ -258,11 +327,13 @@ def test_token_ids_go_on_where_the_answer_ended_and_are_recorded_as_they_are() -
         assert (len(reply["token_ids"]), reply["finish_reason"]) == (1, "length")
         assert reply["logprobs"] is None
         # The same conversation again, one that differs, and one by messages: samples of their own.
-        for ids in (first, [8, 6, 7, 1]):
+        for ids in (first, [8, 6, 7, ROWS - 1]):
             assert (await ask(ids)).status_code == 200
         assert (await asking.post(HELLO)).status_code == 200
         for ids, message in (([], "at least one"), ([-1], "from 0 to"), ("x", "must be a list")):
             assert message in (await ask(ids)).json()["error"]["message"]
+        beyond = (await ask([ROWS])).json()["error"]["message"]
+        assert beyond == f"token_ids must be whole numbers from 0 to {ROWS - 1}"
         assert "stop is not supported" in (await ask(first, stop=["x"])).json()["error"]["message"]
         episode = asking.session.end(1.0, {})
         assert [len(sample.turn_starts) for sample in episode.samples] == [2, 1, 1, 1]
@@ -295,3 +366,21 @@ def test_a_standing_session_is_renewed_and_costs_no_memory(monkeypatch: pytest.M
         await standing
 
     asked(scenario, engine)
+
+
+def test_nobody_takes_a_gateways_port_while_its_agents_may_ask_there() -> None:
+    """An agent may go on after its rollout: it gets no answer, and then one that refuses it."""
+    ports = []
+
+    async def scenario(asking: Asking) -> None:
+        ports.append(urlsplit(asking.url).port or 0)
+        assert (await asking.post(HELLO)).status_code == 200
+
+    asked(scenario)
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", ports[0]))
+    with socket.create_connection(("127.0.0.1", ports[0]), timeout=5) as late:
+        late.sendall(b"GET /old/v1/models HTTP/1.0\r\nauthorization: Bearer x\r\n\r\n")
+        asked(scenario)
+        assert b" 401 " in late.recv(4096).partition(b"\r\n")[0]
+    assert ports[0] == ports[1]

@@ -66,6 +66,25 @@ def test_parts_add_up(games: list[tuple[list[tuple[int, float]], str]], cuts: li
             }  # fmt: skip
 
 
+def test_an_outcome_that_no_episode_had_is_zero() -> None:
+    episodes = [episode(0, [(1, 1.0)], "win"), episode(1, [(1, 0.0)], "done")]
+    for played, label in zip(episodes, ("chess", "words"), strict=True):
+        played.environment = label
+    episodes[0].take({"outcome": "win", "outcomes": ["win", "draw", "loss"]})
+    episodes[1].take({"outcome": "done", "outcomes": ["done", "illegal"]})
+    tally = tally_of(episodes)
+    metrics = rollout_metrics(tally)
+    shares = {name: value for name, value in metrics.items() if "outcome/" in name}
+    assert shares == {
+        "outcome/win": 0.5, "outcome/draw": 0.0, "outcome/loss": 0.0, "outcome/done": 0.5,
+        "outcome/illegal": 0.0, "of/chess/outcome/win": 1.0, "of/chess/outcome/draw": 0.0,
+        "of/chess/outcome/loss": 0.0, "of/words/outcome/done": 1.0, "of/words/outcome/illegal": 0.0,
+    }  # fmt: skip
+    held_out = evaluation_results(tally)["outcomes"]["draw"]
+    low, high = wilson_interval(0, 2)
+    assert held_out == {"count": 0, "share": 0.0, "low": low, "high": high}
+
+
 def test_engines_work_side_by_side_and_their_calls_one_after_the_other() -> None:
     slow = RolloutLoad(seconds=4.0, generated_tokens=40, running_max=8, peak_memory_bytes=100)
     fast = RolloutLoad(seconds=1.0, generated_tokens=10, running_max=2, peak_memory_bytes=30)

@@ -117,7 +117,7 @@ def test_the_format_is_found_by_the_template(name: str) -> None:
         max_size=4,
     ),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_any_arguments_survive(form: str, arguments: dict[str, Any]) -> None:
     import json
 

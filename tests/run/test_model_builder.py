@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,8 @@ def build(path, **options):
 
 BUILD = """
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from earl_core.models.builder import ModelBuilder
 from tests.run.test_run_directory import config_in
 path = Path("model").absolute()
@@ -54,7 +58,8 @@ def test_options_that_the_builder_does_not_take_are_refused(tmp_path: Path) -> N
         "builder": "earl_core.models.tiny:build",
         "builder_options": {"environment": {"name": "tic_tac_toe"}},
     }
-    builder = ModelBuilder(None, {"stage": "rollout"}, config=config, run_directory="run")  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(report=lambda progress: None)
+    builder = ModelBuilder(context, {"stage": "rollout"}, config=config, run_directory="run")
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'environment'.*characters"):
         builder.build()
     assert not (tmp_path / "model").exists()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from earl_core.config import RunConfig, parse_config
+from earl_core.config import ConfigError, RunConfig, parse_config
 from earl_core.control.shared_memory_need import judged_room, need_of, samples_bytes
 from earl_core.pretrained.model_directory import published_bytes, read_model_shape
 from earl_core.system.shared_memory import Need, Room
 from earl_core.weights.publish import publish
-from flows.cli.checks.shared_memory import check_shared_memory
+from flows.cli.checks import shared_memory
+from flows.cli.checks.shared_memory import check_shared_memory, require_room
 from tests.config.test_config import with_
 from tests.engines.models import POSITIONS, make
 
@@ -86,7 +87,9 @@ def test_the_need_is_that_of_what_is_published(kind: str, tmp_path: Path) -> Non
     assert read_model_shape(tmp_path / "model").max_positions == POSITIONS
 
 
-def test_the_doctor_says_whether_the_run_file_fits(tmp_path: Path) -> None:
+def test_the_doctor_says_whether_the_run_file_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make("llama_tied", tmp_path / "model")
     fits = config(tmp_path / "model", tmp_path)
     texts = [finding.text for finding in check_shared_memory(fits)]
@@ -98,3 +101,14 @@ def test_the_doctor_says_whether_the_run_file_fits(tmp_path: Path) -> None:
         if finding.level == "blocks"
     ]
     assert "dispatch.max_bytes is" in blocking[0].text
+    # vLLM has a queue beside the shards, which 64 MB of a container do not hold, nor a disk.
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_memory, "room_in", lambda place: Room(Path(place), 2**26, 2**26))
+        rollout = fits.rollout.model_copy(update={"engine": "vllm"})
+        with pytest.raises(ConfigError, match="vLLM needs 240 MiB") as refused:
+            require_room(fits.model_copy(update={"rollout": rollout}))
+        assert "--shm-size=8g" in refused.value.remedy
+    # `earl train` refuses it in its first second, not once the workers are there.
+    require_room(fits)
+    with pytest.raises(ConfigError, match="max_bytes is"):
+        require_room(fits.model_copy(update={"dispatch": dispatch}))

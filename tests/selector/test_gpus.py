@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from earl_core.cluster.host import local_hosts
 from earl_core.control import device_figures
 from earl_core.control.device_figures import with_figures
 from earl_core.control.hardware import read_hardware
+from earl_core.control.precision import decide
 from earl_core.deployment.shapes import DeviceFigures, Hardware
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import DEVICES, cluster, device_of
@@ -182,6 +184,22 @@ def test_cores_follow_the_gpus_that_they_are_next_to(monkeypatch: pytest.MonkeyP
     assert set(half.cores) <= {70, 0, 1, 4, 5}
 
 
+def test_the_least_compute_capability_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for boards, least in (
+        ([H100], 9.0),
+        ([replace(H100, capability=(8, 6)), H100], 8.6),
+        ([replace(H100, capability=(7, 5))], 7.5),
+        ([replace(H100, capability=(12, 0))], 12.0),
+        ([replace(H100, capability=None)], 0.0),
+        ([MIG], 0.0),
+    ):
+        install(monkeypatch, Machine(boards))
+        assert read_resources().gpu_capability == least
+    # A name in the catalogue says it as well.
+    install(monkeypatch, Machine([MIG]))
+    assert decide(local_hosts(1)).precision == "bf16"
+
+
 REFUSALS = {
     "NVMLError_LibraryNotFound": "NVIDIA_DRIVER_CAPABILITIES",
     "NVMLError_DriverNotLoaded": "install the driver again",
@@ -271,7 +289,8 @@ def test_a_gpu_that_nobody_knows_is_measured_once(tmp_path: Path) -> None:
     found = with_figures(hardware, directory=str(tmp_path), device="cpu")
     figures = found.figures
     assert isinstance(figures, DeviceFigures)
-    assert 1e9 < figures.flops < 1e14
+    assert 1e8 < figures.flops < 1e14
+    assert 1e8 < figures.float32_flops < 1e14
     assert 1e8 < figures.memory_bandwidth < 1e13
     assert 1e-6 < figures.layer_seconds < 1
     planned = device_of(found)

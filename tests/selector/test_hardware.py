@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from earl_core.system.control_groups import processor_limit
 from earl_core.system.memory import memory_in_use, memory_limit
-from tests.cgroup import memory_cgroup
+from tests.cgroup import memory_cgroup, processor_cgroup
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 MIB = 2**20
@@ -87,22 +88,53 @@ def test_without_a_limit_it_is_the_machine(tmp_path: Path) -> None:
     assert memory_limit(machine(tmp_path, "0::/../..\n", line, limited)) == 64 * MIB
 
 
+@pytest.mark.parametrize(
+    ("own", "outer", "limit"),
+    [
+        ("max 100000", "max 100000", None),
+        ("200000 100000", "max 100000", 2.0),
+        ("max 100000", "150000 100000", 1.5),
+        ("400000 100000", "50000 100000", 0.5),
+        ("10000 20000", "-1 100000", 0.5),
+        ("", "0 100000", None),
+    ],
+)
+def test_the_least_share_of_the_cores_counts(
+    tmp_path: Path, own: str, outer: str, limit: float | None
+) -> None:
+    line = "30 23 0:27 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+    files = {"sys/fs/cgroup/jobs/own/cpu.max": own, "sys/fs/cgroup/jobs/cpu.max": outer}
+    assert processor_limit(machine(tmp_path / "2", "0::/jobs/own\n", line, files)) == limit
+    group = "sys/fs/cgroup/cpu,cpuacct/jobs"
+    files = {}
+    for place, text in ((f"{group}/own", own), (group, outer)):
+        quota, _, period = text.replace("max", "-1").partition(" ")
+        files |= {f"{place}/cpu.cfs_quota_us": quota, f"{place}/cpu.cfs_period_us": period}
+    line = "34 31 0:31 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+    root = machine(tmp_path / "1", "3:cpu,cpuacct:/jobs/own\n4:memory:/\n", line, files)
+    assert processor_limit(root) == limit
+    assert processor_limit(tmp_path / "nowhere") is None
+
+
 _INSIDE = """
 import os, sys
-open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+for group in sys.argv[1:]:
+    open(group + "/cgroup.procs", "w").write(str(os.getpid()))
 from earl_core.control.hardware import read_hardware
 from earl_core.system.memory import memory_in_use
 before = memory_in_use()
 held = bytearray(os.urandom(1)) * (64 << 20)
-print(read_hardware().memory_bytes, memory_in_use() - before)
+print(read_hardware().memory_bytes, memory_in_use() - before, read_hardware().cpu_cores)
 """
 
 
 def test_a_real_group_limits_what_is_read() -> None:
-    with memory_cgroup(1024 * MIB) as group:
+    with memory_cgroup(1024 * MIB) as memory_group, processor_cgroup(0.6) as processor_group:
         done = subprocess.run(
-            [sys.executable, "-c", _INSIDE, str(group)], capture_output=True, text=True, check=True
-        )
-    memory, grown = map(int, done.stdout.split())
-    assert memory == 1024 * MIB
+            [sys.executable, "-c", _INSIDE, str(memory_group), str(processor_group)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    memory, grown, cores = map(int, done.stdout.split())
+    # A container that may use 0.6 cores of many has threads for one.
+    assert (memory, cores) == (1024 * MIB, 1)
     assert 60 * MIB < grown < 90 * MIB

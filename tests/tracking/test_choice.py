@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -18,8 +19,10 @@ from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import Observation
 from tasks.reports.plan_report import plan_page
+from tasks.reports.run_page.charts import sections
 from tasks.reports.selector_chart import selector_chart
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
+from tasks.tracking.metric_catalogue import stored_name
 from tasks.tracking.mlflow_client import Numbers
 from tests.selector.examples import given
 from tests.tracking.conftest import Runs, history
@@ -241,8 +244,30 @@ def test_a_page_without_candidates_says_why(run: RunDirectory) -> None:
 
 
 def test_mlflow_takes_whatever_environments_and_rewards_call_their_metrics() -> None:
-    told = ("outcome/", "a//b", "../c", "a/./d", "e?/ü", "/f")
+    told = (
+        "outcome/", "a//b", "../c", "a/./d", "e?/ü", "/f", "acc@1", "acc#1", "acc_1", "acc\n1",
+        "a/_/b", "a/../b", "acc\ud800", "x" * 250, "x" * 251, "x" * 252, "p%", "p_", "p$",
+    )  # fmt: skip
+    assert stored_name("acc_1") == "acc_1"
     stored = Numbers(0, dict.fromkeys(told, 1.0), 0.0).finite()
     assert len(stored) == len(told)
     for name in stored:
         _validate_metric_name(name)
+
+
+def test_a_chart_shows_zero_where_no_episode_had_an_outcome() -> None:
+    lines = [
+        {"iteration": 0, "rollout/outcome/win": 0.5, "rollout/outcome/draw": 0.5},
+        {"iteration": 1, "rollout/outcome/win": 1.0},
+        {"iteration": 2, "rollout/outcome/win": 0.9, "rollout/outcome/draw": 0.1},
+    ]
+    held_out = [
+        {"iteration": 0, "outcome/win/share": 1.0},
+        {"iteration": 2, "outcome/loss/share": 1.0},
+    ]
+    records: Any = SimpleNamespace(iterations=lines, evaluations=held_out)
+    charts = {each["title"]: each for each in sections(records)[0]["charts"]}
+    shown = {each["name"]: each["y"] for each in charts["Outcomes in training"]["series"]}
+    assert shown == {"win": [50.0, 100.0, 90.0], "draw": [50.0, 0.0, 10.0]}
+    shown = {each["name"]: each["y"] for each in charts["Outcomes of held-out episodes"]["series"]}
+    assert shown == {"win": [100.0, 0.0], "loss": [0.0, 100.0]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import threading
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert {"version.mlflow", "version.torch", "version.python"} <= set(tags)
     assert tags["checkpoint"] == str(run.checkpoint_path(2).resolve())
     assert tags["plan.rollout"] == "the only candidate"
+    note = tags["mlflow.note.content"]
+    assert "Training, 3 of 3 done: return +0.000 → return +0.200" in note
+    assert "→ return +0.250, win 50 %" in note
+    assert f"`earl resume {shlex.quote(str(run.path.resolve()))}`" in note
     assert history(uri, tracker.run_id) == {0: 0.0, 1: 0.1, 2: 0.2}
     assert history(uri, tracker.run_id, "entropy") == {0: 1.5, 1: 1.5, 2: 1.5}
     assert history(uri, tracker.run_id, "nothing") == {}

@@ -7,9 +7,9 @@ import re
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-from tasks.report import mlflow_page
 from tasks.reports.curve_report import curve_page
 from tasks.reports.episode_report import episodes_page, fenced
+from tasks.tracking.run_note import mlflow_page
 
 HOSTILE = "```\n# heading\n![x](http://evil.example/a.png)\n<img src=x onerror=alert(1)>\n````\nend"
 
@@ -98,6 +98,6 @@ def test_the_curve_is_a_small_drawing() -> None:
 def test_the_run_is_linked_where_mlflow_has_a_server() -> None:
     known = {"run_id": "a1", "experiment_id": "4"}
     served = {"tracking": {**known, "uri": "http://127.0.0.1:5000/"}}
-    assert mlflow_page(served) == "http://127.0.0.1:5000/#/experiments/4/runs/a1"
+    assert mlflow_page(served) == "http://127.0.0.1:5000/#/experiments/4/runs/a1/model-metrics"
     assert mlflow_page({"tracking": {**known, "uri": "sqlite:///mlflow.db"}}) is None
     assert mlflow_page({}) is None

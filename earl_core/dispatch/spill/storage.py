@@ -29,6 +29,7 @@ from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import EarlError
 from earl_core.system.files import private
 from earl_core.system.processes import ProcessId
+from earl_core.system.storage_errors import naming
 
 _MARK = "earl-spill.json"
 _FORMAT = "earl.spill/1"
@@ -102,7 +103,7 @@ class Spill:
         """
         aside = path.with_name(f".writing.{ProcessId.current()}.{entry.generation}")
         try:
-            with open(aside, "w+b", opener=private) as stream:
+            with naming(path), open(aside, "w+b", opener=private) as stream:
                 # A full tmpfs must be an error here and not a signal to whoever maps the file.
                 os.posix_fallocate(stream.fileno(), 0, max(1, entry.bytes))
                 self._copy(entry, stream)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from earl_core.system.errors import ConfigError
-from earl_core.system.import_path import import_object
+from earl_core.system.import_path import import_object, refuse_library
+from earl_core.system.similar import meant
 
 BUILT_IN = {
     "calculator": "earl_core.environments.tools.calculator:calculator",
@@ -28,11 +29,13 @@ _PLAIN = (str, int, float, bool, list, tuple, dict, types.NoneType, Any)
 class Tool:
     """schema: as chat templates and OpenAI's API have it, {"type": "function", "function": {"name",
     "description", "parameters"}}. function: called with the arguments by name; may be a coroutine
-    function, whose time is limited. ready: awaited before that time begins."""
+    function, whose time is limited. ready: awaited before that time begins. notes: what somebody
+    who starts a run with it should know."""
 
     schema: dict[str, Any]
     function: Callable[..., Any]
     ready: Callable[[], Awaitable[None]] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -45,14 +48,16 @@ def load_tool(path: str) -> Tool:
     if ":" not in path and path not in BUILT_IN:
         raise ConfigError(
             f"there is no tool {path!r}",
-            remedy=f"use one of {', '.join(BUILT_IN)}, or the import path of a function of your "
+            remedy=f"{meant(path, BUILT_IN)}use one of {', '.join(BUILT_IN)}, or the import "
+            "path of a function of your "
             "own, like 'package.module:function'",
         )
     function = import_object(BUILT_IN.get(path, path), "the tool")
-    check = getattr(function, "check", None)
-    if check is not None:
-        check()
-    return tool_of(function, path)
+    tool = tool_of(function, path)
+    refuse_library(function, path, "the tool")
+    if path not in BUILT_IN or not hasattr(function, "check"):
+        return tool
+    return replace(tool, notes=tuple(function.check()))
 
 
 def tool_of(function: Callable[..., Any], path: str) -> Tool:

@@ -20,6 +20,8 @@ from earl_core.secrets import redact, resolve
 from earl_core.system.errors import ConfigError, EarlError
 
 _OPEN_SECONDS = 60.0
+_MOST_TOOLS = 1000
+_MOST_CHARACTERS = 1_000_000
 # A server begins a session of its own, so that the end of its host's group does not reach it.
 _BOUND = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -42,13 +44,9 @@ class Server:
         """Connect; returns its tools. Raises ConfigError."""
         try:
             await asyncio.wait_for(self._connect(), _OPEN_SECONDS)
-            found: list[Any] = []
-            cursor: str | None = ""
-            while cursor is not None:
-                asked = self._client.list_tools(cursor=cursor or None)
-                page = await asyncio.wait_for(asked, _OPEN_SECONDS)
-                found += page.tools
-                cursor = page.next_cursor
+            found = await asyncio.wait_for(self._listed(), _OPEN_SECONDS)
+        except ConfigError:
+            raise
         except Exception as error:
             told = "it took over 60 s" if isinstance(error, TimeoutError) else _cause(error)
             raise ConfigError(
@@ -56,6 +54,30 @@ class Server:
                 remedy="correct environment.mcp, or start the server",
             ) from None
         return [self._tool(each) for each in found]
+
+    async def _listed(self) -> list[Any]:
+        """What the server says of its tools, page by page. Raises ConfigError."""
+        found: list[Any] = []
+        size, cursors, cursor = 0, set[str](), ""
+        while True:
+            page = await self._client.list_tools(cursor=cursor or None)
+            found += page.tools
+            size += sum(len(each.model_dump_json()) for each in page.tools)
+            if len(found) > _MOST_TOOLS or size > _MOST_CHARACTERS:
+                told = f"more than {_MOST_TOOLS} tools, or {_MOST_CHARACTERS:,} characters of them"
+                raise self._endless(told)
+            if page.next_cursor is None:
+                return found
+            if page.next_cursor in cursors or len(cursors) >= _MOST_TOOLS:
+                raise self._endless("page after page of tools without an end")
+            cursor = page.next_cursor
+            cursors.add(cursor)
+
+    def _endless(self, told: str) -> ConfigError:
+        return ConfigError(
+            redact(f"the MCP server {self.name!r} lists {told}"),
+            remedy="correct the server, or take it out of environment.mcp",
+        )
 
     async def close(self) -> None:
         """End the connection, and the server if it is ours."""
@@ -85,7 +107,7 @@ class Server:
                 raise EarlError(str(error)) from error
             self._broken = True
             raise self._lost("was lost", error) from error
-        text = "\n".join(map(_text, result.content))
+        text = "\n".join(map(_text, result.content[:_MOST_TOOLS]))
         if result.is_error:
             raise EarlError(text)
         return text

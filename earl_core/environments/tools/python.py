@@ -1,44 +1,50 @@
-"""Python code as a tool: each call in a fresh process with limits.
+"""Python code as a tool: each call in a fresh process that is held by the kernel.
 
-Contained: processor time, wall time, memory, the size and number of files, the environment's
-variables, the network (a namespace without one), and processes that the code leaves behind unless
-they begin a session of their own. Not contained: the code runs as the same user, reads what that
-user may read and writes where the user may write; its own folder is only its working directory. It
-is a guard against accidents of a model, not against an attacker: where that matters run EARL in a
-container, or name a tool of your own that asks a sandbox.
+`sandbox` does it. Namespaces are taken where the kernel gives some: the code then sees no process,
+no network and no file but Python's own, and a folder in memory; filters of system calls and, in
+place of the mount view, Landlock otherwise. What a machine does not hold is said when the tool is
+loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
 
+from earl_core.environments.tools.sandbox.groups import limited_groups, sweep
+from earl_core.environments.tools.sandbox.program import Settings
 from earl_core.system.errors import ConfigError
 
 _SECONDS = 8
+_MEMORY_BYTES = 1 << 30
+_PROCESSES = 64
 _OUTPUT_BYTES = 1 << 17
-_NO_NETWORK = 126
-# Limits are set by the process itself: code between fork and exec of a process with threads may
-# wait for a lock that nobody holds any more.
-_PRELUDE = f"""
-import ctypes, os, resource, sys
-libc = ctypes.CDLL(None)
-libc.prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-# CLONE_NEWNET, which only root may use alone; with CLONE_NEWUSER anybody whom the kernel lets.
-if libc.unshare(0x40000000) and libc.unshare(0x50000000):
-    os._exit({_NO_NETWORK})
-limits = dict(CPU={_SECONDS}, AS=1 << 30, FSIZE=1 << 24, NOFILE=64, CORE=0)
-for kind, limit in limits.items():
-    resource.setrlimit(getattr(resource, "RLIMIT_" + kind), (limit, limit))
-code = sys.stdin.read()
-exec(compile(code, "<code>", "exec"), {{"__name__": "__main__"}})
+_END_SECONDS = 2.0
+# A folder, or the file that a host of another interpreter is run from.
+_HOME = str(Path(__file__).resolve().parents[3])
+_START = f"""\
+import sys
+sys.path.append({_HOME!r})
+from earl_core.environments.tools.sandbox.program import main
+sys.path.remove({_HOME!r})
+main()
 """
-_COMMAND = (sys.executable, "-I", "-X", "utf8", "-c", _PRELUDE)
+_COMMAND = (sys.executable, "-I", "-B", "-X", "utf8", "-c", _START)
+# One thread each: libraries begin one for every core, which are more than the code may have.
+_THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR")
+_VARIABLES = {
+    "PATH": os.defpath,
+    **{f"{library}_NUM_THREADS": "1" for library in _THREADS},
+}
 
 
 async def python(code: str) -> str:
@@ -47,25 +53,37 @@ async def python(code: str) -> str:
     Args:
         code: The code. Print what you want to see. Nothing is kept between calls.
     """
-    with tempfile.TemporaryDirectory(prefix="earl-python-") as folder:
+    with _settings(namespaces=_containment()[0]) as settings:
         process = await asyncio.create_subprocess_exec(
             *_COMMAND,
-            cwd=folder,
-            env=_environment(folder),
+            settings.text(),
+            cwd="/",
+            env=_VARIABLES,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            output = await asyncio.wait_for(_output(process, code), _SECONDS)
+            output = await asyncio.wait_for(_output(process, code), _SECONDS + _END_SECONDS)
         except TimeoutError:
             return f"Error: the code ran for over {_SECONDS} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            await _end(process)
     return output.decode("utf-8", "replace") or "(nothing was printed)"
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """It ends what the code began before it ends itself."""
+    # Not by its method, which waits for it too, as the event loop does.
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), _END_SECONDS)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 async def _output(process: asyncio.subprocess.Process, code: str) -> bytes:
@@ -83,21 +101,49 @@ async def _output(process: asyncio.subprocess.Process, code: str) -> bytes:
     return b"".join(parts)
 
 
-def _environment(folder: str) -> dict[str, str]:
-    return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder}
-
-
-def _check() -> None:
-    """Raise `ConfigError` where no process can be cut off the network."""
-    probe = subprocess.run(
-        _COMMAND, input=b"", env=_environment("/"), capture_output=True, check=False
-    )
-    if probe.returncode:
-        raise ConfigError(
-            f"the tool 'python' does not run here ({probe.stderr.decode()[-300:]!r}): it needs to "
-            "cut its processes off the network",
-            remedy="allow user namespaces, or name a tool of your own that runs code elsewhere",
+@contextmanager
+def _settings(namespaces: bool, tell: bool = False) -> Iterator[Settings]:
+    with ExitStack() as stack:
+        groups = stack.enter_context(limited_groups(_MEMORY_BYTES, _PROCESSES))
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="earl-python-", ignore_cleanup_errors=True)
         )
+        yield Settings(namespaces, folder, groups, _SECONDS, _MEMORY_BYTES, _PROCESSES, tell)
+
+
+@cache
+def _containment() -> tuple[bool, list[str]]:
+    """Whether there are namespaces here, and what is not held. Raises `ConfigError`."""
+    sweep()
+    reasons: list[str] = []
+    for namespaces in (True, False):
+        with _settings(namespaces, tell=True) as settings:
+            probe = subprocess.run(
+                (*_COMMAND, settings.text()),
+                input=b"import decimal; print(decimal.Decimal(1))",
+                env=_VARIABLES,
+                cwd="/",
+                capture_output=True,
+                check=False,
+            )
+        told = probe.stdout.decode().splitlines()
+        if probe.returncode == 0 and told[1:] == ["1"]:
+            lacking: list[str] = json.loads(told[0])
+            if reasons:
+                lacking.append(f"it has no namespaces: {reasons[0]}")
+            return namespaces, lacking
+        said = probe.stderr.decode(errors="replace").strip().splitlines() or told
+        reasons.append(said[-1][-300:] if said else f"exit code {probe.returncode}")
+    raise ConfigError(
+        f"the tool 'python' does not run here ({'; '.join(reasons)}): it needs to cut its "
+        "processes off the network",
+        remedy="allow user namespaces, or name a tool of your own that runs code elsewhere",
+    )
+
+
+def _check() -> list[str]:
+    """What this machine does not hold of it. Raises `ConfigError` where it cannot run."""
+    return [f"the tool 'python' is not wholly contained here: {each}" for each in _containment()[1]]
 
 
 python.check = _check  # type: ignore[attr-defined]

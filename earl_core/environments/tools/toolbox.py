@@ -22,6 +22,7 @@ from earl_core.environments.base import (
     StepResult,
     ToolCall,
 )
+from earl_core.environments.tools.arguments import ArgumentCheck, is_costly, misfit
 from earl_core.environments.tools.functions import Tool, tool_of
 from earl_core.system.errors import ConfigError, EarlError
 
@@ -61,6 +62,11 @@ class Toolbox:
         """What the model is told."""
         return [tool.schema for tool in self._tools.values()]
 
+    @property
+    def notes(self) -> list[str]:
+        """What somebody who starts a run with them should know."""
+        return [note for tool in self._tools.values() for note in tool.notes]
+
     async def use(self, calls: Sequence[ToolCall], in_thread: InThread) -> StepResult:
         """A message for each call, in their order; `info["tool_errors"]` says how many failed.
 
@@ -90,7 +96,7 @@ class Toolbox:
         if tool is None:
             raise EarlError(f"there is no tool {call['name']!r}: use {', '.join(self._tools)}")
         arguments = call["arguments"]
-        _check_arguments(tool, arguments)
+        await _check_arguments(tool, arguments)
         if tool.ready is not None:
             await tool.ready()
         if inspect.iscoroutinefunction(tool.function):
@@ -129,11 +135,11 @@ def check_schema(schema: Any) -> None:
         ) from None
 
 
-def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import best_match
-    from referencing import Registry
+_CHECK = ArgumentCheck()
+"""Of this process: tools are made anew for every environment."""
 
+
+async def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     parameters = tool.schema["function"].get("parameters") or {}
     named = parameters.get("properties", {})
     # `nullable` is OpenAPI's word, which templates know and JSON schema does not. A schema may be
@@ -146,12 +152,12 @@ def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
         for name, value in arguments.items()
         if value is not None or name not in nullable
     }
-    # A registry of its own: references in the schema of a server are not fetched from the net.
-    validator = Draft202012Validator(parameters, registry=Registry())
-    found = best_match(validator.iter_errors(given))
-    if found is not None:
-        where = "".join(f" of {part}" for part in reversed(found.absolute_path))
-        raise EarlError(f"{tool.name} cannot take these arguments: {found.message}{where}")
+    if is_costly(parameters):
+        why = await asyncio.to_thread(_CHECK.misfit, tool.name, parameters, given)
+    else:
+        why = misfit(parameters, given)
+    if why:
+        raise EarlError(f"{tool.name} cannot take these arguments: {why}")
     unknown = set(arguments) - set(named)
     if named and unknown and not parameters.get("additionalProperties"):
         raise EarlError(f"{tool.name} has no argument {', '.join(sorted(unknown))}")

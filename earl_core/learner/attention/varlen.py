@@ -30,7 +30,29 @@ _REFUSED = {
     "softcap": "soft caps on its attention scores",
     "s_aux": "attention sinks",
     "position_bias": "a position bias in its attention",
+    "indices": "attention to tokens that an indexer chooses",
+    "block_indices": "attention to blocks of tokens that an indexer chooses",
 }
+
+# What models hand to every attention function, and what changes nothing here: positions are in the
+# queries and keys already, the rest says what a forward pass returns. Anything else may ask for
+# another attention.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "is_causal",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 def register_attention() -> str:
@@ -140,11 +162,13 @@ def _check_supported(
         )
     if attention_mask is not None:
         raise ConfigError("Packed samples take no attention_mask: do not pass one to the model.")
-    for name, words in _REFUSED.items():
-        if unsupported.get(name) is not None:
-            raise ConfigError(
-                f"{type(module).__name__} has {words} (`{name}`), which packed training does not "
-                "compute. Choose a model without."
-            )
-    if not getattr(module, "is_causal", True):
+    asked = sorted(k for k, v in unsupported.items() if v is not None and k not in _HARMLESS)
+    if asked:
+        what = _REFUSED.get(asked[0], "a setting of its attention that is not known here")
+        raise ConfigError(
+            f"{type(module).__name__} has {what} (`{asked[0]}`), which packed training does not "
+            "compute. Choose a model without."
+        )
+    causal = unsupported.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ConfigError(f"{type(module).__name__} is not causal: choose a causal language model.")

@@ -10,7 +10,6 @@ Optimizer tensors are named `parameter/key`. `state.json` is written last and de
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import mmap
@@ -23,19 +22,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from earl_core.learner.state.model_files import write_model_files
 from earl_core.learner.state.optimizer import PolicyOptimizer, State
-from earl_core.pretrained.huggingface import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    custom_object_save,
-)
+from earl_core.pretrained.huggingface import PreTrainedModel, PreTrainedTokenizerBase
 from earl_core.run.checkpoints import (
     describe_state,
     file_checksum,
     read_state,
     verify_files,
 )
+from earl_core.system.errors import ConfigError
 from earl_core.system.files import remove, sync
+from earl_core.system.storage_errors import NotWritten, naming
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.errors import CheckpointError
 from earl_core.tensors.joint_file import own_shares, write_shares
@@ -111,6 +109,45 @@ def read_training_state(
     return cast(dict[str, Any], content["state"])
 
 
+def try_training_state(
+    parent: Path,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: UpdateMesh | None = None,
+) -> None:
+    """Write what `write_training_state` will write below `parent`, but no tensors, and remove it.
+
+    Raises `ConfigError` where there is no room for one state, and what writing it raises.
+    Collective.
+    """
+    ranks = Ranks(mesh)
+    weights = sum(each.numel() * each.element_size() for each in model.parameters())
+
+    def try_it() -> None:
+        building = parent / ".rehearsal.building"
+        try:
+            _begin(parent / "rehearsal", building, model, tokenizer)
+            _require_room(parent, _STATES * weights)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    ranks.on_first(try_it)
+
+
+_STATES = 3
+"""Weights and two moments."""
+
+
+def _require_room(parent: Path, size: int) -> None:
+    free = shutil.disk_usage(parent).free
+    if free < size:
+        raise ConfigError(
+            f"a checkpoint needs {size:,} bytes, and {parent} has {free:,} left: free space there, "
+            "keep fewer with checkpoint.keep_last, or choose another runs_directory"
+        )
+
+
 def gather_nothing(model: nn.Module) -> None:
     """Free what FSDP2 has gathered, so that parameters are the parts that this rank owns."""
     for module in model.modules():
@@ -153,20 +190,12 @@ def _begin(
     directory: Path, building: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The new directory with all that one rank knows: configuration and tokenizer."""
-    for stale in directory.parent.glob(f".{directory.name}.*"):
-        remove(stale)  # of a process that was killed while it wrote
-    policy = building / "policy"
-    policy.mkdir(parents=True)
-    # What save_pretrained writes besides the weights.
-    config = copy.deepcopy(model.config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    if model.is_remote_code():
-        custom_object_save(model, policy, config=config)
-    config.save_pretrained(policy)
-    if model.can_generate():
-        model.generation_config.save_pretrained(policy)
-    tokenizer.save_pretrained(policy)
+    with naming(directory):
+        for stale in directory.parent.glob(f".{directory.name}.*"):
+            remove(stale)  # of a process that was killed while it wrote
+        policy = building / "policy"
+        policy.mkdir(parents=True)
+        write_model_files(policy, model, tokenizer)
 
 
 def _write_tensors(
@@ -194,7 +223,7 @@ def _write_tensors(
     ranks.do(lambda: _allocate(path, layout) if leader else None)
 
     def write() -> None:
-        with path.open("r+b") as file:
+        with naming(path), path.open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), layout.total_bytes)
         write_shares(mapping, places, slices, parts, ranks)
         mapping.flush()
@@ -237,19 +266,21 @@ def _file_names(stem: str, count: int) -> list[str]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    with naming(path):
+        path.write_text(text, encoding="utf-8")
 
 
 def _allocate(path: Path, layout: FileLayout) -> None:
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         try:
             # Writing through a mapping on a full disk would be SIGBUS instead of an error.
             os.posix_fallocate(file.fileno(), 0, layout.total_bytes)
         except OSError as error:
-            raise OSError(
+            raise NotWritten(
                 error.errno,
                 f"no room for {layout.total_bytes:,} bytes of a checkpoint in {path.parent} "
-                f"({error.strerror}): free space there, or keep fewer with checkpoint.keep_last",
+                f"({error.strerror})",
+                remedy="free space there, or keep fewer with checkpoint.keep_last",
             ) from error
         file.write(layout.prefix)
 
@@ -273,9 +304,10 @@ def _seal(
     state: dict[str, Any],
     known: dict[str, str],
 ) -> None:
-    describe_state(building, state, shapes, known)
-    for path in [*building.rglob("*"), building]:
-        sync(path)
+    with naming(directory):
+        describe_state(building, state, shapes, known)
+        for path in [*building.rglob("*"), building]:
+            sync(path)
     if os.path.lexists(directory):
         # A rename cannot replace a directory that has content.
         retired = directory.parent / f".{directory.name}.retired"

@@ -11,6 +11,7 @@ import re
 import stat
 from pathlib import Path
 
+from earl_core.cluster.errors import last_error
 from earl_core.rollout.engines.engine import OUT_OF_MEMORY_ADVICE
 from earl_core.system.memory import (
     OutOfMemory,
@@ -71,6 +72,11 @@ class MemoryWatch:
                 return log.read(_READ_BYTES).decode(errors="replace")
         except OSError:
             return ""
+
+    def with_cause(self, what: str) -> str:
+        """What happened, and the last error in the log since the start."""
+        said = last_error(self._logged())
+        return f"{what}; its log's last error: {said}" if said else what
 
     @staticmethod
     def _log_size() -> int | None:

@@ -86,9 +86,12 @@ class VllmEngine(BaseEngine):
         vllm_environment.prepare(self._sockets, self._ranks, self._settings.threads)
         vllm_environment.load()
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if current_platform.is_cpu():
+            vllm_environment.preload_plainly(self._sockets)
         config = model_config(self._directory, trusted)
         vllm_environment.check_heads(config)
         self.max_model_len = context_length(config, self.max_model_len)
@@ -105,7 +108,8 @@ class VllmEngine(BaseEngine):
             # The exit code of a process that a signal ended is negative.
             killed = _ENDED_BY_SIGNAL.search(str(error)) is not None
             raise (EngineLost if killed else EngineError)(
-                f"vLLM did not start ({error}); its own messages stand above in this log"
+                f"{self._memory.with_cause(f'vLLM did not start ({error})')}; its own messages "
+                "stand above in this log"
             ) from error
         self._remains.record(self.pids())
         self._vocabulary = self._engine.model_config.get_vocab_size()
@@ -129,7 +133,8 @@ class VllmEngine(BaseEngine):
         except EngineError:
             raise
         except Exception as error:
-            self._lost = self._lost or f"vLLM failed ({type(error).__name__}: {error})"
+            failed = f"vLLM failed ({type(error).__name__}: {error})"
+            self._lost = self._lost or self._with_cause(failed)
             self._check_memory(error, "vLLM")
             raise EngineLost(f"{self._lost}; stop the engine and start a fresh one") from error
         finally:
@@ -192,15 +197,19 @@ class VllmEngine(BaseEngine):
             self.policy_version = manifest.policy_version
 
     async def release_memory(self) -> None:
-        """On a GPU give up weights and KV cache (sleep level 2); nothing on a CPU."""
+        """Give up weights and KV cache: on a GPU by sleep level 2, on a CPU by their pages."""
         self._check_alive()
-        if self._sleeps:
-            async with self._no_requests():
+        async with self._no_requests():
+            if self._sleeps:
                 await self._answered(self._engine.sleep(level=2))
-                self.policy_version = None
+            elif await self._answered(self._engine.reset_prefix_cache()):
+                await self._answered(self._engine.collective_rpc("earl_give_back"))
+            else:  # some block is in use
+                return
+            self.policy_version = None
 
     async def restore_memory(self) -> None:
-        """Undo `release_memory`; on a GPU `load_weights` must follow."""
+        """Undo `release_memory`; `load_weights` must follow."""
         self._check_alive()
         if self._sleeps:
             await self._answered(self._engine.wake_up())
@@ -245,7 +254,7 @@ class VllmEngine(BaseEngine):
         try:
             while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
                 if self._engine is None or self._engine.errored:
-                    raise EngineLost("vLLM's engine process died")
+                    raise EngineLost(self._with_cause("vLLM's engine process died"))
             return await task
         finally:
             task.cancel()
@@ -262,7 +271,7 @@ class VllmEngine(BaseEngine):
 
     def _check_alive(self) -> None:
         if self._lost is None and self._engine is not None and self._engine.errored:
-            self._lost = "vLLM's engine process died"
+            self._lost = self._with_cause("vLLM's engine process died")
             self._check_memory(RuntimeError(self._lost), "vLLM")
         self._check_usable(self._engine)
 
@@ -272,6 +281,9 @@ class VllmEngine(BaseEngine):
         starved = None if self._memory is None else self._memory.problem(error, doing)
         if starved is not None:
             raise starved from error
+
+    def _with_cause(self, what: str) -> str:
+        return what if self._memory is None else self._memory.with_cause(what)
 
     @contextlib.asynccontextmanager
     async def _no_requests(self) -> AsyncIterator[None]:

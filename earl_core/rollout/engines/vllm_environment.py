@@ -14,28 +14,35 @@ from earl_core.pretrained.architecture import pin_positions
 from earl_core.rollout.engines.base_engine import EngineSettings
 from earl_core.rollout.errors import EngineError
 from earl_core.system.errors import ConfigError
+from earl_core.system.plain_paths import is_plain, is_short, plain
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _GIB = 1 << 30
-# A socket's path may have 107 bytes; vLLM's names have 36, our directory 10, separators 2.
-_LONGEST_BASE = 107 - 36 - 10 - 2
 # A whole prefill in one step up to this many tokens; more would only cost activations.
 _CPU_STEP_TOKENS = 8192
 # vLLM's attention on CPU takes no other blocks than multiples of this.
 _CPU_BLOCK_TOKENS = 32
+# As vLLM 0.32 looks for them on a CPU, in the directory of packages.
+_PRELOADED = {
+    "libtcmalloc": ("vllm/libs/libtcmalloc_minimal*.so*", "vllm/libs/libtcmalloc.so*"),
+    "libgomp": ("torch.libs/libgomp*.so*", "torch/lib/libgomp*.so*"),
+}
 # vLLM captures CUDA graphs for twice as many sequences as may run, but by itself for no more than
 # this; from 256 on every 16th size.
 _CAPTURED_BY_ITSELF, _CAPTURE_STEP = 512, 16
 
 
 def socket_directory(base: Path | None) -> Path:
-    """A new directory for vLLM's socket files, in `base` if a socket's path can be as long."""
+    """A new directory for vLLM's socket files, in `base` if a socket's path can be as long, else
+    among temporary files. Its path is short and plain."""
     if base is not None:
         base.mkdir(parents=True, exist_ok=True)
-        if len(str(base.absolute())) > _LONGEST_BASE:
+        base = base.absolute()
+        if not (is_plain(base) and is_short(base)):
             base = None
+    base = base or plain(Path(tempfile.gettempdir()), short=True)
     return Path(tempfile.mkdtemp(prefix="v", dir=base))
 
 
@@ -77,6 +84,26 @@ def prepare(scratch: Path, ranks: int, threads: int) -> None:
     # trainer on busy cores, made vLLM slower in every measurement.
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         os.environ.pop(name, None)
+
+
+def preload_plainly(scratch: Path) -> None:
+    """Where the packages lie in a folder whose path LD_PRELOAD cannot hold, preload through links
+    in `scratch` what vLLM would preload from there: it takes what it finds there already."""
+    import torch
+
+    packages = Path(torch.__file__).parent.parent
+    if is_plain(packages):
+        return
+    # Those of an earlier engine went with its directory.
+    given = os.environ.get("LD_PRELOAD", "").split(":")
+    kept = [each for each in given if each and Path(each).exists()]
+    for name, places in _PRELOADED.items():
+        files = [file for place in places for file in sorted(packages.glob(place))]
+        if files and not any(name in Path(each).name for each in kept):
+            link = scratch / files[0].name
+            link.symlink_to(files[0])
+            kept.append(str(link))
+    os.environ["LD_PRELOAD"] = ":".join(kept)
 
 
 def load() -> None:

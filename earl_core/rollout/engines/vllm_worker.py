@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from earl_core.system.memory import give_back_free_memory, give_back_pages
+from earl_core.tensors.library_paths import plain_libraries
 from earl_core.weights.load import names_problem, open_weights
 from earl_core.weights.manifest import WeightsManifest
 
@@ -47,6 +49,7 @@ def _spin_briefly() -> None:
 
 
 _spin_briefly()
+plain_libraries()
 
 
 class PolicyWeights:
@@ -61,6 +64,8 @@ class PolicyWeights:
         vLLM's loaders cut a tensor before they copy it, so a rank reads its own slices; on a GPU
         they lie in page-locked memory. The bytes are hashed only where their publisher has not.
         """
+        from vllm.platforms import current_platform
+
         manifest = WeightsManifest.model_validate_json(manifest_json)
         weights = open_weights(manifest, verify_digest=True)
         model = self.model_runner.get_model()
@@ -77,7 +82,20 @@ class PolicyWeights:
                 f"after the update the output layer still computes with other weights (relative "
                 f"error {error:.3f})"
             )
+        if current_platform.is_cpu():
+            # The cache holds keys and values of the old weights, at first a GiB of zeros.
+            _give_back(self.model_runner.kv_caches)
         return {"digest": manifest.digest, "parameters": len(loaded), "head_error": error}
+
+    def earl_give_back(self) -> None:
+        """On a CPU give the pages of weights and KV cache back; no request may run, and
+        `earl_load_weights` must follow."""
+        model = self.model_runner.get_model()
+        for layer in model.modules():
+            if hasattr(layer, "cpu_linear"):
+                # It holds the packed copy; loading makes another.
+                layer.cpu_linear = _given_back
+        _give_back([*model.parameters(), *self.model_runner.kv_caches])
 
     def _earl_reload(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> set[str]:
         """Reload and report which parameters the model's own loader says it filled."""
@@ -98,6 +116,19 @@ class PolicyWeights:
         finally:
             del model.load_weights
         return loaded
+
+
+def _given_back(*arguments: Any) -> torch.Tensor:
+    raise RuntimeError("the engine's weights were given back: load weights first")
+
+
+def _give_back(tensors: Iterable[torch.Tensor]) -> None:
+    """Give the host their pages, which read zeros until they are written again, and what the
+    allocator holds free, such as weights that were packed since."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    for start, size in {(storage.data_ptr(), storage.nbytes()) for storage in storages}:
+        give_back_pages(start, size)
+    give_back_free_memory()
 
 
 def _heads(model: torch.nn.Module) -> list[torch.nn.Module]:

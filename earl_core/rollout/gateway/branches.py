@@ -24,7 +24,7 @@ from earl_core.environments.base import Message
 from earl_core.rollout.chat import ChatTokenizer, Conversation
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.tool_calls import NO_TOOLS, Tools
-from earl_core.trajectory.samples import Sample, derive_seed
+from earl_core.trajectory.samples import Sample, anchor_of, derive_seed
 
 _RENDERED = "rendered by the client"
 """In the place of the tools of a branch."""
@@ -64,7 +64,7 @@ class Branch:
 class Prompt:
     """A request's place. conversation: None where the client renders. sample: the one that it
     extends, None where a new one begins. given: the tokens that follow it. messages: as they are
-    compared. observation: the new messages' text."""
+    compared. observation: the new messages' text. anchor: see `Sample.begin_turn`."""
 
     branch: Branch
     conversation: Conversation | None
@@ -72,11 +72,81 @@ class Prompt:
     given: list[int]
     messages: list[Message]
     observation: str
+    anchor: int | None = None
 
     @property
     def tokens(self) -> list[int]:
         """The whole prompt."""
         return [*self.sample.tokens, *self.given] if self.sample else self.given
+
+
+class Placing:
+    """A request on its way to its place among the branches: its branch is chosen and busy.
+
+    `render` may run in another thread, with a tokenizer of that thread's; all else is the loop's.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        messages: Sequence[Message],
+        said: list[Message],
+        tools: Tools,
+        after: _Turn | None,
+        extends: bool,
+    ) -> None:
+        self.branch = branch
+        self._messages, self._said, self._tools = messages, said, tools
+        self._after, self._extends = after, extends
+        self._conversation: Conversation | None = None
+        self._given: list[int] = []
+        self._sample: Sample | None = None
+        self._observation: str | None = None
+        self._anchor = anchor_of(_told(messages)) if messages else None
+
+    @classmethod
+    def rendered(cls, branch: Branch, given: list[int], sample: Sample | None) -> Placing:
+        """Of a client's own tokens."""
+        placing = cls(branch, [], [], NO_TOOLS, None, sample is not None)
+        placing._given, placing._sample, placing._observation = given, sample, ""
+        return placing
+
+    def render(self, chat: ChatTokenizer) -> None:
+        """Find the tokens. Raises `ConfigError` for messages that the template cannot render."""
+        at = self._after
+        if self._observation is not None:
+            self._observation = chat.raw_text_of(self._given)
+            return
+        if at is None:
+            self._conversation = Conversation(chat, self._tools)
+            self._given = self._conversation.begin(self._messages)
+            return
+        assert at.conversation is not None
+        self._conversation = at.conversation.copy(chat)
+        new = self._messages[at.messages :]
+        given, begins = self._conversation.follow(at.answer, new)
+        if self._extends:
+            self._sample = None if begins else at.sample
+        elif not begins:
+            given = at.sample.tokens[: at.tokens] + given
+        self._given = given
+
+    def prompt(self, chat: ChatTokenizer) -> Prompt:
+        """The place. chat: the loop's tokenizer."""
+        if self._observation is not None:
+            said = self._observation
+            return Prompt(self.branch, None, self._sample, self._given, [], said)
+        assert self._conversation is not None
+        new = self._messages[self._after.messages :] if self._after else self._messages
+        return Prompt(
+            self.branch,
+            self._conversation.copy(chat),
+            self._sample,
+            self._given,
+            self._said,
+            _text(new if self._extends else self._messages),
+            self._anchor,
+        )
 
 
 class Branches:
@@ -86,6 +156,7 @@ class Branches:
         self._chat, self._seed = chat, seed
         self.begun = 0
         """Branches so far, those given up included."""
+        self._answers = 0
         self._equal: Counter[tuple[str, ...]] = Counter()
         self.all: list[Branch] = []
 
@@ -94,30 +165,27 @@ class Branches:
         """Of all branches, in their order."""
         return [sample for branch in self.all for sample in branch.samples]
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Prompt:
-        """Where these messages go on; its branch is busy until `answer` or `give_up`.
-
-        Raises `ConfigError` for messages that the chat template cannot render.
-        """
+    def place(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Placing:
+        """Where these messages go on; its branch is busy until `answer` or `give_up`."""
         said = [_compared(message) for message in messages]
         branch, at = self._longest(said, tools.key)
-        if at is None:
-            conversation = Conversation(self._chat, tools)
-            given = conversation.begin(messages)
-            new_branch = self._new(said, tools.key)
-            return Prompt(new_branch, conversation, None, given, said, _text(messages))
-        assert at.conversation is not None
-        conversation, new = at.conversation.copy(), messages[at.messages :]
-        given, begins = conversation.follow(at.answer, new)
-        if branch is not None:
-            branch.busy = True
-            sample = None if begins else at.sample
-            return Prompt(branch, conversation, sample, given, said, _text(new))
-        given = given if begins else at.sample.tokens[: at.tokens] + given
-        new_branch = self._new(said, tools.key)
-        return Prompt(new_branch, conversation, None, given, said, _text(messages))
+        if branch is None:
+            return Placing(self._new(said, tools.key), messages, said, tools, at, False)
+        branch.busy = True
+        return Placing(branch, messages, said, tools, at, True)
 
-    def prompt_tokens(self, tokens: list[int]) -> Prompt:
+    def prompt(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Prompt:
+        """The same with its tokens. Raises `ConfigError` for messages that the chat template cannot
+        render."""
+        placing = self.place(messages, tools)
+        try:
+            placing.render(self._chat)
+        except BaseException:
+            self.give_up(placing)
+            raise
+        return placing.prompt(self._chat)
+
+    def place_tokens(self, tokens: list[int]) -> Placing:
         """The same of a conversation as tokens."""
         standing: Branch | None = None
         for branch in self.all:
@@ -129,11 +197,10 @@ class Branches:
         if standing is not None:
             standing.busy = True
             sample = standing.samples[-1]
-            given = tokens[len(sample.tokens) :]
-            return Prompt(standing, None, sample, given, [], self._chat.raw_text_of(given))
+            return Placing.rendered(standing, tokens[len(sample.tokens) :], sample)
         digest = hashlib.sha256(array("q", tokens).tobytes()).hexdigest()
         new_branch = self._new([{"role": "", "content": digest}], _RENDERED)
-        return Prompt(new_branch, None, None, tokens, [], self._chat.raw_text_of(tokens))
+        return Placing.rendered(new_branch, tokens, None)
 
     def answer(self, prompt: Prompt, completion: Completion) -> Message:
         """Record the answer; returns it."""
@@ -149,8 +216,9 @@ class Branches:
         if sample is None:
             sample = Sample()
             branch.samples.append(sample)
-        sample.begin_turn(prompt.given, prompt.observation)
-        sample.answer(completion.tokens, completion.logprobs, completion.spans, text)
+        sample.begin_turn(prompt.given, prompt.observation, prompt.anchor)
+        sample.answer(completion.tokens, completion.logprobs, completion.spans, text, self._answers)
+        self._answers += 1
         branch.messages = [*prompt.messages, _compared(message)]
         branch.turns.append(
             _Turn(
@@ -164,7 +232,7 @@ class Branches:
         branch.busy = False
         return message
 
-    def give_up(self, prompt: Prompt) -> None:
+    def give_up(self, prompt: Prompt | Placing) -> None:
         """The request gets no answer; it may come again."""
         prompt.branch.busy = False
         if not prompt.branch.turns:
@@ -222,6 +290,14 @@ def _key(messages: Sequence[Message], tools: str) -> tuple[str, ...]:
         if "tool_calls" in each:
             texts.append(json.dumps(each["tool_calls"], sort_keys=True))
     return tuple(texts)
+
+
+def _told(messages: Sequence[Message]) -> list[Message]:
+    """What a request lets its answer observe: what follows the last answer in it, and what the
+    policy is told to be. Agents give answers back as they like, or not at all."""
+    answers = [at for at, each in enumerate(messages[:-1]) if each["role"] == "assistant"]
+    since = answers[-1] + 1 if answers else 0
+    return [each for at, each in enumerate(messages) if at >= since or each["role"] == "system"]
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -16,7 +16,9 @@ from typing import Any
 
 from earl_core.environments.base import FunctionCall, Message, ToolCall
 from earl_core.environments.tools.toolbox import check_schema
-from earl_core.rollout.gateway.session import Answer, invalid
+from earl_core.rollout.gateway.bodies import characters, check_encodable
+from earl_core.rollout.gateway.refusals import invalid
+from earl_core.rollout.gateway.session import Answer
 from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.system.errors import ConfigError
 
@@ -27,6 +29,8 @@ _REFUSED = {
     "response_format": "answers are not constrained: ask for the format in a message",
     "logit_bias": "answers are sampled from the policy as it is",
 }
+_AROUND = 8
+"""Characters that a template puts around a message, at least."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},)}
 
 
@@ -45,8 +49,17 @@ class ChatRequest:
 
     @property
     def characters(self) -> int:
-        """Of its messages, and of the tools' schemas, which the prompt holds too."""
-        return sum(len(each["content"]) for each in self.messages) + len(self.tools.key)
+        """Of all that the prompt may hold: every field of its messages, the tools' schemas, and the
+        token or more that a template puts around each message."""
+        said = sum(len(each["content"]) + _AROUND for each in self.messages)
+        # `name`, ids and the calls, too.
+        beside = (
+            characters(value)
+            for each in self.messages
+            for key, value in each.items()
+            if key not in ("role", "content")
+        )
+        return said + sum(beside) + len(self.tools.key)
 
 
 def parse(body: Any) -> ChatRequest:
@@ -159,8 +172,6 @@ def _message(number: int, message: Any) -> Message:
         content = "".join(str(text) for text in texts)
     if not isinstance(content, str):
         raise invalid(f"{where}.content must be a text")
-    _check_encodable(f"{where}.content", content)
-    _check_encodable(f"{where}.tool_calls", calls)
     role = "system" if message["role"] == "developer" else str(message["role"])
     read: Message = {"role": role, "content": content.strip() if role == "assistant" else content}
     if calls:
@@ -178,11 +189,14 @@ def _call(where: str, call: Any) -> ToolCall:
     if not isinstance(function, Mapping) or not isinstance(name, str):
         raise invalid(f"{where}.tool_calls has a call without function.name")
     try:
-        arguments = json.loads(function.get("arguments") or "{}")
+        given = function.get("arguments") or "{}"
+        arguments = json.loads(given)
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise invalid(f"{where}.tool_calls: the arguments of {name!r:.50} are no JSON object")
+    if "\\u" in given:
+        check_encodable(arguments, f"{where}.tool_calls: the arguments of {name[:50]}")
     read: FunctionCall = {"name": name, "arguments": arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": read}
 
@@ -199,16 +213,7 @@ def _tools(body: Mapping[str, Any]) -> Tools:
             check_schema(schema)
     except ConfigError as error:
         raise invalid(str(error)) from error
-    _check_encodable("tools", given)
     return NO_TOOLS if choice == "none" else Tools(given)
-
-
-def _check_encodable(what: str, value: Any) -> None:
-    """JSON may hold halves of characters, which no tokenizer takes."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise invalid(f"{what} cannot be encoded as UTF-8") from None
 
 
 def _said(answer: Answer) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,22 +28,29 @@ from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway import chat_completions, generate
+from earl_core.rollout.gateway.aside import LARGE, Aside
 from earl_core.rollout.gateway.batches import Batches
+from earl_core.rollout.gateway.bodies import parse_body, read_body
 from earl_core.rollout.gateway.pending import Growth, PendingAnswer
-from earl_core.rollout.gateway.session import ERROR_CODE, Answer, Call, Session, invalid, refused
+from earl_core.rollout.gateway.refusals import ERROR_CODE, invalid, refused
+from earl_core.rollout.gateway.session import Answer, Call, Session
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
 
-_MOST_BYTES = 64 << 20
 _BACKLOG = 4096
 _IDLE_SECONDS = 3600
 """A connection is kept: an agent may be long with a tool, and its client need not ask again when a
 request meets the end of its connection."""
+_between: list[socket.socket] = []
+"""Sockets that listen for no gateway at the moment, until the process ends: an agent that goes on
+after its rollout must not ask whoever takes its gateway's port, and do as he answers."""
 _ENDPOINTS = "POST .../v1/chat/completions, POST .../inference/v1/generate and GET .../v1/models"
 _STANDING_BRANCHES = 256
 _STANDING_SECONDS = 0.25
 _PIECE_SECONDS = 0.1
 """Between two pieces of an answer that is streamed."""
+
+Asked = TypeVar("Asked")
 
 
 class Gateway:
@@ -69,11 +75,15 @@ class Gateway:
         self._engine, self._chat, self._settings, self._meter = engine, chat, settings, meter
         self._sessions: dict[str, Session] = {}
         self._batches = Batches(engine, askers, patience)
+        self._aside = Aside(chat)
         self._stood = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Gateway:
-        self._socket = socket.create_server(("127.0.0.1", self._port), backlog=_BACKLOG)
+        if self._port or not _between:
+            self._socket = socket.create_server(("127.0.0.1", self._port), backlog=_BACKLOG)
+        else:
+            self._socket = _between.pop()
         routes = []
         for session in ("/{session}", ""):
             routes += [
@@ -90,19 +100,24 @@ class Gateway:
             timeout_keep_alive=_IDLE_SECONDS,
         )
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket.dup()]))
         return self
 
     async def __aexit__(self, *_: Any) -> None:
         self._server.should_exit = True
         await asyncio.wait({self._serving})
-        self._socket.close()
+        if self._port:
+            self._socket.close()
+        else:
+            _between.append(self._socket)
         await self._batches.close()
+        self._aside.close()
 
     def open(self, spec: EpisodeSpec, trained: bool = True) -> Session:
         """A new session of an episode. trained: see `Session`."""
         longest = self._engine.max_model_len
-        session = Session(spec, self._chat, self._settings, self._meter, longest, trained)
+        settings, meter = self._settings, self._meter
+        session = Session(spec, self._chat, settings, meter, longest, self._aside, trained)
         self._sessions[session.name] = session
         return session
 
@@ -149,16 +164,17 @@ class Gateway:
     async def _chat_completions(self, request: Request) -> Response:
         with self._watched():
             session = self._session(request)
-            asked = chat_completions.parse(await _body(request))
+            asked = await self._parsed(request, session, chat_completions.parse)
             growth = Growth(self._chat)
             # With tools the text is known at the end, when it is known what are calls.
             grows = asked.stream and not asked.tools and not self._engine.lockstep
             call = Call(
-                lambda branches: branches.prompt(asked.messages, asked.tools),
+                lambda branches: branches.place(asked.messages, asked.tools),
                 asked.max_tokens,
                 asked.model == OPPONENT,
                 asked.characters,
                 growth.add if grows else None,
+                texts=[*(each["content"] for each in asked.messages), asked.tools.key],
             )
             pending = self._pending(session, call)
             answer = await self._begun(request, pending, growth if grows else None)
@@ -172,15 +188,37 @@ class Gateway:
     async def _generate_tokens(self, request: Request) -> Response:
         with self._watched():
             session = self._session(request)
-            asked = generate.parse(await _body(request), self._chat.vocabulary)
+            vocabulary = self._chat.vocabulary
+            asked = await self._parsed(
+                request, session, lambda body: generate.parse(body, vocabulary)
+            )
             call = Call(
-                lambda branches: branches.prompt_tokens(asked.token_ids),
+                lambda branches: branches.place_tokens(asked.token_ids),
                 asked.max_tokens,
                 asked.model == OPPONENT,
+                tokens=len(asked.token_ids),
             )
             answer = await self._begun(request, self._pending(session, call), None)
             assert answer is not None
             return JSONResponse(generate.reply(asked, answer, _named(session)))
+
+    async def _parsed(
+        self, request: Request, session: Session, parse: Callable[[Any], Asked]
+    ) -> Asked:
+        """What is asked; large bodies are parsed beside the event loop."""
+        content = await read_body(request, session.most_bytes)
+        if content is None:
+            raise session.too_long(
+                f"the request has over {session.most_bytes:,} bytes, more than the model's context "
+                "can hold"
+            )
+
+        def read() -> Asked:
+            body = parse_body(content)
+            session.check_tools(body)
+            return parse(body)
+
+        return read() if len(content) < LARGE else await self._aside.run(read)
 
     def _pending(self, session: Session, call: Call) -> PendingAnswer:
         answering = session.complete(call, self._generate)
@@ -270,19 +308,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Take none."""
         yield
-
-
-async def _body(request: Request) -> Any:
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > _MOST_BYTES:
-            raise refused(413, "too_large", f"a request has at most {_MOST_BYTES:,} bytes")
-    try:
-        return json.loads(b"".join(parts))
-    except (ValueError, RecursionError) as error:
-        raise refused(400, "invalid_json", f"the body is no JSON: {error}") from error
 
 
 async def _gone(request: Request) -> None:

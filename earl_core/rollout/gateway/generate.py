@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from earl_core.rollout.gateway import chat_completions
-from earl_core.rollout.gateway.session import Answer, invalid
+from earl_core.rollout.gateway.refusals import invalid
+from earl_core.rollout.gateway.session import Answer
 
 _REFUSED = ("stop", "structured_outputs", "logit_bias", "bad_words")
 
@@ -28,7 +29,8 @@ class GenerateRequest:
 
 
 def parse(body: Any, vocabulary: int) -> GenerateRequest:
-    """Raises `HTTPException` with the field that is wrong. vocabulary: how many tokens it has."""
+    """Raises `HTTPException` with the field that is wrong. vocabulary: how many tokens the
+    policy may sample."""
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
     ids = body.get("token_ids")

@@ -7,9 +7,10 @@ the policy's too, but in no episode.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,10 @@ from earl_core.environments.base import Message
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest, OnTokens
 from earl_core.rollout.episode_player import PlaySettings, check_overflow
-from earl_core.rollout.gateway.branches import Branches, Prompt
+from earl_core.rollout.gateway.aside import LARGE, Aside, TooManyTokens, check_length
+from earl_core.rollout.gateway.bodies import characters
+from earl_core.rollout.gateway.branches import Branches, Placing, Prompt
+from earl_core.rollout.gateway.refusals import invalid, refused
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
@@ -28,37 +32,31 @@ from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_se
 _MOST_BRANCHES = 2**12
 """Of a side: the samples of an episode have 16 bits, and a branch may have several."""
 
+_MOST_OF_A_TOKEN = 32
+"""Characters that the tokens of a whole conversation have on average, at most."""
+
+_SHOWN = 300
+
 _OPPONENTS = 8
 """The budgets of the opponent's side are as large as those of so many policies."""
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
-Locate = Callable[[Branches], Prompt]
-
-
-ERROR_CODE = "x-error-code"
-"""The header that repeats an error's code."""
-
-
-def refused(status: int, code: str, message: str) -> HTTPException:
-    """What is raised for a request that is not answered. code: for programs, as OpenAI has them."""
-    return HTTPException(status, message, {ERROR_CODE: code})
-
-
-def invalid(message: str) -> HTTPException:
-    """What is raised for a request with a field that is wrong."""
-    return refused(400, "invalid_request", message)
+Locate = Callable[[Branches], Placing]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request. locate: finds its place among the branches. opponent: on that side, which is
-    recorded nowhere. on_tokens: see `GenerationRequest`. characters: of its messages and tools."""
+    """A request. locate: chooses its place among the branches. opponent: on that side, which is
+    recorded nowhere. on_tokens: see `GenerationRequest`. characters: of all that the template may
+    render. tokens: of a client that renders itself. texts: the longest of what is rendered."""
 
     locate: Locate
     max_tokens: int | None
     opponent: bool = False
     characters: int = 0
     on_tokens: OnTokens | None = None
+    tokens: int = 0
+    texts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,8 @@ class _Side:
 class Session:
     """One episode that an agent plays by requests. key: the secret that these carry.
 
-    trained: whether there is a side that is; else all answers are the opponent's.
+    aside: for large requests. trained: whether there is a side that is; else all answers are the
+    opponent's.
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class Session:
         settings: PlaySettings,
         meter: LoadMeter,
         max_model_len: int,
+        aside: Aside,
         trained: bool = True,
     ) -> None:
         self.spec = spec
@@ -102,7 +102,10 @@ class Session:
         self.key = secrets.token_urlsafe(24)
         self._chat, self._settings, self._meter = chat, settings, meter
         self._max_model_len = max_model_len
-        self._most_characters = chat.longest * max(max_model_len, settings.positions or 0)
+        longest = min(chat.longest, _MOST_OF_A_TOKEN)
+        self._most_tokens = max(max_model_len, settings.positions or 0)
+        self._most_characters = longest * self._most_tokens
+        self._aside, self._large = aside, asyncio.Lock()
         self._policy = _Side(chat, settings, spec.seed, 1)
         self._opponent = _Side(chat, settings, derive_seed(spec.seed, "opponent"), _OPPONENTS)
         self._trained = trained
@@ -136,8 +139,12 @@ class Session:
         Raises what `refused` makes, `ContextOverflow`, and what `generate` raises; when it is
         cancelled the same request may come again."""
         side = self._opponent if call.opponent or not self._trained else self._policy
-        prompt = self._prompt(side, call)
+        self._check(side, call)
+        side.calls += 1
+        place: Placing | Prompt | None = None
         try:
+            place = call.locate(side.branches)
+            place = prompt = await self._prompt(place, call, side)
             request = self._request(side, prompt, call)
             with self._waiting():
                 completion = await generate(request)
@@ -145,7 +152,8 @@ class Session:
                 raise refused(503, "cancelled", "the engine gave the request up")
         except BaseException:
             side.calls -= 1
-            side.branches.give_up(prompt)
+            if place is not None:
+                side.branches.give_up(place)
             raise
         if self._over:
             raise _over()
@@ -218,7 +226,52 @@ class Session:
             if not self._asking:
                 self.waited += time.perf_counter() - self._asked_at
 
-    def _prompt(self, side: _Side, call: Call) -> Prompt:
+    @property
+    def most_bytes(self) -> int:
+        """Of a request that the model's context may hold; its JSON may write characters as six."""
+        return (1 << 20) + 6 * self._most_characters
+
+    def check_tools(self, body: Any) -> None:
+        """Raise `HTTPException` for more of them than the context can hold, before each is looked
+        at."""
+        size = characters(body.get("tools") or []) if isinstance(body, dict) else 0
+        if size > self._most_characters:
+            told = f"its tools have {size:,} characters, more than the model's context can hold"
+            raise self.too_long(told)
+
+    def too_long(self, told: str, opponent: bool = False) -> HTTPException:
+        """What is raised for a conversation that the context cannot hold."""
+        self._note_cut(self._opponent if opponent or not self._trained else self._policy)
+        return refused(400, "context_length_exceeded", told)
+
+    async def _prompt(self, place: Placing, call: Call, side: _Side) -> Prompt:
+        """The tokens of a request, made beside the event loop where it is large."""
+        try:
+            if call.characters < LARGE and call.tokens < LARGE:
+                place.render(self._chat)
+            else:
+                async with self._large:
+                    chat = await self._aside.chat()
+                    await self._aside.run(lambda: self._render(place, call, chat))
+        except TooManyTokens as error:
+            raise self.too_long(
+                f"{error}, more than the model's context can hold", side is self._opponent
+            ) from error
+        except RecursionError as error:
+            raise invalid("its tools or calls are nested too deeply") from error
+        except Exception as error:
+            # Templates and tokenizers raise anything at what they do not expect.
+            told = str(error) if isinstance(error, ConfigError) else repr(error)[:_SHOWN]
+            raise refused(400, "invalid_messages", told) from error
+        if self._over:
+            raise _over()
+        return place.prompt(self._chat)
+
+    def _render(self, place: Placing, call: Call, chat: ChatTokenizer) -> None:
+        check_length(chat, call.texts, self._most_tokens)
+        place.render(chat)
+
+    def _check(self, side: _Side, call: Call) -> None:
         if self._over:
             raise _over()
         calls, tokens = side.most_calls, side.most_tokens
@@ -230,31 +283,17 @@ class Session:
         if side.branches.begun >= _MOST_BRANCHES:
             raise refused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
         if call.characters > self._most_characters:
-            # To encode them would take seconds, in which nobody is answered.
-            self._note_cut(side, "model_context")
-            raise refused(
-                400,
-                "context_length_exceeded",
+            raise self.too_long(
                 f"the conversation has {call.characters:,} characters, more than the model's "
                 "context can hold",
+                side is self._opponent,
             )
-        try:
-            prompt = call.locate(side.branches)
-        except ConfigError as error:
-            raise refused(400, "invalid_messages", str(error)) from error
-        side.calls += 1
-        return prompt
+        if call.tokens:
+            self._check_tokens(side, call.tokens)
 
     def _request(self, side: _Side, prompt: Prompt, call: Call) -> GenerationRequest:
         tokens = prompt.tokens
-        if len(tokens) >= self._max_model_len:
-            self._check_overflow(len(tokens) + 1)
-            self._note_cut(side, "model_context")
-            raise refused(
-                400,
-                "context_length_exceeded",
-                f"the conversation has {len(tokens)} tokens and the context {self._max_model_len}",
-            )
+        self._check_tokens(side, len(tokens))
         settings = self._settings
         left = None if side.most_tokens is None else side.most_tokens - side.sampled
         budgets = [each for each in (call.max_tokens, settings.max_tokens_per_turn, left) if each]
@@ -268,13 +307,21 @@ class Session:
             on_tokens=call.on_tokens,
         )
 
+    def _check_tokens(self, side: _Side, tokens: int) -> None:
+        if tokens >= self._max_model_len:
+            self._check_overflow(tokens + 1)
+            raise self.too_long(
+                f"the conversation has {tokens} tokens and the context {self._max_model_len}",
+                side is self._opponent,
+            )
+
     def _spent(self, side: _Side, cut: str, budget: str) -> HTTPException:
         self._note_cut(side, cut)
         whose = "episode" if side is self._policy else "opponent"
         # Not 429, after which clients ask again.
         return refused(400, "budget_spent", f"the {whose} has had its {budget}")
 
-    def _note_cut(self, side: _Side, cut: str) -> None:
+    def _note_cut(self, side: _Side, cut: str = "model_context") -> None:
         if side is self._policy:
             self._cut = cut
 

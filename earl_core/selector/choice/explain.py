@@ -11,12 +11,14 @@ from typing import NamedTuple
 from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.selector import SelectorConfig
+from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.selector.choice.policy import evaluate, select
 from earl_core.selector.choice.predict import STAGES, Prediction, Predictor
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.candidates import RuledOut
+from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import (
     MemoryModel,
     TrainingNeeds,
@@ -46,6 +48,7 @@ class PlannedLoad(NamedTuple):
 def ask(shape: ModelShape, hardware: Hardware, load: PlannedLoad) -> SelectionInput:
     """The input that `live_tokens` would see, had the last iteration shown just this load."""
     seen = (float(load.context),)
+    fast = device_of(hardware).bf16_factor <= 1
     return SelectionInput(
         rollout=RolloutConfig(
             prompts_per_iteration=load.responses,
@@ -53,8 +56,10 @@ def ask(shape: ModelShape, hardware: Hardware, load: PlannedLoad) -> SelectionIn
             max_turns=1,
             max_model_len=max(8, min(shape.max_positions, 2 * load.context)),
             max_running_requests=load.running,
+            dtype="bfloat16" if fast else "float32",
             vllm=VllmConfig(gpu_memory_utilization=load.engine_share),
         ),
+        update=UpdateConfig(precision="bf16" if fast else "fp32"),
         needs_reference=load.reference,
         hardware=hardware,
         model=shape,
@@ -275,3 +280,19 @@ def _memory_row(name: str, shape: ModelShape, device: DeviceFigures) -> Row:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:,.2f}" if size < 10 * 2**30 else f"{size / 2**30:,.1f}"
+
+
+def figures_text(device: DeviceFigures) -> str:
+    """Arithmetic, memory and links of a device, as far as the roofline uses them."""
+    if device.float32_flops:
+        rates = (device.flops, device.float32_flops, device.memory_bandwidth)
+        text = "{:,.3g} GFLOPS bf16, {:,.3g} float32, {:.3g} GB/s memory"
+        text = text.format(*(rate / 1e9 for rate in rates))
+    else:
+        text = f"{device.flops / 1e12:,.1f} TFLOPS bf16, {device.memory_bandwidth / 1e12:.2f} TB/s"
+        text += " memory"
+    text += f", {device.link_bandwidth / 1e9:.0f} GB/s links"
+    if device.nvlink_gpus < 2:
+        return text
+    others = f"{device.peer_bandwidth / 1e9:.0f} GB/s to others of the host"
+    return f"{text} of {device.nvlink_gpus} GPUs, {others}"

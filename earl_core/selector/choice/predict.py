@@ -93,13 +93,15 @@ class Predictor:
         given.model.require_dense()
         self.given, self.shape, self.hardware = given, given.model, given.hardware
         self.memory = memory_model(self.shape, self.hardware)
-        self.roofline = roofline or Roofline(self.shape, device_of(self.hardware), self.hardware)
+        self._value = given.rollout.value_bytes
+        self.roofline = roofline or Roofline(
+            self.shape, device_of(self.hardware), self.hardware, self._value
+        )
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
         # Before anything was played the load is a guess from what engines are first built for.
         expected = self.ahead.longest if given.statistics.context_max else 0.0
         self.max_model_len, self.length_reason = model_length(given, expected)
-        self._value = 4 if given.rollout.dtype == "float32" else 2
         self._torch_engine = given.rollout.engine == "torch"
         self._points = given.profile.by_key()
         self._failed = [p for p in given.profile.points if p.out_of_memory]
@@ -165,7 +167,7 @@ class Predictor:
         if candidate.stage == "rollout":
             return self._engine(candidate, load).total
         needs = TrainingNeeds(
-            mixed=self.given.update.precision == "bf16",
+            mixed=self.given.update.mixed,
             compiled=self.given.update.compiles(self.hardware.gpus > 0),
             answered=min(1.0, load.generated / load.context),
         )
@@ -277,7 +279,7 @@ class Predictor:
         update, only = self.given.update, candidate.stage == "reference"
         steps = update.epochs * update.minibatches
         epochs = 1 if only else update.epochs
-        value = 2 if update.precision == "bf16" else 4
+        value = 2 if update.mixed else 4
         return self.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:

@@ -33,6 +33,7 @@ _SHORT_TOKENS = 128
 """Samples up to this length have their attention scores stored on a CPU."""
 
 _CORE_FLOPS, _HOST_BANDWIDTH = 100e9, 40e9
+"""Where nobody measured: one vector unit of a server core, two channels of memory."""
 
 _LAYER_SECONDS = 0.2e-3
 """Least seconds of a pass through a decoder layer, however small: the operations of torch, measured
@@ -40,9 +41,18 @@ on one core of an AMD EPYC (`earl_core.tensors.device_speed`)."""
 
 
 def figures(hardware: Hardware) -> DeviceFigures:
-    """Of one core, with its share of the memory. No data sheet stands behind them: one vector unit
-    of a server core, two channels of memory."""
-    cores = hardware.cpu_cores
+    """Of one core, with its share of the memory: measured with all cores, or guessed."""
+    cores, host = hardware.cpu_cores, hardware.figures
+    if host is not None:
+        shared = {
+            name: getattr(host, name) / cores
+            for name in ("flops", "float32_flops", "memory_bandwidth")
+        }
+        # A core reads what another wrote: a message is copied twice.
+        link = {"link_bandwidth": host.memory_bandwidth / 4, "peer_bandwidth": 0.0}
+        memory = {"memory_bytes": max(1, hardware.memory_bytes // cores)}
+        own = {"name": "CPU core", "nvlink_gpus": 0}
+        return host.model_copy(update=shared | link | memory | own)
     return DeviceFigures(
         name="CPU core",
         nccl=False,

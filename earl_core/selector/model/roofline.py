@@ -48,17 +48,22 @@ class Load(NamedTuple):
 
 
 class Roofline:
-    """Seconds of the stages for one model on one kind of hardware."""
+    """Seconds of the stages for one model on one kind of hardware.
 
-    def __init__(self, shape: ModelShape, device: DeviceFigures, hardware: Hardware) -> None:
-        self.shape = shape
+    value: bytes of a number that an engine computes with.
+    """
+
+    def __init__(
+        self, shape: ModelShape, device: DeviceFigures, hardware: Hardware, value: int = 2
+    ) -> None:
+        self.shape, self._value = shape, value
         self.device, self.hardware = device, hardware
         self._parameters = float(self.shape.parameters)
         self._per_host = hardware.devices_per_host
         self._network = hardware.network_bandwidth
         # Of the input table a step reads one row a sequence.
         read = shape.parameters - (0 if shape.tied_embeddings else shape.embedding_parameters)
-        self._weight_bytes = 2.0 * read
+        self._weight_bytes = float(value * read)
 
     def link(self, ranks: int) -> float:
         """bytes/s of one of so many neighbouring ranks of a host to the others, one way: over PCIe
@@ -94,11 +99,13 @@ class Roofline:
         shape, device = self.shape, self.device
         attention = 4.0 * shape.layers * shape.query_size * context
         flops = running * (2.0 * self._parameters + attention) / tensor
-        cached = running * context * kv_bytes_per_token(shape, tensor)
+        cached = running * context * kv_bytes_per_token(shape, tensor, self._value)
         moved = self._weight_bytes / tensor + cached
-        bound = max(flops / device.flops, moved / device.memory_bandwidth) / threads
+        computing = flops / device.flops_of(self._value)
+        bound = max(computing, moved / device.memory_bandwidth) / threads
         bound = max(bound, shape.layers * device.layer_seconds)
-        reduced = 2 * shape.layers * self.all_reduce(2.0 * running * shape.hidden_size, tensor)
+        size = float(self._value) * running * shape.hidden_size
+        reduced = 2 * shape.layers * self.all_reduce(size, tensor)
         return bound + reduced
 
     def decode_rate(
@@ -128,9 +135,9 @@ class Roofline:
         shape = self.shape
         attention = 2.0 * shape.layers * shape.query_size * context
         flops = tokens * (2.0 * self._parameters + attention)
-        moved = 4.0 * shape.layers * tokens * shape.hidden_size
+        moved = 2.0 * self._value * shape.layers * tokens * shape.hidden_size
         reduced = moved * (tensor - 1) / tensor / self.link(tensor)
-        return flops / (tensor * threads * self.device.flops) + reduced
+        return flops / (tensor * threads * self.device.flops_of(self._value)) + reduced
 
     def rollout_seconds(self, candidate: StageDeployment, load: Load, rate: float) -> float:
         """Seconds of a whole rollout at a decode rate (tokens/s) of each engine."""
@@ -166,7 +173,7 @@ class Roofline:
             candidate.tensor_parallel
             * candidate.context_parallel
             * candidate.threads
-            * device.flops
+            * device.flops_of(value)
         )
         size = max(float(candidate.max_tokens_per_microbatch), load.context)
         microbatches = max(1, math.ceil(tokens / size))

@@ -42,7 +42,7 @@ def usual_engines(
 def _holds(shape: ModelShape, hardware: Hardware, rollout: RolloutConfig, degree: int) -> bool:
     if shape.experts > 1:
         return True  # no formula knows its memory
-    value = 4 if rollout.dtype == "float32" else 2
+    value = rollout.value_bytes
     engine = StageDeployment(
         "rollout", 1, degree, max_running_requests=rollout.max_running_requests
     )

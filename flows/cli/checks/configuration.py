@@ -12,21 +12,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import RunConfig, check_references
+from earl_core.config.code import named_code
 from earl_core.control.hardware import expected_hardware
+from earl_core.control.precision import resolved
 from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.environments.check import check_environments
 from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.lock import is_locked
 from earl_core.system.errors import ConfigError
 from earl_core.system.finding import Finding, refused
+from earl_core.system.import_path import only_looks
 from earl_core.system.plural import plural
 from flows.cli.checks.model import check_files
+from tasks.tracking.mlflow_client import default_database
 
 
 def check_configuration(config: RunConfig) -> Iterator[Finding]:
     """Everything that the run would refuse at its start, and the shape of the model."""
     yield Finding("good", f"{config.name}: {plural(config.iterations, 'iteration')}")
-    for part in (references, model, stages, environment):
+    for part in (places, references, model, stages, environment):
         try:
             yield from part(config)
         except ConfigError as error:
@@ -36,6 +41,22 @@ def check_configuration(config: RunConfig) -> Iterator[Finding]:
         yield Finding("warning", f"{run} is in use", "wait for it, or use another --name")
     elif (run / "config.yaml").is_file():
         yield Finding("note", f"{run} exists: `earl train` would go on with it")
+
+
+def precision(config: RunConfig, run: Path) -> tuple[RunConfig, list[Finding]]:
+    """The configuration with what `auto` is here, or was when the run began, and what is slow."""
+    if config.cluster.backend != "local":
+        return config, []  # only its hosts know
+    found = resolved(config, run=run)
+    said = [Finding("note", text) for text in found.said]
+    advice = "name another, or leave it to `auto`"
+    return found.config, said + [Finding("warning", text, advice) for text in found.warnings]
+
+
+def places(config: RunConfig) -> Iterator[Finding]:
+    """See that databases can lie among the runs."""
+    default_database(config.runs_directory)
+    yield from ()
 
 
 def references(config: RunConfig) -> Iterator[Finding]:
@@ -50,6 +71,7 @@ def model(config: RunConfig) -> Iterator[Finding]:
     if (path / "config.json").is_file():
         shape = read_model_shape(path)
         check_files(path, config.rollout.engine)
+        check_tokenizer_file(path, shape.vocabulary)
         weights = [*path.glob("*.safetensors")] or path.glob("pytorch_model*.bin")
         size = sum(file.stat().st_size for file in weights)
         yield Finding(
@@ -88,7 +110,15 @@ def stages(config: RunConfig) -> Iterator[Finding]:
 
 
 def environment(config: RunConfig) -> Iterator[Finding]:
-    """Make the environments once, in a process of their own; runs the user's code."""
-    asyncio.run(check_environments(config))
+    """Make the environments once, in a process of their own; runs the user's code, unless the
+    command only looks."""
+    if only_looks() and (named := named_code(config)):
+        shown = ", ".join(f"{key} ({value})" for key, value in named.items())
+        text = f"the run file names code, which was not imported: {shown}"
+        yield Finding("note", text, "if you trust it: earl doctor RUN.yaml --run-code")
+        return
+    notes = asyncio.run(check_environments(config))
     names = ", ".join(each.played for each in config.played.values())
     yield Finding("good", f"environment {names}")
+    for note in notes:
+        yield Finding("warning", note)

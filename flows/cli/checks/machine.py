@@ -10,9 +10,11 @@ from pathlib import Path
 
 import psutil
 
+from earl_core.cluster.host import local_hosts
 from earl_core.control.hardware import read_hardware
+from earl_core.control.precision import decide
 from earl_core.deployment.shapes import Hardware
-from earl_core.system.errors import ConfigError
+from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.files import existing
 from earl_core.system.finding import Finding, judged, refused
 from flows.cli.checks.gpus import check_gpus
@@ -33,11 +35,27 @@ def check_machine(runs_directory: Path) -> Iterator[Finding]:
         yield Finding("good", f"{hardware.cpu_cores} CPU cores")
         yield _memory(hardware)
         yield from check_gpus(hardware)
+        yield from _precision()
     yield _disk(runs_directory)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < _LEAST_FILES:
         advice = "raise it in this shell: ulimit -n 4096"
         yield Finding("warning", f"only {files} files may be open at a time", advice)
+
+
+def _precision() -> Iterator[Finding]:
+    """Which numbers `auto` computes with; a device that does not say how fast it is in bf16 is
+    measured once, which takes seconds."""
+    try:
+        found = decide(local_hosts(1))
+    except EarlError as error:
+        text = f"how fast bf16 is here cannot be told: {error}"
+        yield Finding("warning", text, "name rollout.dtype and update.precision in the run file")
+        return
+    if found.precision == "bf16":
+        yield Finding("good", f"{found.why}: `auto` is bf16")
+    else:
+        yield Finding("note", f"{found.why}: `auto` is float32")
 
 
 def _memory(hardware: Hardware) -> Finding:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from earl_core.system.errors import ConfigError
+from earl_core.system.outside import read_text
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer*", "tokenization_*.py", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -39,8 +40,8 @@ def _any(path: Path, patterns: tuple[str, ...]) -> bool:
 
 def _absent_parts(path: Path) -> list[str]:
     try:
-        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+        index = json.loads(read_text(path / _INDEX, str(path / _INDEX)))
         names = sorted(set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ConfigError, ValueError, KeyError, TypeError, AttributeError):
         return []
     return [name for name in names if not (path / name).is_file()]

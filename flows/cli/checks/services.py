@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from earl_core.system.finding import Finding
-from earl_core.system.service import Service, read_services
+from earl_core.system.identity import trusting
+from earl_core.system.service import Service, living_service, read_services
+from flows.server import access_of
 from flows.server_access import DEFAULT_URL, Access, healthy, is_open
 from flows.services.process import TITLES, mlflow_answers
 from tasks.tracking.mlflow_client import without_login
+from tasks.tracking.served import CERTIFICATE
 
 _PREFECT_PORT, _MLFLOW_PORT = 4200, 5000
 _TIMEOUT = 2.0
@@ -23,9 +26,16 @@ def check_services(environment: Mapping[str, str], runs: Path) -> Iterator[Findi
     """Servers that runs would use, their ports, the services of `earl up`, offline settings."""
     known = {name: service for name, service in read_services(runs).items() if service.process}
     default = Access(DEFAULT_URL, environment.get("PREFECT_API_AUTH_STRING"))
-    yield _prefect(environment.get("PREFECT_API_URL"), known.get("prefect"), default)
+    asked, certificate = (
+        environment.get(f"PREFECT_API_{name}") for name in ("URL", "SSL_CERT_FILE")
+    )
+    prefect, mlflow = (
+        known.get(name) or living_service(runs, name) for name in ("prefect", "mlflow")
+    )
+    yield _prefect(asked, certificate, prefect, default)
     uri = environment.get("MLFLOW_TRACKING_URI")
-    yield from _mlflow(without_login(uri) if uri else None, known.get("mlflow"))
+    trusted = environment.get(CERTIFICATE)
+    yield from _mlflow(without_login(uri) if uri else None, trusted, mlflow)
     for service in known.values():
         if not service.alive:
             text = f"{TITLES[service.name]} of `earl up` has ended without `earl down`"
@@ -38,14 +48,16 @@ def check_services(environment: Mapping[str, str], runs: Path) -> Iterator[Findi
         yield Finding("note", f"HF_HUB_OFFLINE={offline}: workers may ask the model hub", advice)
 
 
-def _prefect(asked: str | None, own: Service | None, default: Access) -> Finding:
+def _prefect(
+    asked: str | None, certificate: str | None, own: Service | None, default: Access
+) -> Finding:
     if asked:
-        if healthy(asked, timeout=_TIMEOUT):
+        if healthy(asked, _TIMEOUT, certificate):
             return Finding("good", f"Prefect answers at PREFECT_API_URL={asked}")
         advice = "start that server, or unset PREFECT_API_URL to use a temporary one"
         return Finding("blocks", f"PREFECT_API_URL={asked} does not answer", advice)
     if own is not None and own.alive:
-        if healthy(own.url, timeout=_TIMEOUT):
+        if access_of(own).healthy(_TIMEOUT):
             return Finding("good", f"Prefect of `earl up` answers at {own.url}; runs will use it")
         return Finding("warning", f"Prefect of `earl up` at {own.url} does not answer", _AGAIN)
     if is_open(default):
@@ -58,9 +70,9 @@ def _prefect(asked: str | None, own: Service | None, default: Access) -> Finding
     return Finding("good", text)
 
 
-def _mlflow(uri: str | None, own: Service | None) -> Iterator[Finding]:
+def _mlflow(uri: str | None, certificate: str | None, own: Service | None) -> Iterator[Finding]:
     if not uri and own is not None and own.alive:
-        if mlflow_answers(own.url):
+        if mlflow_answers(own):
             yield Finding("good", f"MLflow of `earl up` answers at {own.url}; runs will use it")
         else:
             yield Finding("warning", f"MLflow of `earl up` at {own.url} does not answer", _AGAIN)
@@ -69,7 +81,7 @@ def _mlflow(uri: str | None, own: Service | None) -> Iterator[Finding]:
         yield Finding("good", "MLflow tracks into a file beside the runs")
     elif not uri.startswith(("http://", "https://")):
         yield Finding("good", f"MLflow tracks into {uri}")
-    elif _answers(uri):
+    elif _answers(uri, certificate):
         yield Finding("good", f"MLflow answers at MLFLOW_TRACKING_URI={uri}")
     else:
         text = f"MLFLOW_TRACKING_URI={uri} does not answer: runs go on, untracked meanwhile"
@@ -80,9 +92,11 @@ def _mlflow(uri: str | None, own: Service | None) -> Iterator[Finding]:
         yield Finding("note", f"port {_MLFLOW_PORT} is taken", advice)
 
 
-def _answers(uri: str) -> bool:
+def _answers(uri: str, certificate: str | None) -> bool:
     try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_TIMEOUT) as response:
+        context = trusting(certificate) if certificate else None
+        asked = f"{uri.rstrip('/')}/health"
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT, context=context) as response:
             return bool(response.status == 200)
     except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.services import DispatchConfig
+from earl_core.control.hardware import read_hardware
 from earl_core.control.shared_memory_need import judged_room, need_of
 from earl_core.run.stores import list_stores, run_store
 from earl_core.selector.model.memory_model import gib
@@ -22,6 +24,9 @@ from flows.cli.shards import shards_command
 
 _MIB = 2**20
 _BLOCKING = 128 * _MIB
+_VLLM_PLACE, _VLLM_QUEUE = Path("/dev/shm"), 240 * _MIB
+"""Where vLLM puts the queue of a worker's answers, wherever `dispatch.directory` is, and its size,
+which is no setting."""
 _FOREIGN = ("psm_*", "sem.loky-*", "vllm_dist_*")
 
 
@@ -43,13 +48,37 @@ def check_shared_memory(config: RunConfig | None) -> Iterator[Finding]:
     else:
         level: Level = "blocks" if room.free < _BLOCKING else "warning"
         yield judged(room.free >= SMALL_BYTES, str(room), f"`{sweep}`, or {enlarge()}", level)
-        if config is not None and (Path(config.model.path) / "config.json").is_file():
-            yield from _needed(config, room)
+        if config is not None:
+            yield from _vllm(config)
+            if (Path(config.model.path) / "config.json").is_file():
+                yield from _needed(config, room)
     kind = _file_system(place)
     if kind not in ("tmpfs", "ramfs", ""):
         advice = "shards work on a disk but are slow; set dispatch.directory to a folder on tmpfs"
         yield Finding("warning", f"{place} is on {kind}, not in memory", advice)
     yield from _leftovers(directory)
+
+
+def require_room(config: RunConfig) -> None:
+    """Raise `ConfigError` at once, not after minutes, where vLLM does not start in this machine's
+    shared memory, or the weights of a model that is there do not fit."""
+    findings = list(_vllm(config))
+    if (Path(config.model.path) / "config.json").is_file():
+        findings += _needed(config, room_in(Path(config.dispatch.directory).absolute()))
+    for finding in findings:
+        if finding.level == "blocks":
+            raise ConfigError(finding.text, remedy=finding.advice)
+
+
+def _vllm(config: RunConfig) -> Iterator[Finding]:
+    """Whether vLLM's processes can talk: on a CPU each engine has several."""
+    if config.rollout.engine != "vllm" or read_hardware().gpus:
+        return
+    room = room_in(_VLLM_PLACE)
+    if room.free < _VLLM_QUEUE:
+        text = f"vLLM needs {gib(_VLLM_QUEUE)} for the queue between its processes: {room}"
+        advice = enlarge().partition("; or")[0]
+        yield Finding("blocks", text, f"{advice}; or set rollout.engine=torch")
 
 
 def _needed(config: RunConfig, room: Room) -> Iterator[Finding]:
@@ -80,7 +109,7 @@ def _leftovers(directory: Path) -> Iterator[Finding]:
             yield Finding("warning", text, advice)
         else:
             text = f"{size} of the stopped run {store.run_directory}"
-            yield Finding("note", text, f"earl resume {store.run_directory}")
+            yield Finding("note", text, f"earl resume {shlex.quote(str(store.run_directory))}")
     foreign = [path for form in _FOREIGN for path in Path("/dev/shm").glob(form)]
     if foreign:
         size = f"{sum(path.stat().st_size for path in foreign if path.exists()) / _MIB:.0f} MiB"

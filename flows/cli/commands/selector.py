@@ -27,7 +27,7 @@ def profile(
     debug: Debug = False,
 ) -> None:
     """Measure for the selector. Safe to interrupt: rerun to continue. No run is touched."""
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.profile import profile as run_profile
 
         run_profile(config, minutes, context, overrides or [], plain)

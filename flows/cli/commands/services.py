@@ -26,7 +26,7 @@ def up(
     debug: Debug = False,
 ) -> None:
     """Start Prefect, MLflow and a worker, with everything deployed; what runs already stays."""
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.services import up as start
 
         start(runs_directory, port, mlflow_port)

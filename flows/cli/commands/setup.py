@@ -18,10 +18,13 @@ app.add_typer(environments, name="env")
 @app.command()
 def doctor(
     config: Annotated[str | None, typer.Argument(help="A run file to check as well.")] = None,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Import and try the code that the run file names.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check this machine: versions, memory, ports, model, offline settings."""
-    with reported(debug):
+    with reported(debug, runs_code=run_code):
         from flows.cli.doctor import doctor as run_doctor
 
         raise typer.Exit(run_doctor(config))
@@ -64,7 +67,7 @@ def environment_check(
 
     The exit status is 1 if something does. Its code runs in processes of its own.
     """
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.environments import check
 
         raise typer.Exit(check(target, options, python, episodes, turns))

@@ -38,7 +38,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model. A run that exists already is continued."""
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.training import train as run_training
 
         given = [f"name={name}"] if name else []
@@ -56,7 +56,7 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Train SmolLM2-135M at tic-tac-toe, in minutes on two CPU cores: the recipe `demo`."""
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.training import demo as run_demo
 
         given = [f"iterations={iterations}"] if iterations else []
@@ -86,7 +86,7 @@ def resume(
 
     If its last checkpoint is damaged, the last whole one is taken.
     """
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.training import resume as run_resume
 
         run_resume(run, overrides or [], runs_directory, show(plain, quiet, as_json), start)
@@ -106,7 +106,7 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Play held-out games with a checkpoint and count the outcomes. The run may be training."""
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.evaluating import evaluate as run_evaluation
 
         path = (run, runs_directory)
@@ -129,7 +129,7 @@ def play(
     debug: Debug = False,
 ) -> None:
     """Watch a checkpoint play game after game, or play against it."""
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from earl_core.run.record import stored_config
         from flows.cli.found_runs import find_run
         from flows.cli.playing import play as run_play
@@ -175,7 +175,7 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Answer OpenAI's clients with a checkpoint, or with any model, until Ctrl-C."""
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.policy_serve import serve as run_serve
 
         run_serve((run, runs_directory), checkpoint, overrides or [], port, temperature)
@@ -226,7 +226,7 @@ def debug_run(
     debug: Debug = False,
 ) -> None:
     """Do an iteration in this one process, where breakpoint() works everywhere; nothing is kept."""
-    with reported(debug):
+    with reported(debug, runs_code=True):
         from flows.cli.debugging import debug as run_debug
 
         run_debug(run, stage, iteration, iterations, prompts, overrides or [], runs_directory)

@@ -189,8 +189,14 @@ def _series(
     interval: Interval | None = None,
     scale: float = 1.0,
 ) -> Series:
-    """One line of a chart, of the lines that have its number."""
-    rows = [line for line in lines if key in line]
+    """One line of a chart, of the lines that have its number; the share of an outcome is 0 where
+    others are told and it is not."""
+    pattern = next((each for each in (_OUTCOME, _HELD_OUT) if each.fullmatch(key)), None)
+    if pattern is not None:
+        told = (line for line in lines if any(map(pattern.fullmatch, line)))
+        rows = [line if key in line else {**line, key: 0.0} for line in told]
+    else:
+        rows = [line for line in lines if key in line]
     made: Series = {
         "name": name,
         "x": [int(line["iteration"]) for line in rows],

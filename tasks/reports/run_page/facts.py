@@ -9,9 +9,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
 from earl_core.config.table import resolved_rows
+from earl_core.config.yaml_text import write_yaml
 from earl_core.secrets import find_secrets
 from earl_core.selector.model.devices import device_of
 from tasks.reports.run_page.records import RunRecords
@@ -105,7 +104,7 @@ def events(records: RunRecords) -> list[str]:
 def configuration(records: RunRecords) -> str:
     """The resolved settings as YAML, without secrets."""
     plain = _hidden(records.config.model_dump(mode="json"))
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return write_yaml(plain, allow_unicode=True)
 
 
 def _hidden(value: Any, name: str = "") -> Any:

@@ -37,7 +37,8 @@ class Guess:
         if won or not legal or not self._left:
             reward = reward_of(won, legal, self._turns - self._left)
             outcome = "win" if won else "loss" if legal else "illegal"
-            return StepResult([], reward, True, {"outcome": outcome})
+            info = {"outcome": outcome, "outcomes": ["win", "loss", "illegal"]}
+            return StepResult([], reward, True, info)
         if int(text) < self._number:
             self._low = int(text) + 1
         else:

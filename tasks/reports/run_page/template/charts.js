@@ -1,6 +1,5 @@
 const PALETTE = ["one", "two", "three", "four", "five", "six", "seven", "eight"];
 const OUTCOMES = ["win", "draw", "loss", "illegal"];
-const drawn = new Map();
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
@@ -95,25 +94,15 @@ function lanes() {
 
 const OPTIONS = { responsive: true, displaylogo: false, displayModeBar: false, plotlyServerURL: "" };
 
-function draw(plot, build) {
-  const [traces, layout] = build();
-  Plotly.react(plot, traces, layout, OPTIONS);
-  drawn.set(plot, build);
+/** All of them, wherever the page is scrolled to: a print and a screenshot have them, too. */
+function drawAll() {
+  for (const plot of document.querySelectorAll(".plot")) Plotly.react(plot, ...plot.build(), OPTIONS);
 }
-
-/** Draw a chart when it comes near the screen. */
-const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries.filter((each) => each.isIntersecting)) {
-    watcher.unobserve(entry.target);
-    draw(entry.target, entry.target.build);
-  }
-}, { rootMargin: "300px" });
 
 function place(figure, title, build) {
   const plot = make("div", { className: "plot", role: "img", "aria-label": title });
   plot.build = build;
   figure.append(plot);
-  watcher.observe(plot);
 }
 
 function showCharts() {
@@ -139,10 +128,6 @@ function showCharts() {
     place(at("lanes"), "Stage deployments over iterations", lanes);
     at("lanes").append(make("figcaption", { className: "quiet" }, "The colour changes where the stage deployment does."));
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    for (const [plot, build] of drawn) draw(plot, build);
-  });
-  addEventListener("beforeprint", () => {
-    for (const plot of document.querySelectorAll(".plot")) if (!drawn.has(plot)) draw(plot, plot.build);
-  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  drawAll();
 }

@@ -1,0 +1,94 @@
+"""Keys of sealed stages: a run that was begun with an older EARL goes on only if they are equal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from earl_core.config import load_config, parse_config
+from earl_core.config.run import STAGE_SETTINGS, RunConfig, stage_key
+
+KNOWN = Path(__file__).with_name("stage_keys.json")
+RECIPES = (
+    "demo",
+    "tictactoe_tiny",
+    "tictactoe_stages",
+    "tictactoe_selector",
+    "connect_four_smollm2",
+)
+BASE: dict[str, Any] = {
+    "name": "golden",
+    "seed": 7,
+    "iterations": 5,
+    "runs_directory": "/nowhere/runs",
+    "model": {"path": "/nowhere/model"},
+    "environment": {"name": "tic_tac_toe"},
+    "rollout": {"prompts_per_iteration": 8, "group_size": 4, "max_turns": 5},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "smallest": {},
+    "reference": {
+        "algorithm": {"kl": {"placement": "loss", "coefficient": 0.02}},
+        "update": {"precision": "bf16", "epochs": 2, "minibatches": 2},
+    },
+    "turns": {
+        "algorithm": {
+            "advantage": {"name": "gigpo"},
+            "kl": {"placement": "reward", "coefficient": 0.01},
+        }
+    },
+    "mixture": {
+        "environment": None,
+        "environments": [
+            {"name": "tic_tac_toe", "weight": 2.0},
+            {"name": "connect_four", "label": "four", "weight": 1.0},
+        ],
+        "curriculum": {},
+    },
+    "suites": {
+        "evaluation": {
+            "every": 2,
+            "episodes": 16,
+            "suites": [
+                {"label": "boards", "name": "tic_tac_toe", "prompts": 4},
+            ],
+        }
+    },
+    "layouts": {
+        "stages": {
+            "placement": "separate",
+            "rollout": {"replicas": 2},
+            "update": {"shard": 2},
+            "changes": [{"iteration": 2, "rollout": {"replicas": 4}}],
+        },
+        "rollout": {**BASE["rollout"], "engine": "vllm", "dtype": "bfloat16"},
+    },
+}
+
+
+def configs() -> dict[str, RunConfig]:
+    found = {
+        name: load_config(name, ["runs_directory=/nowhere/runs", "model.path=/nowhere/model"])
+        for name in RECIPES
+    }
+    return found | {name: parse_config(BASE | changes) for name, changes in RUNS.items()}
+
+
+def keys() -> dict[str, dict[str, str]]:
+    inputs = ["0" * 32, "f" * 32]
+    return {
+        name: {stage: stage_key(config, "uid", 3, stage, inputs) for stage in STAGE_SETTINGS}
+        for name, config in configs().items()
+    }
+
+
+def test_a_run_that_was_begun_before_does_not_repeat_its_stages() -> None:
+    """A change of a key is a line for the changelog's "breaking" part, and then for `KNOWN`, which
+    `python -m tests.config.test_stage_keys` prints."""
+    assert keys() == json.loads(KNOWN.read_text())
+
+
+if __name__ == "__main__":
+    json.dump(keys(), sys.stdout, indent=1)

@@ -1,0 +1,147 @@
+"""Two iterations of real runs against a float64 reference that shares no code with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from earl_core.config import RunConfig
+from earl_core.run.episodes import write_episodes
+from flows.debug import Debugged, opened_here
+from tasks.stage import StageRef
+from tests.conformance.reference import Reference
+from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
+
+TEMPERATURE = 0.9
+UPDATE = {
+    "learning_rate": 2e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-4,
+    "max_grad_norm": 0.5,
+}  # fmt: skip
+NONE = {"placement": "none"}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0,
+         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64}},
+        {"advantage": {"name": "rloo"}, "aggregation": {"name": "token_mean"},
+         "kl": {"placement": "loss", "estimator": "k3", "coefficient": 0.2}},
+    ),
+    "Qwen3": (
+        {"head_dim": 16, "tie_word_embeddings": True},
+        {"advantage": {"name": "turn_returns"}, "kl": {"placement": "reward", "coefficient": 0.3},
+         "aggregation": {"name": "sequence_mean_token_sum"}},
+    ),
+    "Gemma3Text": (
+        {"head_dim": 16, "sliding_window": 256, "query_pre_attn_scalar": 16,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"advantage": {"name": "grpo"}, "aggregation": {"name": "sequence_mean_token_mean"},
+         "kl": {"placement": "loss", "estimator": "k2", "coefficient": 0.2},
+         "entropy_coefficient": 0.05},
+    ),
+    "Phi3": (
+        {"sliding_window": None},
+        {"advantage": {"name": "reinforce_plus_plus"}, "aggregation": {"name": "constant",
+         "length": 18}, "kl": {"placement": "reward", "coefficient": 0.3}},
+    ),
+    "Mixtral": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"advantage": {"name": "gigpo", "discount": 0.9}, "aggregation": {"name": "token_mean"},
+         "kl": {"placement": "reward", "coefficient": 0.3}},
+    ),
+}  # fmt: skip
+
+
+def save(family: str, more: dict[str, Any], directory: Path) -> Path:
+    """A random model of two layers, whose attention is not uniform, and a tokenizer."""
+    # Of half of the families the template rewrites what was answered.
+    tokenizer = char_tokenizer(CHATML if family < "N" else DROPS_REASONING)
+    torch.manual_seed(3)
+    shape = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**{**shape, **more})
+    name = family.removesuffix("Text")
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim >= 2 else 1)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_iterations_equal_the_reference(family: str, tmp_path: Path) -> None:
+    shape, algorithm = FAMILIES[family]
+    model = save(family, shape, tmp_path / "model")
+    config = RunConfig.model_validate(
+        {
+            "name": "run",
+            "iterations": 2,
+            "runs_directory": str(tmp_path / "runs"),
+            "model": {"path": str(model)},
+            "environment": {"name": "tests.conformance.letters:Letters"},
+            "rollout": {
+                "engine": "torch", "dtype": "float32", "threads": 1, "max_turns": 3,
+                "prompts_per_iteration": 2, "group_size": 3, "max_tokens_per_turn": 6,
+                "temperature": TEMPERATURE,
+            },
+            "algorithm": algorithm,
+            "update": {**UPDATE, "precision": "fp32", "threads": 1},
+            "tracking": {"enabled": False},
+            "dispatch": {"directory": str(tmp_path / "shm")},
+        }
+    )  # fmt: skip
+    reference = Reference(model, algorithm, UPDATE)
+    run = tmp_path / "runs" / "run"
+    with opened_here(config, lambda *_: None) as controller:
+        for number in range(2):
+            played = Kept(controller, number)
+            manifests, rows = played.whole(), played.rows
+            before = weights(reference.model)
+            found = reference.iteration(rows, TEMPERATURE)
+            ours = weights(
+                AutoModelForCausalLM.from_pretrained(
+                    run / f"checkpoints/{number:06d}/policy", dtype=torch.float32
+                )
+            )
+            theirs = weights(reference.model)
+            metrics = manifests["update"].metrics
+            assert metrics["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-4)
+            assert found["grad_norm"] > 0.05
+            assert found["mismatch"] < 2e-5
+            moved = max(float(np.abs(theirs[name] - before[name]).max()) for name in theirs)
+            apart = {name: float(np.abs(ours[name] - theirs[name]).max()) for name in theirs}
+            assert moved > 1e-3
+            assert max(apart.values()) < 1e-6, {n: v for n, v in apart.items() if v >= 1e-6}
+            assert {len(row["turn_starts"]) for row in rows} <= {1, 2, 3}
+
+
+class Kept(Debugged):
+    """One iteration, and what was played in it: its shards go with its checkpoint."""
+
+    rows: list[dict[str, Any]]
+
+    def _take(self, stage: str, sealed: StageRef) -> None:
+        super()._take(stage, sealed)
+        if stage == "reward":
+            run = self._controller.run
+            path = run.path / f"played-{self._iteration}.parquet"
+            write_episodes(path, run.stores, self._manifests["rollout"], self._manifests["reward"])
+            self.rows = pq.read_table(path).to_pylist()
+
+
+def weights(model: Any) -> dict[str, np.ndarray]:
+    return {name: each.detach().double().numpy().copy() for name, each in model.named_parameters()}

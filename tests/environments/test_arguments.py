@@ -1,0 +1,81 @@
+"""Schemas of tools that would keep a host for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from earl_core.environments.tools import arguments
+from earl_core.environments.tools.functions import Tool
+from earl_core.environments.tools.toolbox import Toolbox
+from tests.environments.test_tools import call
+
+LONG = "a" * 40 + "!"
+DOUBLED: dict[str, Any] = {
+    f"a{n}": {"allOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(40)
+}
+DOUBLED["a40"] = {"type": "object"}
+
+SCHEMAS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a pattern": (
+        {"properties": {"x": {"type": "string", "pattern": "^(a+)+$"}}}, {"x": LONG}, "takes over"
+    ),
+    "a pattern of names": (
+        {"properties": {"x": {}}, "patternProperties": {"^(a+)+$": {}}}, {LONG: 1}, "takes over"
+    ),
+    "references that double": (
+        {"properties": {"x": {}}, "$ref": "#/$defs/a0", "$defs": DOUBLED}, {"x": 1}, "takes over"
+    ),
+    "objects that must differ": (
+        {"properties": {"x": {"uniqueItems": True}}}, {"x": [{"n": n} for n in range(2000)]},
+        "takes over"
+    ),
+    "a reference to itself": ({"properties": {"x": {}}, "$ref": "#"}, {"x": 1}, "refers to itself"),
+    "a good pattern": (
+        {"properties": {"x": {"pattern": "^b$"}}}, {"x": "a"}, "'a' does not match '^b$' of x"
+    ),
+    "what fits": ({"properties": {"x": {"pattern": "^a$"}}}, {"x": "a"}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_a_schema_has_a_bound_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "SECONDS", 0.5)
+
+    async def use(name: str, schema: dict[str, Any], given: dict[str, Any]) -> str:
+        async def tool(**_: Any) -> str:
+            return "done"
+
+        about = {"name": "tool", "description": "", "parameters": {"type": "object", **schema}}
+        box = Toolbox([Tool({"type": "function", "function": about}, tool)], 5.0)
+        made = call("tool")
+        made["function"]["arguments"] = given
+
+        async def here(function: Any) -> Any:
+            return function()
+
+        result = await box.use([made], here)
+        return str(result.messages[0]["content"])
+
+    async def all_of_them() -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.05)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        for name, (schema, given, message) in SCHEMAS.items():
+            begun = time.monotonic()
+            said = await use(name, schema, given)
+            assert message in said if message else said == "done", (name, said)
+            assert time.monotonic() - begun < 60
+        ticking.cancel()
+        assert ticks > 10
+
+    asyncio.run(all_of_them())

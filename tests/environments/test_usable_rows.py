@@ -1,0 +1,134 @@
+"""Rows of a data set that cannot be asked or scored are found before work, by file and row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from earl_core.environments.registry import check, create
+from earl_core.system.errors import ConfigError
+
+REWARDS = "earl_core.environments.rewards"
+GOOD: dict[str, Any] = {"prompt": "1+1?", "answer": "2", "weight": 1.0}
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": []}, "is an empty list"),
+    ({"prompt": None}, "is null"),
+    ({"prompt": ""}, "is empty"),
+    ({"prompt": " \n"}, "is empty"),
+    ({"prompt": "\u00a0"}, "is empty"),
+    ({"prompt": 7}, "is neither a text nor a list of messages"),
+    ({"prompt": {"role": "user", "content": "x"}}, "is neither a text nor a list"),
+    ({"prompt": "cut \ud83d here"}, "half a character at 4"),
+    ({"prompt": ["x"]}, "a message whose role"),
+    ({"prompt": [{"role": "judge", "content": "x"}]}, "a message whose role"),
+    ({"prompt": [{"role": "user", "content": None}]}, "content is no text"),
+    ({"prompt": [{"role": "user", "content": ""}]}, "no message says anything"),
+    ({"prompt": [{"role": "user", "content": "\udfff"}]}, "half a character"),
+    ({"answer": None}, "an answer .* is null"),
+    ({"answer": ""}, "an answer .* is empty"),
+    ({"answer": math.nan}, "an answer .* is nan"),
+    ({"answer": ["2"]}, "an answer .* is a list"),
+    ({"answer": "two"}, "an answer .* holds no number"),
+    ({"weight": math.nan}, "'weight' the number nan"),
+    ({"weight": {"a": [1, math.inf]}}, "'weight' the number inf"),
+    ({"weight": "\ud800"}, "'weight' half a character"),
+]
+
+
+def write(path: Path, *rows: dict[str, Any]) -> dict[str, Any]:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return options(path)
+
+
+def options(path: Path) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "scoring_columns": ["weight"],
+        "reward_function": f"{REWARDS}:contained_number",
+    }
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD)
+def test_a_row_is_refused_or_left_out(
+    tmp_path: Path, bad: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{**GOOD, "prompt": str(number)} for number in range(23)]
+    given = write(tmp_path / "a.jsonl", *rows[:20], {**GOOD, **bad}, *rows[20:])
+    with pytest.raises(ConfigError, match=rf"row 20 of .*a\.jsonl \(line 21\) has .*{message}"):
+        check("prompt", given)
+    with caplog.at_level(logging.WARNING):
+        environment = create("prompt", {**given, "unusable_rows": "leave_out"})
+    assert "1 of the 24 rows" in caplog.text
+    asked = [environment.reset(number, 0)[0]["content"] for number in range(24)]
+    assert asked == [*map(str, range(23)), "0"]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("prompt", ["a", None, "b"], "row 1 .*is null"),
+        ("prompt", ["a", " ", "b"], "row 1 .*is empty"),
+        ("prompt", ["a", "\x0b\x1f", "b"], "row 1 .*is empty"),
+        ("prompt", [CHAT, CHAT, []], "row 2 .*an empty list"),
+        ("prompt", [CHAT, [{"role": "user", "content": None}], CHAT], "row 1 .*no text"),
+        ("prompt", [CHAT, CHAT, [{"role": "x", "content": "y"}]], "row 2 .*role is none of"),
+        ("prompt", [CHAT, None, CHAT], "row 1 .*is null"),
+        ("prompt", [1, 2, 3], "row 0 .*neither a text nor a list"),
+        ("answer", ["1", "one", "3"], "row 1 .*holds no number"),
+        ("answer", [1.0, math.nan, 3.0], "row 1 .*is nan"),
+        ("answer", [1, 2, None], "row 2 .*is null"),
+        ("weight", [1.0, None, math.inf], "row 2 .*the number inf"),
+        ("weight", [[1.0], [math.nan], None], "row 1 .*the number nan"),
+    ],
+)
+def test_columns_are_looked_at_as_rows_are(
+    tmp_path: Path, column: str, values: list[Any], message: str
+) -> None:
+    good = {name: [value] * 3 for name, value in GOOD.items()}
+    pq.write_table(pa.table({**good, column: values}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=message):
+        check("prompt", options(tmp_path / "a.parquet"))
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    offsets = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0")
+    raw = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xe9")])
+    table = pa.table({"prompt": raw, "answer": ["1", "2"], "weight": [1.0, 1.0]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"row 1 of .*not UTF-8"):
+        check("prompt", options(tmp_path / "a.parquet"))
+    lines = json.dumps(GOOD).replace("1+1?", "é?").encode("utf-16")
+    (tmp_path / "b.jsonl").write_bytes(lines)
+    with pytest.raises(ConfigError, match=r"b\.jsonl is not UTF-8 \(it is UTF-16\)"):
+        check("prompt", options(tmp_path / "b.jsonl"))
+    (tmp_path / "c.jsonl").write_bytes(json.dumps(GOOD).encode("utf-8-sig"))
+    assert check("prompt", options(tmp_path / "c.jsonl"))
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file_or_grows_without_bounds_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.jsonl")
+    os.mkfifo(tmp_path / "x.parquet")
+    with gzip.open(tmp_path / "x.jsonl.gz", "wb", compresslevel=1) as stream:
+        stream.write((json.dumps(GOOD) + " " * 100_000_000).encode())
+    (tmp_path / "y.jsonl").symlink_to("/dev/zero")
+    for place, message in (
+        ("x.jsonl", "no regular file"),
+        ("x.parquet", "no regular file"),
+        ("y.jsonl", "no regular file"),
+        ("x.jsonl.gz", "more than 64 MiB once it is decompressed"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            check("prompt", options(tmp_path / place))
+        assert place in str(caught.value) or place == "y.jsonl"
