@@ -2,11 +2,11 @@
 
 A server is trusted that PREFECT_API_URL or a profile of the Prefect home names, one that shows the
 certificate of `earl up`'s, or one at the default port whose socket belongs to this user: whoever
-else listens could hand this process states and results. A server started here speaks TLS with a
-key of its own and wants a password, both made anew at each start, listens on loopback only,
-answers no other site's scripts, and keeps its database in the project's Prefect home, where only
-this user can read. Prefect's own temporary server is never started. The one started here hears of the controller's end through a pipe, in whatever way the
-controller ends, and goes too.
+else listens could hand this process states and results. A server started here speaks TLS with a key
+of its own and wants a password, both made anew at each start, listens on loopback only, answers no
+other site's scripts, and keeps its database in the project's Prefect home, where only this user can
+read. Prefect's own temporary server is never started. The one started here hears of the
+controller's end through a pipe, in whatever way the controller ends, and goes too.
 
 Import this module, and call `configure`, before anything imports prefect: Prefect reads its
 settings when it is imported.

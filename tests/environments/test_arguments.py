@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -79,3 +80,20 @@ def test_a_schema_has_a_bound_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ticks > 10
 
     asyncio.run(all_of_them())
+
+
+def test_a_check_outlives_the_thread_that_asked_first() -> None:
+    """The kernel ends the process with that thread: the next call begins another."""
+    check, said = arguments.ArgumentCheck(), []
+    schema = {"properties": {"x": {"pattern": "^b$"}}}
+
+    def ask() -> None:
+        said.append(check.misfit("tool", schema, {"x": "a"}))
+
+    for _ in range(3):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        time.sleep(0.1)
+    ask()
+    assert said == ["'a' does not match '^b$' of x"] * 4

@@ -19,7 +19,7 @@ SERVER = Service(
     "mlflow",
     PAGES,
     "earl",
-    "first",
+    "swordfish-1",  # no word of a text: what is known is hidden wherever it stands
     str(ProcessId.current()),
     since=1.0,
     secure=SECURE,
@@ -55,7 +55,7 @@ def test_the_server_is_asked_where_it_alone_answers_and_shown_by_its_pages(
 ) -> None:
     runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
     write_services(runs, [SERVER])
-    address = "https://earl:first@127.0.0.1:5999"
+    address = "https://earl:swordfish-1@127.0.0.1:5999"
     for place in (runs, elsewhere):
         assert asked(place, given) == address
         assert without_login(address) == PAGES
@@ -79,9 +79,11 @@ def test_a_run_that_goes_on_reads_the_new_password(tmp_path: Path) -> None:
     first = asked(tmp_path)
     write_services(tmp_path, [DEAD])
     assert served.renewed(first, tmp_path) == first
-    write_services(tmp_path, [replace(SERVER, password="second", secure="https://127.0.0.1:6000")])
+    write_services(
+        tmp_path, [replace(SERVER, password="swordfish-2", secure="https://127.0.0.1:6000")]
+    )
     second = served.renewed(first, tmp_path)
-    assert second == "https://earl:second@127.0.0.1:6000"
+    assert second == "https://earl:swordfish-2@127.0.0.1:6000"
     assert without_login(second) == without_login(first) == PAGES
     assert served.renewed(OUTSIDE, tmp_path) == OUTSIDE
 

@@ -71,10 +71,11 @@ def test_a_forked_child_leaves_the_locks_alone(
     runtime = stand_in(monkeypatch)
     segment = SegmentPool(tmp_path, 2**30).acquire(4096)
     assert segment.page_lock()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         segment._mapping.close()  # type: ignore[union-attr]
         os._exit(len(runtime.ranges))
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     segment.abandon()
 
 

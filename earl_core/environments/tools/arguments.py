@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from earl_core.system.errors import EarlError
@@ -59,33 +60,40 @@ class ArgumentCheck:
 
     def misfit(self, name: str, parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """As the function. name: of the tool. Raises `EarlError` when it takes too long."""
+        question = json.dumps([parameters, arguments]).encode() + b"\n"
         with self._turn:
-            said = self._asked(json.dumps([parameters, arguments]).encode() + b"\n")
-        if said is None:
-            raise EarlError(
-                f"{name} has a schema that takes over {SECONDS:g} s to compare with these "
-                "arguments: give it others"
-            )
+            # The kernel ends the process with the thread that began it, which may be gone.
+            said = self._asked(name, question) or self._asked(name, question)
+            if not said:
+                raise EarlError(f"the process that compares arguments of {name} ended twice")
         return str(json.loads(said))
 
-    def _asked(self, question: bytes) -> bytes | None:
+    def _asked(self, name: str, question: bytes) -> bytes:
+        """The answer, empty when the process has ended. Raises `EarlError` when it takes long."""
         process = self._process or self._started()
         assert process.stdin is not None
         assert process.stdout is not None
-        try:
+        with suppress(OSError):
             process.stdin.write(question)
             process.stdin.flush()
-            ready = select.select([process.stdout], [], [], SECONDS)[0]
-            if ready and (said := process.stdout.readline()):
+            if not select.select([process.stdout], [], [], SECONDS)[0]:
+                self._end(process)
+                raise EarlError(
+                    f"{name} has a schema that takes over {SECONDS:g} s to compare with these "
+                    "arguments: give it others"
+                )
+            if said := process.stdout.readline():
                 return said
-        except OSError:
-            pass
+        self._end(process)
+        return b""
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
         self._process = None
         process.kill()
         process.wait()
-        process.stdin.close()
-        process.stdout.close()
-        return None
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # to close one writes what it still holds
+                pipe.close()  # type: ignore[union-attr]
 
     def _started(self) -> subprocess.Popen[bytes]:
         program = _PROGRAM.format(path=sys.path)
