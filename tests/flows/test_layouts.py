@@ -32,6 +32,8 @@ LAYOUTS = {
     ],
 }
 
+USUAL = ("dp then tp", "more ranks")
+
 
 def curve(runs: Runs, metric: str) -> list[float]:
     return [line[metric] for line in runs.metrics()]
@@ -49,7 +51,10 @@ def plan(runs: Runs, iteration: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS],
+)
 def test_every_layout_has_the_same_learning_curve(
     layout: str, runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:

@@ -41,7 +41,7 @@ def size_of(path: Path) -> int:
     return 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_a_hundred_and_twenty_iterations_stay_flat(runs: Runs) -> None:
     process = runs.start(
