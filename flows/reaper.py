@@ -30,6 +30,7 @@ _QUICK_SECONDS = 2.0
 
 _FLOWS = ["train", "iteration", "evaluate", "profile"]
 _OPEN = ["PENDING", "RUNNING", "CANCELLING"]
+_WAITING = {"SCHEDULED", "PENDING"}
 _FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 _UNOWNED_SECONDS = 30.0
 """From Running to its first line, where it is noted, a flow takes milliseconds; so does its end."""
@@ -66,10 +67,9 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
         if identity in known or flow_notes.of_other_runs(tags, runs_directory):
             continue
         note = flow_notes.note_from_tags(identity, tags)
-        if note is None:
+        dead = note is None or (note.here and not note.alive)
+        if dead and (note is None or _retried(found)):
             dead = found["state_type"] == "RUNNING" and _age(found) > _UNOWNED_SECONDS
-        else:
-            dead = note.here and not note.alive
         # One that began meanwhile has a note by now.
         if dead and flow_notes.read(runs_directory, identity) is None:
             _set(access, identity, _killed(str(found["state_type"])), timeout)
@@ -94,6 +94,10 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
     if flow_notes.read(runs_directory, note.flow_run) != note:
         return False  # it has just ended
     wanted = note.outcome or ("RUNNING" if note.alive else _verdict(note, state))
+    if state in _WAITING and wanted != "RUNNING":
+        # What is noted had run: it has ended, and is about to be tried again.
+        flow_notes.remove(runs_directory, note.flow_run)
+        return False
     if wanted == "RUNNING" or note.outcome is None:
         wrong = (state in _FINAL) == (wanted == "RUNNING")
     else:
@@ -123,6 +127,11 @@ def _verdict(note: Note, state: str) -> str:
     else:
         done = note.iteration <= max(stable_checkpoints(Path(note.run)), default=-1)
     return "COMPLETED" if done else _killed(state)
+
+
+def _retried(flow_run: dict[str, Any]) -> bool:
+    """Whether the process that a flow run's labels name is that of an attempt before this one."""
+    return int(flow_run["run_count"]) > (0 if flow_run["state_type"] in _WAITING else 1)
 
 
 def _age(flow_run: dict[str, Any]) -> float:

@@ -21,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     that has some, the others test the same as anywhere."""
     # Prefect's own temporary server wants no password and outlives a killed test.
     os.environ["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] = "false"
+    # Threads that spin while they wait take the cores from those they wait for: all tests and what
+    # they start have two cores, and spinning was up to half of the CPU time.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     if config.option.markexpr == "gpu":
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -100,6 +100,24 @@ def test_a_live_process_corrects_others(
     until(lambda: state_of(access, killed) == "CRASHED", 20)
 
 
+@pytest.mark.parametrize("noted", [None, "FAILED", "killed"])
+def test_a_retry_is_left_to_the_process_that_will_take_it(
+    access: Access, gone: str, tmp_path: Path, noted: str | None
+) -> None:
+    """What is known of the attempt before says nothing of one that waits or has just begun."""
+    retried = running(access, tags_of(gone, tmp_path))
+    if noted is not None:
+        outcome = None if noted == "killed" else noted
+        host = socket.gethostname()
+        flow_notes.write(tmp_path, Note(retried, host, gone, outcome=outcome))
+    for state in ("FAILED", "SCHEDULED", "PENDING", "RUNNING"):
+        body = {"state": {"type": state, "name": state.capitalize()}, "force": True}
+        access.ask(f"flow_runs/{retried}/set_state", body)
+        reaper.reconcile(access, tmp_path)
+        assert state_of(access, retried) == state
+    assert flow_notes.read(tmp_path, retried) is None
+
+
 def until(true: object, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not true():  # type: ignore[operator]
