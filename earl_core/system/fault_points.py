@@ -52,6 +52,8 @@ def _happen(place: str, action: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        # Another thread may take the signal, which this one would run on beside for a moment.
+        time.sleep(0.1)
         return
     while action == "hang":
         time.sleep(60)

@@ -32,7 +32,7 @@ LAYOUTS = {
     ],
 }
 
-USUAL = ("dp then tp", "more ranks")
+USUAL = ("more ranks",)
 
 
 def curve(runs: Runs, metric: str) -> list[float]:

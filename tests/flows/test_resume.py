@@ -26,6 +26,9 @@ MOMENTS = [
 """Each stage's seal, and each place between stages where something else is there than at a seal."""
 
 
+SOME_MOMENTS = ["select.before", "reference.seal", "advantage.seal", "publish.after"]
+"""Kills at the seals of rollout and update are in the fast tests."""
+
 ONCE = "deadlines.repeats=0"
 """A lost rank ends the process, so that the next one has to go on."""
 
@@ -58,8 +61,17 @@ def test_killed_again_and_again_equals_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_killed_in_every_stage_and_between_them(runs: Runs, undisturbed: Undisturbed) -> None:
-    for moment in MOMENTS:
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(SOME_MOMENTS, id="some"),
+        pytest.param(MOMENTS, id="all", marks=pytest.mark.campaign),
+    ],
+)
+def test_killed_in_stages_and_between_them(
+    runs: Runs, undisturbed: Undisturbed, moments: list[str]
+) -> None:
+    for moment in moments:
         # Reward and reference run side by side: one may be sealed when the other's kill comes.
         if moment == "reference.seal" and (1, "reference") in runs.executed("sealed"):
             continue

@@ -49,7 +49,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", [["stages.rollout.replicas=2"], ["stages.rollout.tensor_parallel=2"]]
+    "layout",
+    [
+        pytest.param(["stages.rollout.replicas=2"], marks=pytest.mark.campaign),
+        ["stages.rollout.tensor_parallel=2"],
+    ],
 )
 def test_runs_with_engines_of_two_devices(runs: Runs, layout: list[str]) -> None:
     runs.train(*VLLM, *layout, "rollout.threads=0")
@@ -65,6 +69,7 @@ def test_runs_with_engines_of_two_devices(runs: Runs, layout: list[str]) -> None
     runs.wait_for_workers_to_end()
 
 
+@pytest.mark.campaign
 def test_the_only_vllm_process_is_killed_as_it_starts_and_at_work(runs: Runs) -> None:
     """The ranks live on; the rollout is repeated with a fresh engine."""
     process = runs.start(*VLLM, "iterations=2")

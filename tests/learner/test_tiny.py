@@ -103,7 +103,7 @@ def test_environments_without_characters_are_refused(
         build(tmp_path / "m", environments=[environment])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_warm_start_wins_about_a_quarter_of_its_games(tmp_path: Path) -> None:
     build(tmp_path / "m", environments=[compact("tic_tac_toe")])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
