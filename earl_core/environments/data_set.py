@@ -239,7 +239,7 @@ class _ArrowRows:
 def _open(files: Any, root: str, path: str, split: str | None) -> list[Rows]:
     if "*" not in root and files.isdir(root):
         if files.exists(f"{root}/dataset_dict.json"):
-            splits = json.loads(files.cat_file(f"{root}/dataset_dict.json"))["splits"]
+            splits = _told(files, f"{root}/dataset_dict.json")["splits"]
             return _saved(files, f"{root}/{_chosen(splits, split, path)}")
         if files.exists(f"{root}/state.json"):
             _chosen([], split, path)
@@ -258,7 +258,7 @@ def _open(files: Any, root: str, path: str, split: str | None) -> list[Rows]:
 def _saved(files: Any, folder: str) -> list[Rows]:
     """What `datasets` saved: its files hold Arrow IPC streams."""
     pa = import_package("pyarrow", "pyarrow")
-    state = json.loads(files.cat_file(f"{folder}/state.json"))
+    state = _told(files, f"{folder}/state.json")
     tables: list[Rows] = []
     for each in state["_data_files"]:
         name = f"{folder}/{each['filename']}"
@@ -266,6 +266,13 @@ def _saved(files: Any, folder: str) -> list[Rows]:
         source = pa.memory_map(name) if _local(files) else pa.py_buffer(files.cat_file(name))
         tables.append(_ArrowRows(pa.ipc.open_stream(source).read_all(), name))
     return tables
+
+
+def _told(files: Any, name: str) -> Any:
+    """What `datasets` wrote of its files. Raises ConfigError for what is no such text."""
+    _check_regular(files, name)
+    with files.open(name, "rb") as stream:
+        return json.loads(_read_whole(stream, name, _LITTLE))
 
 
 def _read(files: Any, name: str) -> Rows:

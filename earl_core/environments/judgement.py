@@ -212,7 +212,8 @@ def _number_at(
     if found is None or found.start != 0:
         return None
     before = text[begin - 1 : begin]
-    if before == "<" and not text[begin + found.end :].lstrip().startswith(">"):
+    below = text[start:begin].rstrip(" \t*_`").endswith("<")
+    if below and not text[begin + found.end :].lstrip(" \t*_`").startswith(">"):
         return None
     if text[begin] in "+-" and before and before not in " \t\n*_`\"'$|({[<:=>—→⇒：":
         return None

@@ -67,15 +67,18 @@ async def play(
     hold `outcome` and `metrics`. An episode that was lost by infrastructure is retried, twice at
     most; the meter counts it.
 
-    Raises `RolloutFailed` when more than `settings.max_failed_share` of the episodes failed,
-    `ContextOverflow` when one needs a longer context than the engine's and the model has it, and
-    what the engine raises. When its task is cancelled, requests and environments are ended too.
+    Raises `ConfigError` for tools that the chat template cannot take, `RolloutFailed` when more
+    than `settings.max_failed_share` of the episodes failed, `ContextOverflow` when one needs a
+    longer context than the engine's and the model has it, and what the engine raises. When its task
+    is cancelled, requests and environments are ended too.
     """
     meter = meter or LoadMeter(len(specs))
     tools = Tools(pool.tools)
     players = [
         EpisodePlayer(spec, chat, settings, meter, engine.max_model_len, tools) for spec in specs
     ]
+    # What a template does with tools is no episode's fault.
+    chat.prefix_stable(tools)
     loop = _Loop(engine, pool, settings, meter, players, slots or live_slots(settings, len(specs)))
     try:
         if engine.lockstep:

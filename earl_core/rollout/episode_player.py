@@ -15,6 +15,7 @@ from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.errors import ContextOverflow
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.tool_calls import NO_TOOLS, Answer, Tools
+from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import EpisodeSpec, Sample, anchor_of, derive_seed
 
 
@@ -88,9 +89,12 @@ class EpisodePlayer:
         self._observation, self._anchor = "", 0
 
     def begin(self, messages: Sequence[Message]) -> None:
-        """Take the environment's first messages."""
-        self._pending = self._conversation.begin(messages)
+        """Take the environment's first messages. Fails where the chat template refuses them."""
         self._note_observation(messages)
+        try:
+            self._pending = self._conversation.begin(messages)
+        except ConfigError as error:
+            self.fail("environment_error", str(error))
 
     def request(self) -> GenerationRequest | None:
         """The next request, or None when the model's context has no room for an answer."""
@@ -150,7 +154,7 @@ class EpisodePlayer:
         self.observe(StepResult([self._conversation.complaint(answer)], 0.0, False))
 
     def observe(self, result: StepResult) -> None:
-        """Take the reaction of the environment, or of tools, to the answer."""
+        """Take the reaction of the environment, or of tools, to the answer. Fails as `begin`."""
         self._sample.turn_rewards[-1] = result.reward
         self.episode.take(result.info)
         self._note_observation(result.messages)
@@ -164,9 +168,12 @@ class EpisodePlayer:
         elif limit is not None and self._sampled >= limit:
             self._finish("max_tokens")
         else:
-            self._pending, self._new_sample = self._conversation.follow(
-                self._answer.tokens, result.messages
-            )
+            try:
+                self._pending, self._new_sample = self._conversation.follow(
+                    self._answer.tokens, result.messages
+                )
+            except ConfigError as error:
+                self.fail("environment_error", str(error))
 
     def fail(self, reason: str, detail: str) -> None:
         """End as a failed episode."""

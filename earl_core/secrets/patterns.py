@@ -74,6 +74,7 @@ _KEYS = re.compile(
     | rzp_(?:live|test)_[A-Za-z0-9]{14,} | FLWSECK(?:_TEST)?-[\w-]{20,}
     | access-(?:sandbox|development|production)-[0-9a-f]{8}-[0-9a-f-]{27}
     | AGE-SECRET-KEY-1[A-Z0-9]{50,} | AGE-PLUGIN-[A-Z0-9-]{1,60}-1[A-Z0-9]{20,}
+    | AKCp[A-Za-z0-9]{60,} | e2b_[0-9a-f]{40} | fc-[0-9a-f]{32}
     | EAA[A-Za-z0-9]{40,} | sl\.[\w-]{60,} | flp_[A-Za-z0-9]{30,} | nk-[\w-]{40,}
     | [0-9a-f]{32}\.(?=[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{16}(?![\w.])
     | [\w.]{2}[A-Za-z0-9]\dQ~[\w~.-]{31,40}

@@ -53,7 +53,10 @@ def _from_file(path: Path) -> str:
             "resume finds it too"
         )
     try:
-        with path.open("rb") as stream:
+        # A FIFO would be waited for.
+        with open(
+            path, "rb", opener=lambda name, how: os.open(name, how | os.O_NONBLOCK)
+        ) as stream:
             about = os.fstat(stream.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise ConfigError(f"file:{path} is no regular file")

@@ -168,7 +168,7 @@ def explain_question(
     context = context or (_CONTEXT_ON_GPUS if hardware.gpus else _CONTEXT)
     loads = [PlannedLoad(tokens, **load) for tokens in parse_contexts(context)]
     longest = max(asked.context for asked in loads)
-    name, shape = (model, find_model(model)) if model else _fitting(hardware, loads)
+    name, shape, why = (model, find_model(model), "") if model else _fitting(hardware, loads)
     if longest > shape.max_positions:
         raise ConfigError(
             f"--context {longest} is longer than the model's position range of "
@@ -181,12 +181,8 @@ def explain_question(
         devices = f"{hardware.hosts} x {hardware.devices_per_host} {device.name}"
     size = f" ({shape.parameters / 1e9:.3g} B parameters) on {devices}"
     console.print(Text.assemble((name, "bold"), size))
-    if model is None:
-        console.print(
-            "It is the largest well-known model that fits there, with iterations of at most an "
-            "hour: name another with --model.",
-            style="dim",
-        )
+    if why:
+        console.print(f"{why}: name another with --model.", style="dim")
     console.print(_assumed(loads), style="dim")
     inputs = [ask(shape, hardware, asked) for asked in loads]
     need = _need(shape, loads, inputs[0].rollout.value_bytes)
@@ -243,9 +239,9 @@ def _plain(name: str, asked: PlannedLoad, given: SelectionInput) -> dict[str, An
     }
 
 
-def _fitting(hardware: Hardware, loads: Sequence[PlannedLoad]) -> tuple[str, ModelShape]:
+def _fitting(hardware: Hardware, loads: Sequence[PlannedLoad]) -> tuple[str, ModelShape, str]:
     """The largest well-known model with a plan for every load whose iterations end in time; else
-    the one whose iterations are shortest. Raises `ConfigError` where none has a plan."""
+    the one whose iterations are shortest; and why. Raises `ConfigError` where none has a plan."""
     longest = max(asked.context for asked in loads)
     inside = {name: shape for name, shape in MODELS.items() if shape.max_positions >= longest}
     if not inside:
@@ -262,11 +258,13 @@ def _fitting(hardware: Hardware, loads: Sequence[PlannedLoad]) -> tuple[str, Mod
             reason = f"{name}: {error}"
             continue
         if seconds[name] <= _PATIENCE:
-            return name, inside[name]
+            text = "It is the largest well-known model that fits there, with iterations of at most"
+            return name, inside[name], f"{text} an hour"
     if not seconds:
         raise ConfigError(f"no well-known model fits, not even {reason}")
     quickest = min(seconds, key=lambda name: seconds[name])
-    return quickest, inside[quickest]
+    text = "No well-known model that fits there has iterations of at most an hour; this one's are"
+    return quickest, inside[quickest], f"{text} the shortest"
 
 
 def _seconds(shape: ModelShape, hardware: Hardware, asked: PlannedLoad) -> float:

@@ -36,6 +36,14 @@ TINY = {
 """A model of some thousand parameters; one iteration takes a moment."""
 
 
+@pytest.fixture
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing names a Prefect server, and none is at the usual port."""
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(server, "DEFAULT_URL", "http://127.0.0.1:9/api")
+
+
 class Earl:
     """Runs `earl` in a directory of its own, without touching the caller's environment."""
 

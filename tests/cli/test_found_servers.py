@@ -16,12 +16,7 @@ from earl_core.system.service import Service, write_services
 from earl_core.system.web_server import WebServer
 from flows import server, server_access
 
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(server, "DEFAULT_URL", "http://127.0.0.1:9/api")
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 @pytest.fixture

@@ -25,12 +25,7 @@ from earl_core.system.processes import ProcessId
 from earl_core.system.service import Service, write_services
 from flows import server, server_access
 
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(server, "DEFAULT_URL", "http://127.0.0.1:9/api")
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 @pytest.fixture
@@ -54,7 +49,8 @@ def answering() -> Iterator[tuple[str, list[bytes]]]:
 
 
 CONFIGURED = (
-    "HOME", "SERVER_ANALYTICS_ENABLED", "LOGGING_HANDLERS_CONSOLE_LEVEL", "INTERNAL_LOGGING_LEVEL"
+    "HOME", "SERVER_ANALYTICS_ENABLED", "LOGGING_HANDLERS_CONSOLE_LEVEL", "INTERNAL_LOGGING_LEVEL",
+    "SERVER_ALLOW_EPHEMERAL_MODE",
 )  # fmt: skip
 
 
@@ -70,6 +66,7 @@ def test_configure_keeps_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert home.is_dir()
         assert os.environ["PREFECT_HOME"] == str(home)
         assert os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+        assert os.environ["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] == "false"
         assert os.environ["PREFECT_SERVER_LOGGING_LEVEL"] == "DEBUG"
         assert os.environ["PREFECT_INTERNAL_LOGGING_LEVEL"] == "CRITICAL"
         monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "mine"))

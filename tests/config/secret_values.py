@@ -131,6 +131,10 @@ VALUES: dict[str, str] = {
     # Of a provider that nobody told of.
     "unknown": f"zqx_live_{drawn(40)}",
     "unknown too": f"qv-{drawn(36)}",
+    # What each draws depends on all above.
+    "JFrog": f"AKCp{drawn(69)}",
+    "E2B": f"e2b_{drawn(40, HEX)}",
+    "Firecrawl": f"fc-{drawn(32, HEX)}",
 }  # fmt: skip
 
 _PASSWORD = "Tr0ub4dor&3"

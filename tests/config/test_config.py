@@ -180,6 +180,16 @@ def test_missing_and_malformed_files(tmp_path: Path) -> None:
         load_config(tmp_path / "list.yaml")
 
 
+def test_the_first_evaluation_may_be_smaller_than_the_others() -> None:
+    assert [load_config("demo").evaluation.episodes_of(version) for version in (0, 1, 24)] == [
+        24,
+        256,
+        256,
+    ]
+    usual = parse_config(with_(evaluation={"episodes": 8})).evaluation
+    assert (usual.episodes_of(0), usual.episodes_of(1)) == (8, 8)
+
+
 def test_resolved_table_multiplies_the_sizes() -> None:
     rows = {what: value for what, value, _ in resolved_rows(parse_config(MINIMAL))}
     assert rows["episodes per iteration"] == "8"

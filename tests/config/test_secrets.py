@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,9 @@ def test_a_reference_is_resolved_where_it_is_used_and_nowhere_else(
         assert redact(f"<{secret}>") == "<(hidden)>"
 
 
+@pytest.mark.timeout(30)
 def test_a_reference_that_leads_to_nothing_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
     open_to_all = tmp_path / "open"
     open_to_all.write_text("x")
     open_to_all.chmod(0o644)
@@ -228,6 +231,7 @@ def test_a_reference_that_leads_to_nothing_is_named(tmp_path: Path) -> None:
         ("env:EARL_NOT_SET", "export EARL_NOT_SET"),
         (f"file:{tmp_path}/none", "cannot be read"),
         (f"file:{tmp_path}", "cannot be read|no regular file"),
+        (f"file:{tmp_path}/fifo", "no regular file"),
         ("file:relative", "write the whole path"),
         (f"file:{open_to_all}", "chmod 600"),
     ):

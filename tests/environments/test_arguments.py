@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from earl_core.environments.tools import arguments
 from earl_core.environments.tools.functions import Tool
 from earl_core.environments.tools.toolbox import Toolbox
+from earl_core.system.errors import EarlError
 from tests.environments.test_tools import call
 
 LONG = "a" * 40 + "!"
@@ -97,3 +99,48 @@ def test_a_check_outlives_the_thread_that_asked_first() -> None:
         time.sleep(0.1)
     ask()
     assert said == ["'a' does not match '^b$' of x"] * 4
+
+
+@pytest.mark.parametrize("answered", ["", "print('\"half an answ', end='', flush=True)"])
+def test_a_schema_that_ends_the_process_each_time_is_told(
+    answered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that fills the memory of a container; the next schema has a process again."""
+    program = f"import os; print(flush=True); input(); {answered or 'pass'}; os._exit(137)"
+    schema = {"properties": {"x": {"pattern": "^b$"}}}
+    check = arguments.ArgumentCheck()
+    with monkeypatch.context() as patched:
+        patched.setattr(arguments, "_PROGRAM", program)
+        for _ in range(2):
+            with pytest.raises(EarlError, match="compares arguments of tool ended twice"):
+                check.misfit("tool", schema, {"x": "a"})
+    assert check.misfit("tool", schema, {"x": "a"}) == "'a' does not match '^b$' of x"
+
+
+@pytest.mark.timeout(120)
+def test_threads_side_by_side_have_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of them takes too long, or the process is killed between two questions."""
+    monkeypatch.setattr(arguments, "SECONDS", 2.0)
+    check = arguments.ArgumentCheck()
+
+    def ask(number: int) -> str:
+        if number == 13:
+            schema, given = {"properties": {"x": {"pattern": "^(a+)+$"}}}, LONG
+        else:
+            schema, given = {"properties": {"x": {"pattern": f"^{number}$"}}}, f"{number % 2}"
+        if number == 7 and (process := check._process):
+            process.kill()
+        try:
+            return check.misfit(f"tool{number}", schema, {"x": given})
+        except EarlError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as threads:
+        said = list(threads.map(ask, range(40)))
+    for number, each in enumerate(said):
+        if number == 13:
+            assert "tool13 has a schema that takes over" in each
+        elif number < 2:
+            assert each == ""
+        else:
+            assert each == f"'{number % 2}' does not match '^{number}$' of x"

@@ -123,10 +123,15 @@ def test_what_is_no_file_or_grows_without_bounds_is_refused(tmp_path: Path) -> N
     with gzip.open(tmp_path / "x.jsonl.gz", "wb", compresslevel=1) as stream:
         stream.write((json.dumps(GOOD) + " " * 100_000_000).encode())
     (tmp_path / "y.jsonl").symlink_to("/dev/zero")
+    for saved, told in (("one", "state.json"), ("split", "dataset_dict.json")):
+        (tmp_path / saved).mkdir()
+        os.mkfifo(tmp_path / saved / told)
     for place, message in (
         ("x.jsonl", "no regular file"),
         ("x.parquet", "no regular file"),
         ("y.jsonl", "no regular file"),
+        ("one", "state.json is no regular file"),
+        ("split", "dataset_dict.json is no regular file"),
         ("x.jsonl.gz", "more than 64 MiB once it is decompressed"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.environments.base import EnvironmentFailed, StepResult
+from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.episode_player import PlaySettings
@@ -23,7 +24,7 @@ from earl_core.rollout.rollout_stats import (
 from earl_core.trajectory.samples import FAILED_REASONS, Episode, EpisodeSpec, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
-from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
+from tests.rollout.chat_models import CHATML, DROPS_REASONING, MISTRAL, char_tokenizer
 from tests.rollout.scripted import ScriptedEngine, ScriptedEnvironments
 
 CHAT = ChatTokenizer(char_tokenizer(CHATML))
@@ -135,6 +136,38 @@ def test_failed_episodes_are_kept_apart(lockstep: bool) -> None:
     assert set(reasons.values()) <= FAILED_REASONS
     assert "no board" in str(episodes[1].info["failure"])
     assert sorted(pool.closed) == sorted(engine.finished) == list(range(10))
+
+
+@BOTH
+def test_messages_that_the_template_refuses_cost_their_episode(lockstep: bool) -> None:
+    """Rows of a data set may order roles as this model's template does not; one is no reason to
+    end the others."""
+
+    class Odd(ScriptedEnvironments):
+        async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]:
+            first = await super().reset(episode_id, prompt, seed)
+            return [{"role": "system", "content": "x"}, *first] if episode_id == 3 else first
+
+        async def step(self, episode_id: int, text: str) -> StepResult:
+            result = await super().step(episode_id, text)
+            odd: list[Message] = [{"role": "system", "content": "y"}]
+            return replace(result, messages=odd) if episode_id in (5, 6) else result
+
+    chat = ChatTokenizer(char_tokenizer(MISTRAL))
+    engine = ScriptedEngine(lambda i, _: 1, chat.stop_token_ids[0], lockstep=lockstep)
+    pool = Odd(lambda i: 1 if i == 6 else 2)
+    episodes = played(engine, pool, 10, chat, max_failed_share=0.2)
+    failed = {each.episode_id: each for each in episodes if each.failed}
+    assert {number: each.finish_reason for number, each in failed.items()} == {
+        3: "environment_error",
+        5: "environment_error",
+    }
+    for each in failed.values():
+        assert "only user and assistant roles are known" in str(each.info["failure"])
+    assert [each.finish_reason for each in episodes if not each.failed] == ["done"] * 8
+    assert sorted(pool.closed) == sorted(engine.finished) == list(range(10))
+    with pytest.raises(RolloutFailed, match=r"episode 3 .*roles system, user: only user"):
+        played(engine, Odd(lambda i: 2), 10, chat, max_failed_share=0.1)
 
 
 @BOTH

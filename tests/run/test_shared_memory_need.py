@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +83,17 @@ def test_the_need_is_that_of_what_is_published(kind: str, tmp_path: Path) -> Non
     assert need.version == published_bytes(tmp_path / "model", "bfloat16")
     episodes = made.rollout.episodes_per_iteration
     assert need.samples == 3 * samples_bytes(episodes, POSITIONS)
+    # What many repositories have beside the weights that are loaded counts for nothing.
+    weights, index = tmp_path / "model" / "model.safetensors", "model.safetensors.index.json"
+    shutil.copy(weights, weights.with_name("consolidated.safetensors"))
+    assert published_bytes(tmp_path / "model", "bfloat16") == need.version
+    part = weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
+    names = dict.fromkeys(manifest.tensors, part.name)
+    weights.with_name(index).write_text(json.dumps({"weight_map": names}))
+    assert published_bytes(tmp_path / "model", "bfloat16") == need.version
+    for each in ("consolidated.safetensors", part.name, index):
+        weights.with_name(each).unlink()
     # Without safetensors the shape tells, biases apart.
-    (tmp_path / "model" / "model.safetensors").unlink()
     assert published_bytes(tmp_path / "model", "bfloat16") == pytest.approx(need.version, rel=0.01)
     assert read_model_shape(tmp_path / "model").max_positions == POSITIONS
 

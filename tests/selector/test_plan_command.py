@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -86,12 +87,19 @@ def test_without_a_model_the_largest_that_fits_is_taken(monkeypatch: pytest.Monk
     # This machine: a small one, so that the answer does not depend on it.
     here = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
     monkeypatch.setattr("earl_core.control.hardware.read_hardware", lambda: here)
+    # How fast this machine is, and what else it does, decides otherwise.
+    monkeypatch.setattr("flows.cli.plan._PATIENCE", math.inf)
     code, text = run()
     assert code == 0, text
     flat = " ".join(text.split())
     assert "on 2 CPU cores" in flat
+    assert "It is the largest well-known model that fits there, with iterations of at" in flat
     assert "128 responses an iteration of 1,024 tokens each" in flat
     assert "131,072 tokens an iteration" in flat
+    monkeypatch.setattr("flows.cli.plan._PATIENCE", 0.0)
+    flat = " ".join(run()[1].split())
+    assert "has iterations of at most an hour; this one's are the shortest: name another" in flat
+    assert "It is the largest" not in flat
     code, text = run("--hardware", "8xb200", "--context", "1M")
     assert code == 2
     assert "1,048,576" in text

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import logging
 import re
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
+import pytest
+
+from tasks import train_pages
 from tasks.reports.curve_report import curve_page
 from tasks.reports.episode_report import episodes_page, fenced
 from tasks.tracking.run_note import mlflow_page
@@ -101,3 +108,50 @@ def test_the_run_is_linked_where_mlflow_has_a_server() -> None:
     assert mlflow_page(served) == "http://127.0.0.1:5000/#/experiments/4/runs/a1/model-metrics"
     assert mlflow_page({"tracking": {**known, "uri": "sqlite:///mlflow.db"}}) is None
     assert mlflow_page({}) is None
+
+
+def test_a_training_links_mlflow_once_and_goes_on_where_pages_cannot_be_stored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[tuple[str, str]] = []
+    texts = iter(["one", "two", "three"])
+
+    async def link(where: str, text: str, key: str, description: str) -> None:
+        made.append((key, where))
+
+    async def page(text: str, key: str, description: str) -> UUID:
+        if text == "one":
+            raise OSError("the server is gone")
+        made.append((key, text))
+        return UUID(int=1)
+
+    class Client:
+        async def __aenter__(self) -> Client:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def update_artifact(self, identity: UUID, changed: Any) -> None:
+            made.append((str(identity.int), changed.data))
+
+    record = {"tracking": {"run_id": "a1", "experiment_id": "4", "uri": "http://127.0.0.1:5000"}}
+    run = SimpleNamespace(record=record, plan=lambda _: None, metrics=lambda: [])
+    controller: Any = SimpleNamespace(
+        run=run, config=SimpleNamespace(name="x"), next_iteration=lambda: 1
+    )
+    monkeypatch.setattr(train_pages, "acreate_link_artifact", link)
+    monkeypatch.setattr(train_pages, "acreate_markdown_artifact", page)
+    monkeypatch.setattr(train_pages, "get_client", Client)
+    monkeypatch.setattr(train_pages, "run_pages", lambda *_: {"curve": (next(texts), "c")})
+
+    async def training() -> None:
+        pages = train_pages.TrainPages(controller)
+        for _ in range(3):
+            pages.changed()
+        await pages.settle()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(training())
+    assert "the run goes on, with old pages in Prefect: the server is gone" in caplog.text
+    curves = "http://127.0.0.1:5000/#/experiments/4/runs/a1/model-metrics"
+    assert made == [("x-curve", "two"), ("x-mlflow", curves), ("1", "three")]

@@ -82,7 +82,8 @@ class ArgumentCheck:
                     f"{name} has a schema that takes over {SECONDS:g} s to compare with these "
                     "arguments: give it others"
                 )
-            if said := process.stdout.readline():
+            said = process.stdout.readline()
+            if said.endswith(b"\n"):  # else it ended while it answered
                 return said
         self._end(process)
         return b""
@@ -102,7 +103,7 @@ class ArgumentCheck:
         )
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], _START_SECONDS)[0]:
-            process.kill()
+            self._end(process)
             raise EarlError("the process that compares arguments with schemas did not start")
         process.stdout.readline()
         self._process = process
