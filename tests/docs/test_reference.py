@@ -21,6 +21,14 @@ def test_every_setting_is_explained() -> None:
     assert len(tables) > 40
 
 
+def test_explanations_stand_by_themselves() -> None:
+    """They are read beside a key, in an editor or a form, without those around them."""
+    tables = [*configuration.sections(), *configuration.parameters()]
+    texts = {f"{where} {key.name}": key.description for where, _, keys in tables for key in keys}
+    bare = ("Of ", "Its ", "None:", "As ", "Passed ", "Given ")
+    assert [name for name, text in texts.items() if text.startswith(bare)] == []
+
+
 def test_the_page_is_in_step() -> None:
     told = "run `python docs/site/configuration.py`"
     assert configuration.PAGE.read_text() == configuration.page(), told
