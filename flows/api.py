@@ -26,10 +26,14 @@ from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
 from earl_core.run.episodes import NAME, SCHEMA, read_episodes, read_samples
 from earl_core.run.record import is_finished, read_lines, stored_config
+from earl_core.system.errors import EarlError
 from flows.flow_thread import FlowThread
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+# `docs/reference/python.md` promises these names; a test compares.
+__all__ = ["ConfigError", "EarlError", "Game", "Iteration", "Run"]
 
 _FIRST_PROMPT = 2**41
 """Of games that are played for people: far from the prompts of training and of evaluation."""

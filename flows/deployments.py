@@ -76,7 +76,7 @@ def deployments(runs_directory: str = "runs") -> Iterator[Deployment]:
     )
     yield Deployment(
         "profile",
-        "Measure what the selector chooses by; a profile that was stopped goes on.",
+        "Measure stage deployments for the selector; a profile that was stopped goes on.",
         {"config": FIRST_RUN, "minutes": 20, **overrides},
         # Beside a training its measurements would be of a busy machine.
         alone=True,

@@ -72,11 +72,10 @@ async def evaluate(
 
     Args:
         run: The directory of a run, as the host of the worker sees it.
-        checkpoint: The iteration whose checkpoint plays; the initial model is the one before any.
-        episodes: How many held-out games are played; by default as many as in the run's own
-            evaluations.
-        temperature: Of the sampling; 0 takes the likeliest token. By default as in the run's own
-            evaluations.
+        checkpoint: The iteration whose checkpoint plays; initial is the model before training.
+        episodes: Number of held-out episodes; by default that of the run's own evaluations.
+        temperature: Sampling temperature; 0 takes the likeliest token. By default that of the
+            run's own evaluations.
         overrides: Further settings, each as a.b=c; a secret as env:NAME or file:PATH.
     """
     path = Path(run)

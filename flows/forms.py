@@ -111,8 +111,8 @@ def _run_form(form: dict[str, Any], runs: list[str]) -> dict[str, Any]:
     if not runs:
         return {**plain, "type": "string"}
     choices = [
-        {"title": "One that exists", "type": "string", "enum": runs},
-        {"title": "A directory", "type": "string"},
+        {"title": "An existing run", "type": "string", "enum": runs},
+        {"title": "Another directory", "type": "string"},
     ]
     return {**plain, "anyOf": choices}
 

@@ -73,7 +73,7 @@ async def iteration(
 
     Args:
         run: The directory of a run, as the host of the worker sees it.
-        number: Which iteration, counted from 0. One that is done already is skipped.
+        number: Number of the iteration, counted from 0. One that is done already is skipped.
     """
     return await recorded(Path(run).parent, _numbered(run, number), Path(run), number)
 

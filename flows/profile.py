@@ -42,15 +42,15 @@ async def profile(
     ] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any] | State[Any]:
-    """Measure the points that matter most for the selector's choices until the minutes are over.
+    """Measure the stage deployments that matter most to the selector, for some minutes.
 
     A profile that was stopped goes on where it ended; a finished one says so at once. No run is
     read, locked or changed.
 
     Args:
         config: A recipe, or the path of a run file, as the host of the worker sees it.
-        minutes: How long to measure in all; starts of the same profile share them.
-        context: Longest context to measure, in tokens; by default the model's position range.
+        minutes: Time limit in minutes, which all starts of the same profile share.
+        context: Longest context to measure, in tokens; by default that of the model.
         overrides: Further settings, each as a.b=c; a secret as env:NAME or file:PATH.
     """
     settings = configured(config, overrides)

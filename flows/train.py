@@ -38,11 +38,11 @@ async def train(
         Annotated[str, Field(title="A name")] | Unset, titled("Name of the run")
     ] = None,
     iterations: Annotated[AtLeastOne | Unset, titled("Iterations")] = None,
-    seed: Annotated[Annotated[int, Field(title="A number")] | Unset, titled("Seed")] = None,
+    seed: Annotated[Annotated[int, Field(title="A number")] | Unset, titled("Random seed")] = None,
     prompts_per_iteration: Annotated[AtLeastOne | Unset, titled("Prompts per iteration")] = None,
     group_size: Annotated[AtLeastOne | Unset, titled("Group size")] = None,
     learning_rate: Annotated[
-        Annotated[float, Field(title="A number", gt=0)] | Unset, titled("Learning rate")
+        Annotated[float, Field(title="A number", gt=0)] | Unset, titled("Peak learning rate")
     ] = None,
     overrides: Overrides = [],  # noqa: B006  (Prefect copies parameters; a tuple has no form)
 ) -> dict[str, Any] | State[Any]:
@@ -51,11 +51,11 @@ async def train(
     Args:
         config: A recipe, or the path of a run file, as the host of the worker sees it.
         name: Name of the run and of its directory. A run of this name is continued.
-        iterations: How many there are in all, those that are done already included.
-        seed: Everything that is drawn at random depends on it.
-        prompts_per_iteration: How many starting states are drawn for an iteration.
-        group_size: How many episodes are played from each prompt.
-        learning_rate: Of the optimizer, at its highest.
+        iterations: Number of iterations in all, those that are done already included.
+        seed: Random seed of the run.
+        prompts_per_iteration: Number of prompts (starting states) of an iteration.
+        group_size: Number of episodes for each prompt.
+        learning_rate: Peak learning rate, after the warm-up.
         overrides: Further settings, each as a.b=c; a secret as env:NAME or file:PATH.
     """
     common = {

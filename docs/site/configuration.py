@@ -79,7 +79,7 @@ def page() -> str:
     parts = [_TOP]
     for name, about, keys in sections():
         parts += [f"## {name or 'Top level'}\n", f"{about}\n", _table(keys)]
-    parts.append("## Parameters of what is chosen by name\n")
+    parts.append("## Parameters of algorithms, environments and reward functions\n")
     parts.append(
         "An algorithm's part has its parameters beside its `name`; an environment, an agent and a\n"
         "reward function have theirs under `options`.\n"

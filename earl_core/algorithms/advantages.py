@@ -141,7 +141,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     0.
 
     Attributes:
-        epsilon: Least standard deviation that is divided by, in reward units.
+        epsilon: Lower bound of the standard deviation by which is divided, in reward units.
     """
 
     epsilon: PositiveFloat = 1e-4
@@ -226,7 +226,7 @@ class TurnReturns(LeaveOneOut):
     than in the gradient of the plain return.
 
     Attributes:
-        discount: Of a reward one turn later.
+        discount: Discount factor of a reward for each turn that it comes later.
     """
 
     discount: Discount = 1.0
@@ -252,8 +252,8 @@ class GroupInGroup(GroupRelative):
     return.
 
     Attributes:
-        weight: Of A_S.
-        discount: Of a reward one turn later, in A_S.
+        weight: Weight of A_S.
+        discount: Discount factor in A_S of a reward for each turn that it comes later.
         normalize: ``std``: both are divided by the sample std of their group, plus ``epsilon``;
             ``none``: neither is.
     """

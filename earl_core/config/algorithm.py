@@ -18,65 +18,64 @@ class KLConfig(Settings):
 
     placement: Literal["none", "loss", "reward"] = Field(
         default="none",
-        description="none: no penalty, and no reference model. loss: a term of the loss. reward: "
-        "taken off the rewards of the tokens before advantages are computed.",
+        description="Where the penalty applies. none: no penalty, and no reference model. loss: "
+        "a term of the loss. reward: subtracted from the rewards of the tokens before advantages "
+        "are computed.",
     )
     estimator: str = Field(
         default_factory=_estimator,
-        description="k1, k2, k3, or an import path; by default k3 in the loss and k1 in the "
-        "reward, where the gradient is the divergence's for k1 alone.",
+        description="KL estimator: k1, k2, k3, or an import path. By default k3 in the loss and "
+        "k1 in the reward, where the gradient is the divergence's for k1 alone.",
     )
     coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="Of the penalty, per nat and token: in the loss, or in reward units. 0 goes "
-        "with the placement none, and only with it.",
+        description="Coefficient of the penalty, for each nat and token: in the loss, or in "
+        "reward units. It must be 0 with the placement none, and above 0 with the others.",
     )
 
 
 class ImportanceConfig(Settings):
     """Truncated importance correction between the engine's and the trainer's log-probs."""
 
-    cap: float = Field(
-        default=2.0, gt=0, description="Ratios trainer / engine above this are cut to it."
-    )
+    cap: float = Field(default=2.0, gt=0, description="Upper bound of the ratio trainer / engine.")
     level: Literal["token", "sequence"] = Field(
         default="token",
-        description="token: each token has the weight of its own ratio. sequence: all tokens of an "
-        "episode have that of the product of its ratios.",
+        description="token: each token is weighted by its own ratio. sequence: all tokens of an "
+        "episode are weighted by the product of its ratios.",
     )
 
 
 class AlgorithmConfig(Settings):
-    """Names come from the registries in `earl_core.algorithms`; other keys are parameters."""
+    """Advantages and loss. Each part is chosen by its `name`; its other keys are its parameters."""
 
     advantage: Options = Field(
         default={"name": "grpo"},
-        description="The advantage estimator: a name, an import path `package.module:Class`, or "
-        "a mapping of `name` and its parameters. By default grpo.",
+        description="Advantage estimator: a name, an import path `package.module:Class`, or a "
+        "mapping of `name` and its parameters. By default grpo.",
     )
     policy_loss: Options = Field(
         default={"name": "ppo_clip"},
-        description="The loss of a token, in the same form. By default ppo_clip.",
+        description="Policy loss of a token, in the same form. By default ppo_clip.",
     )
     aggregation: Options = Field(
         default={"name": "token_mean"},
-        description="How the losses of the tokens become one number, in the same form. By default "
-        "token_mean.",
+        description="How the losses of all tokens become one number, in the same form. By "
+        "default token_mean.",
     )
     kl: KLConfig = Field(
-        default=KLConfig(), description="Penalty for leaving the initial policy. By default none."
+        default=KLConfig(), description="KL penalty to the initial policy. By default none."
     )
     importance_correction: ImportanceConfig | None = Field(
         default=None,
-        description="Weights tokens by how much likelier the trainer finds them than the engine "
-        "did; null: no weights.",
+        description="Importance weights of tokens for the difference between the engine's and "
+        "the trainer's log-probs; null: none.",
     )
     entropy_coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="This many times the entropy of a token's distribution, in nats, is taken off "
-        "its loss; 0: the entropy is only measured.",
+        description="Coefficient of the entropy bonus, for each nat and token; 0: the entropy is "
+        "only measured.",
     )
 
     @field_validator(

@@ -16,17 +16,24 @@ class McpConfig(Settings):
     """A server of tools: one that each environment host starts, or one that runs somewhere."""
 
     command: tuple[str, ...] | None = Field(
-        default=None, min_length=1, description="Started by each host, spoken to over its pipes."
+        default=None,
+        min_length=1,
+        description="Command and arguments of a server that each environment host starts and "
+        "speaks to over stdin and stdout.",
     )
     url: str | None = Field(
-        default=None, pattern="^https?://", description="Of a server's streamable HTTP endpoint."
+        default=None,
+        pattern="^https?://",
+        description="URL of a server's streamable HTTP endpoint.",
     )
     variables: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables of the command; env:NAME and file:PATH are replaced.",
+        description="Environment variables of the command; references (env:NAME, file:PATH) are "
+        "replaced.",
     )
     headers: dict[str, str] = Field(
-        default_factory=dict, description="Of requests to the url; references are replaced."
+        default_factory=dict,
+        description="HTTP headers of requests to the url; references are replaced.",
     )
 
     @model_validator(mode="after")
@@ -46,8 +53,9 @@ class EnvironmentConfig(Settings):
 
     name: str | None = Field(
         default=None,
-        description="A registered name (tic_tac_toe, connect_four, prompt, textarena, gymnasium, "
-        "reasoning_gym, openenv) or an import path `package.module:Class`.",
+        description="Name of a built-in environment (tic_tac_toe, connect_four, prompt, "
+        "textarena, gymnasium, reasoning_gym, openenv) or the import path `package.module:Class` "
+        "of your own.",
     )
     agent: str | None = Field(
         default=None,
@@ -56,22 +64,23 @@ class EnvironmentConfig(Settings):
     )
     options: Options = Field(
         default_factory=dict,
-        description="Passed to the environment, checked before work starts; part of an agent's "
-        "task.",
+        description="Options of the environment, checked before work starts; an agent gets them "
+        "as part of its task.",
     )
     python: str | None = Field(
         default=None,
-        description="Another interpreter (3.11 or later) for the environment hosts, such as "
-        "path/to/venv/bin/python: its packages are its own, EARL's are not there.",
+        description="Path of another Python interpreter (3.11 or later) for the environment "
+        "hosts, such as path/to/venv/bin/python. It has packages of its own and does not see "
+        "EARL's.",
     )
     deterministic: bool = Field(
         default=True,
-        description="False: its episodes cannot be replayed from the prompt, the seed and the "
-        "answers, so that what a lost host played is played anew. A class may say so, too.",
+        description="Whether an episode can be replayed from the prompt, the seed and the "
+        "answers. False: the episodes of a lost host are played anew. A class may say so itself.",
     )
     tools: tuple[str, ...] = Field(
         default=(),
-        description="What the model may call: calculator, python, or the import path "
+        description="Tools that the model may call: calculator, python, or the import path "
         "`package.module:function` of a function with type hints and a docstring.",
     )
     mcp: tuple[McpConfig, ...] = Field(
@@ -80,33 +89,38 @@ class EnvironmentConfig(Settings):
     tool_timeout_seconds: float = Field(
         default=10.0,
         gt=0,
-        description="A tool that is a coroutine, or of a server, is ended then, and the model "
-        "told; a plain function may take as long as a step.",
+        description="Time limit of a tool call that is a coroutine or goes to an MCP server; "
+        "then it is ended and the model told. A plain function has the time limit of a step.",
     )
     hosts: int = Field(
-        default=1, ge=1, description="Processes that run environment code, for each engine."
+        default=1,
+        ge=1,
+        description="Number of processes that run environment code, for each engine.",
     )
     step_timeout_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="A reset or step that takes longer fails its episode. A coroutine is "
-        "cancelled; otherwise its host ends, whose other episodes are replayed.",
+        description="Time limit of one reset or step, beyond which the episode fails. A "
+        "coroutine is cancelled; otherwise the host process is ended, and its other episodes are "
+        "replayed.",
     )
     start_timeout_seconds: float = Field(
-        default=120.0, gt=0, description="For a host to import the environment and make one."
+        default=120.0,
+        gt=0,
+        description="Time limit for a host process to import the environment and make one.",
     )
     call_timeout_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="An answer for which an agent, or an environment that asks the policy, would "
-        "wait longer at the gateway is refused, and the engine's request cancelled. None: it waits "
-        "as long as its episode, or step, may take.",
+        description="Time limit of one answer that an agent, or an environment that asks the "
+        "policy, waits for at the gateway; beyond it the request is refused and cancelled in the "
+        "engine. None: the limit of its episode or step.",
     )
     episode_timeout_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="An agent that runs longer is ended, an environment asked no more; the episode "
-        "fails. None: 600 s for an agent, and no limit for an environment, whose steps have one.",
+        description="Time limit of a whole episode, beyond which it fails. None: 600 s for an "
+        "agent, and no limit for an environment, whose steps have one.",
     )
 
     @model_validator(mode="after")
@@ -155,10 +169,12 @@ class MixedEnvironment(EnvironmentConfig):
     """One of several environments of a run."""
 
     label: Label | None = Field(
-        default=None, description="Its name in metrics; None: the last part of name or agent."
+        default=None, description="Name in metrics; None: the last part of name or agent."
     )
     weight: float = Field(
-        default=1.0, gt=0, description="Its part of the prompts, relative to the others' weights."
+        default=1.0,
+        gt=0,
+        description="Share of the prompts, relative to the weights of the other environments.",
     )
 
     @property
@@ -175,40 +191,54 @@ class CurriculumConfig(Settings):
     """
 
     memory: float = Field(
-        default=0.7, ge=0, lt=1, description="Of the mean over iterations; 0: the last one only."
+        default=0.7,
+        ge=0,
+        lt=1,
+        description="Decay of the running mean of the spread over iterations; 0: the last "
+        "iteration alone counts.",
     )
     least_share: float = Field(
         default=0.2,
         gt=0,
         le=1,
-        description="This share of the prompts follows the weights alone, so that none is lost "
-        "from sight.",
+        description="Share of the prompts that follows the weights alone, so that every "
+        "environment is still played.",
     )
 
 
 class SuiteConfig(EnvironmentConfig):
     """Held-out prompts of any environment, each tried `attempts` times."""
 
-    label: Label = Field(description="Its name in metrics and tables.")
+    label: Label = Field(description="Name in metrics and tables.")
     prompts: int = Field(
         default=128,
         ge=1,
-        description="How many, with numbers that training never draws; the same each time.",
+        description="Number of held-out prompts, which training never draws; the same in each "
+        "evaluation.",
     )
     attempts: int = Field(
-        default=1, ge=1, description="At each prompt; pass@k is told for every power of 2 up to it."
+        default=1,
+        ge=1,
+        description="Episodes for each prompt; pass@k is reported for every power of 2 up to "
+        "this number.",
     )
     passing_return: float = Field(
-        default=1.0, description="An attempt passes whose return is at least this."
+        default=1.0, description="Least return of an attempt that counts as passed."
     )
     temperature: float | None = Field(
-        default=None, ge=0, description="None: as in the rollout; 0: greedy."
+        default=None,
+        ge=0,
+        description="Sampling temperature. None: that of the rollout; 0: greedy.",
     )
-    every: int = Field(default=1, ge=1, description="Played in every so many evaluations.")
+    every: int = Field(
+        default=1,
+        ge=1,
+        description="Played in every n-th evaluation of the run; 1: in all of them.",
+    )
     scored_by: tuple[str, ...] = Field(
         default=(),
-        description="Labels of the reward.functions that score it, with their weights and "
-        "reward.environment_weight; none: its own reward is all.",
+        description="Labels of the reward.functions that score the suite, with their weights and "
+        "reward.environment_weight; none: the environment's own reward alone counts.",
     )
 
     @model_validator(mode="after")

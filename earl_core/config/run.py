@@ -57,28 +57,38 @@ class RunConfig(Settings):
     """
 
     name: str = Field(
-        description="Of the run and of its directory: up to 100 letters, digits, `.`, `_`, `-`."
+        description="Name of the run and of its directory: up to 100 letters, digits, `.`, `_`, "
+        "`-`."
     )
     seed: int = Field(
         default=0,
-        description="Every random draw of the run derives from it, and from its place in the run.",
+        description="Random seed of the run; every random draw derives from it and from its "
+        "place in the run.",
     )
-    iterations: int = Field(ge=1, description="Iterations after which the run is finished.")
+    iterations: int = Field(
+        ge=1, description="Number of training iterations, after which the run is finished."
+    )
     runs_directory: Place = Field(
         default="runs",
-        description="Where the run's directory is made; relative to the working directory.",
+        description="Directory in which the run's directory is made; relative to the working "
+        "directory.",
     )
-    model: ModelConfig = Field(description="The policy at the start.")
+    model: ModelConfig = Field(description="The initial policy.")
     environment: EnvironmentConfig | None = Field(
-        default=None, description="What is played; null where `environments` names several."
+        default=None,
+        description="The environment or agent to train on; null where `environments` names "
+        "several.",
     )
     environments: tuple[MixedEnvironment, ...] = Field(
-        default=(), description="Instead of one environment, several that share the prompts."
+        default=(),
+        description="Several environments that share the prompts, instead of one `environment`.",
     )
     curriculum: CurriculumConfig | None = Field(
-        default=None, description="How the parts of `environments` follow success; None: never."
+        default=None,
+        description="How the shares of the `environments` follow what can be learned in them; "
+        "None: their weights alone decide.",
     )
-    rollout: RolloutConfig = Field(description="How episodes are played.")
+    rollout: RolloutConfig = Field(description="Sampling of episodes: engine, batch size, budgets.")
     cluster: ClusterConfig = Field(
         default=ClusterConfig(), description="The hosts of the run; by default this machine."
     )
@@ -88,37 +98,42 @@ class RunConfig(Settings):
     )
     experience: ExperienceConfig = Field(
         default=ExperienceConfig(),
-        description="Processes of rewards and advantages; by default one.",
+        description="Processes that compute rewards and advantages; by default one.",
     )
     algorithm: AlgorithmConfig = Field(
         default=AlgorithmConfig(),
-        description="By default GRPO with PPO's clipped loss, no KL penalty.",
+        description="Advantage estimator, policy loss and KL penalty; by default GRPO with PPO's "
+        "clipped loss and no KL penalty.",
     )
     update: UpdateConfig = Field(
-        default=UpdateConfig(), description="The optimizer, and how its batches are split."
+        default=UpdateConfig(),
+        description="Optimizer, precision and batch sizes of the policy update.",
     )
     stages: StagesConfig = Field(
-        default=StagesConfig(), description="Ranks of rollout and update; by default on all GPUs."
+        default=StagesConfig(),
+        description="Parallelism of rollout and update; by default all GPUs are used.",
     )
     selector: SelectorConfig = Field(
-        default=SelectorConfig(), description="Who lays the stages out; by default `stages` alone."
+        default=SelectorConfig(),
+        description="The Parallelism Selector; by default `stages` alone decides.",
     )
     evaluation: EvaluationConfig = Field(
         default=EvaluationConfig(),
-        description="Held-out episodes during the training; by default none.",
+        description="Held-out evaluation during training; by default none.",
     )
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(),
-        description="How often the state is saved, and how much of it stays.",
+        description="How often checkpoints are written, and how many are kept.",
     )
     dispatch: DispatchConfig = Field(
-        default=DispatchConfig(), description="Shared memory for the data between the stages."
+        default=DispatchConfig(), description="Shared memory for the data that stages pass on."
     )
     tracking: TrackingConfig = Field(
-        default=TrackingConfig(), description="MLflow, and the episodes that are kept."
+        default=TrackingConfig(), description="Tracking in MLflow, and the episodes that are kept."
     )
     deadlines: DeadlineConfig = Field(
-        default=DeadlineConfig(), description="Longest waits, in seconds, and repeats after losses."
+        default=DeadlineConfig(),
+        description="Time limits in seconds, and repeats after lost workers.",
     )
 
     @model_validator(mode="before")

@@ -27,61 +27,75 @@ VARIABLE_FIELDS = (
 
 
 class SelectorConfig(Settings):
-    """Policy and patience of the Parallelism Selector.
+    """Policy and thresholds of the Parallelism Selector.
 
-    `fixed` moves nothing; `average_context` is the rule of the EARL paper (rollout only, by the
+    `fixed` changes nothing; `average_context` is the rule of the EARL paper (rollout only, by the
     mean context); `live_tokens` takes the least predicted iteration time over all stages.
     """
 
     policy: Literal["fixed", "average_context", "live_tokens"] = Field(
         default="fixed",
-        description="fixed: `stages` says all, and rules fill in what it leaves open. "
-        "average_context: the rollout follows the mean context. live_tokens: the least predicted "
-        "time of an iteration, over all stages.",
+        description="fixed: `stages` decides, and rules fill in what it leaves open. "
+        "average_context: the rollout follows the mean context length. live_tokens: the "
+        "deployments with the least predicted time of an iteration, over all stages.",
     )
     stages: tuple[Literal["rollout", "reference", "update"], ...] = Field(
         default=("rollout", "reference", "update"),
         min_length=1,
-        description="live_tokens only: stages that it lays out; the others stay as under `fixed`.",
+        description="live_tokens only: stages whose deployment it chooses; the others stay as "
+        "under `fixed`.",
     )
     hysteresis: float = Field(
         default=0.03,
         ge=0,
         lt=1,
-        description="A switch must gain this share of the iteration; statistics that move by less "
-        "are noise.",
+        description="Least gain for a switch, as a share of the iteration time; load statistics "
+        "that change by less count as noise.",
     )
     expected_stay: int = Field(
-        default=8, ge=1, description="Iterations over which the cost of a switch is spread."
+        default=8,
+        ge=1,
+        description="Iterations that a deployment is expected to stay, over which the cost of a "
+        "switch is spread.",
     )
     forecast: int = Field(
-        default=3, ge=0, description="Iterations ahead for which a choice must still fit."
+        default=3,
+        ge=0,
+        description="Iterations ahead for which a choice must still fit into memory.",
     )
     memory_fraction: float = Field(
-        default=0.9, gt=0, le=1, description="Share of the memory that the training stages may use."
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of the devices' memory that the training stages may use.",
     )
     switch_seconds: float = Field(
-        default=30.0, ge=0, description="Cost of rebuilding a worker group until it was measured."
+        default=30.0,
+        ge=0,
+        description="Assumed cost of rebuilding a worker group, until one was measured.",
     )
     half_life: float = Field(
         default=16.0, gt=0, description="Iterations after which a measurement counts half."
     )
     tensor_parallel: tuple[int, ...] = Field(
-        default=(), description="Degrees that rollouts may use; none means every legal one."
+        default=(),
+        description="Tensor-parallel degrees that rollouts may use; none: every legal one.",
     )
     profiled_requests: int | None = Field(
         default=None,
         ge=1,
-        description="average_context only: sequences per engine at which its ranges were measured.",
+        description="average_context only: sequences of an engine at which its context ranges "
+        "were measured.",
     )
     fixed_fields: tuple[str, ...] = Field(
-        default=(), description="Fields that stay as configured, such as `update.shard`."
+        default=(),
+        description="Fields that the selector leaves as configured, such as `update.shard`.",
     )
     profile_directory: Place = Field(
         default="profiles",
         min_length=1,
-        description="Where `earl profile` writes what it measured and runs read it; relative to "
-        "the working directory.",
+        description="Directory to which `earl profile` writes its measurements and from which "
+        "runs read them; relative to the working directory.",
     )
 
     @field_validator("fixed_fields")

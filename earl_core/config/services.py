@@ -18,20 +18,26 @@ class ClusterConfig(Settings):
     """The hosts that a run has."""
 
     backend: Literal["local", "ray"] = Field(
-        default="local", description="local: this machine. ray: hosts of a Ray cluster."
+        default="local", description="local: this machine alone. ray: hosts of a Ray cluster."
     )
     address: str | None = Field(
-        default=None, description="Of the Ray cluster; None: the one that this host belongs to."
+        default=None,
+        description="Address of the Ray cluster; None: the cluster that this host belongs to.",
     )
     hosts: int | str = Field(
         default=1,
-        description="How many; with `ray` also 2..8: as many as there are, and the run goes on "
-        "when some are lost or join. With `local`, equal parts of this machine that work as hosts.",
+        description="Number of hosts. With `ray` also a range such as 2..8: the run takes as "
+        "many as there are, and goes on when some are lost or join. With `local` this machine is "
+        "divided into as many equal parts that work as hosts.",
     )
-    cpus_per_host: int = Field(default=1, ge=1, description="Cores to reserve on each, with `ray`.")
-    gpus_per_host: int = Field(default=0, ge=0, description="GPUs to reserve on each, with `ray`.")
+    cpus_per_host: int = Field(
+        default=1, ge=1, description="With `ray`: CPU cores to reserve on each host."
+    )
+    gpus_per_host: int = Field(
+        default=0, ge=0, description="With `ray`: GPUs to reserve on each host."
+    )
     insecure: bool = Field(
-        default=False, description="Use a Ray cluster that takes commands without a token."
+        default=False, description="Accept a Ray cluster that takes commands without a token."
     )
 
     @property
@@ -71,10 +77,11 @@ class ClusterConfig(Settings):
 
 
 class ExperienceConfig(Settings):
-    """Each rank reads and writes the rows of its own groups only; they exchange moments."""
+    """Processes of rewards and advantages. Each reads and writes the rows of its own groups; only
+    moments (count, mean, M2) are exchanged."""
 
     ranks: int = Field(
-        default=1, ge=1, description="Processes that compute rewards and advantages."
+        default=1, ge=1, description="Number of processes that compute rewards and advantages."
     )
 
 
@@ -83,29 +90,35 @@ class DispatchConfig(Settings):
 
     directory: Place = Field(
         default_factory=lambda: str(user_directory()),
-        description="A folder in shared memory for the runs of one user, /dev/shm/earl-<user id> "
-        "unless set.",
+        description="Folder in shared memory for the runs of one user; by default "
+        "/dev/shm/earl-<user id>.",
     )
     max_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Bytes that a run's shards may have in the shared memory of a host, its "
-        "published weights apart. None: three quarters of what two versions of the weights leave "
-        "of the file system.",
+        description="Largest size of a run's shards in the shared memory of a host, without "
+        "published weights. None: three quarters of what two versions of the weights leave of "
+        "the file system.",
     )
     wait_seconds: float = Field(
-        default=30.0, ge=0, description="How long a writer waits for releases when it is full."
+        default=30.0,
+        ge=0,
+        description="How long a writer waits for free space when the shared memory is full.",
     )
     verify: Literal["resume", "always"] = Field(
-        default="resume", description="When checksums are verified: on resume, or on every read."
+        default="resume",
+        description="When checksums are verified: on resume, or on every read as well.",
     )
     retain_hours: float = Field(
-        default=72.0, ge=0, description="How long a stopped run's shards wait for a resume."
+        default=72.0,
+        ge=0,
+        description="Hours for which the shards of a stopped run are kept for a resume.",
     )
     retain_bytes: int = Field(
         default=16 * 2**30,
         ge=0,
-        description="Shared memory that stopped runs may hold together; the oldest goes first.",
+        description="Shared memory that all stopped runs together may hold; the oldest are "
+        "removed first.",
     )
     durability: Literal["memory", "spill"] = Field(
         default="memory",
@@ -114,8 +127,8 @@ class DispatchConfig(Settings):
     )
     spill_url: str | None = Field(
         default=None,
-        description="Any fsspec URL, or a reference to one (env:NAME, file:PATH); credentials "
-        "come from the storage's environment.",
+        description="Any fsspec URL to copy shards to, or a reference to one (env:NAME, "
+        "file:PATH); credentials come from the storage's environment variables.",
     )
 
     @model_validator(mode="after")
@@ -137,31 +150,38 @@ class CheckpointConfig(Settings):
     keep_last: int = Field(
         default=2,
         ge=1,
-        description="Checkpoints that stay, besides the best evaluated one; older ones go.",
+        description="Number of checkpoints to keep, besides the best evaluated one; older ones "
+        "are removed.",
     )
 
 
 class EvaluationConfig(Settings):
     """Held-out evaluation inside `train`; 0 switches it off."""
 
-    every: int = Field(default=0, ge=0, description="Iterations between evaluations; 0: never.")
+    every: int = Field(
+        default=0, ge=0, description="Iterations between evaluations; 0: no evaluations."
+    )
     episodes: int = Field(
-        default=256, ge=1, description="Of each evaluation, each from a held-out prompt of its own."
+        default=256,
+        ge=1,
+        description="Episodes of each evaluation, each from a held-out prompt of its own.",
     )
     first_episodes: int | None = Field(
         default=None,
         ge=1,
-        description="Of the evaluation before training, which the first iteration waits for; None: "
-        "as of the others.",
+        description="Episodes of the evaluation before training, for which the first iteration "
+        "waits; None: as many as in the others.",
     )
     temperature: float | None = Field(
-        default=None, ge=0, description="None: as in the rollout; 0: greedy."
+        default=None,
+        ge=0,
+        description="Sampling temperature. None: that of the rollout; 0: greedy.",
     )
     options: Options = Field(
-        default_factory=dict, description="Environment options that differ from training."
+        default_factory=dict, description="Environment options that differ from those of training."
     )
     suites: tuple[SuiteConfig, ...] = Field(
-        default=(), description="Environments that are played besides, in the same evaluations."
+        default=(), description="Further environments that are played in the same evaluations."
     )
 
     def episodes_of(self, version: int) -> int:
@@ -173,37 +193,47 @@ class TrackingConfig(Settings):
     """MLflow. A tracker that is down never stops a run."""
 
     enabled: bool = Field(
-        default=True, description="False: nothing is sent; the run directory keeps all metrics."
+        default=True,
+        description="Send the run to MLflow; the run directory keeps all metrics either way.",
     )
     uri: str | None = Field(
         default=None,
-        description="A URI, or a reference to one (env:NAME, file:PATH). None: "
+        description="Tracking URI of MLflow, or a reference to one (env:NAME, file:PATH). None: "
         "MLFLOW_TRACKING_URI, else a database beside the runs.",
     )
     experiment: str = Field(
-        default="earl", description="MLflow's experiment, made when it does not exist."
+        default="earl", description="Name of the MLflow experiment, made when it does not exist."
     )
     trace_episodes: int = Field(
-        default=2, ge=0, description="Kept episodes an iteration that are traced turn by turn."
+        default=2,
+        ge=0,
+        description="Kept episodes of each iteration that become traces in MLflow, turn by turn.",
     )
     keep_episodes: Literal["all", "none"] | PositiveInt = Field(
         default="all",
-        description="Episodes an iteration that the run directory keeps as a Parquet file, with or "
-        "without a tracker: all, the first so many, or none.",
+        description="Episodes of each iteration that the run directory keeps as a Parquet file, "
+        "with or without MLflow: all, a number of them (the first), or none.",
     )
     keep_episodes_bytes: int = Field(
         default=4 * 2**30,
         ge=0,
-        description="Bytes that a run's kept episodes may have; the oldest iterations' go first.",
+        description="Largest size of a run's kept episodes; those of the oldest iterations are "
+        "removed first.",
     )
 
 
 class DeadlineConfig(Settings):
     """How long to wait, in seconds, before a wait becomes an error, and how often to try again."""
 
-    start: float = Field(default=300.0, gt=0, description="Start of a worker group.")
-    stage: float = Field(default=3600.0, gt=0, description="One stage of one iteration.")
-    heartbeat: float = Field(default=120.0, ge=2, description="A worker silent for longer is lost.")
+    start: float = Field(
+        default=300.0, gt=0, description="Time limit of the start of a worker group."
+    )
+    stage: float = Field(
+        default=3600.0, gt=0, description="Time limit of one stage of one iteration."
+    )
+    heartbeat: float = Field(
+        default=120.0, ge=2, description="Silence of a worker after which it counts as lost."
+    )
     run_in_use: float = Field(
         default=86400.0,
         ge=0,
@@ -213,6 +243,6 @@ class DeadlineConfig(Settings):
     repeats: int = Field(
         default=3,
         ge=0,
-        description="How often an iteration's stages, all together, are tried again because ranks "
-        "died or missed a deadline.",
+        description="How often the stages of an iteration, all together, are repeated because "
+        "ranks died or missed a deadline.",
     )

@@ -53,17 +53,17 @@ class _Section:
 
 _ROLLOUT = _Section(
     "rollout",
-    replicas="Engines, each with a copy of the weights.",
-    tensor_parallel="Devices that share each matrix of one engine; above 1 with vllm only.",
+    replicas="Number of engines, each with a copy of the weights.",
+    tensor_parallel="Tensor-parallel degree of each engine; above 1 with vllm only.",
 )
 _UPDATE = _Section(
     "update",
-    replicas="Copies of the parameters, which see different samples.",
-    shard="Ranks that share one copy, its gradients and its optimizer state (FSDP).",
-    context_parallel="Ranks that share the tokens of each microbatch.",
-    tensor_parallel="Ranks that share each matrix.",
-    offload_optimizer="Keep the optimizer's state in the host's memory; GPUs only.",
-    logits_chunk_tokens="Positions whose logits exist at a time; 0: as many as memory allows.",
+    replicas="Data-parallel replicas of the parameters, which see different samples.",
+    shard="Ranks that share one replica, its gradients and its optimizer state (FSDP).",
+    context_parallel="Context-parallel degree: ranks that share the tokens of a microbatch.",
+    tensor_parallel="Tensor-parallel degree: ranks that share each matrix.",
+    offload_optimizer="Keep the optimizer state in the host's memory; GPUs only.",
+    logits_chunk_tokens="Positions whose logits exist at the same time; 0: as memory allows.",
 )
 
 RolloutStage = Annotated[
@@ -84,12 +84,14 @@ class StageChange(Settings):
     """From `iteration` on, a stage named here has exactly this stage deployment; what the entry
     leaves out of it is at its default. A stage not named keeps what it has."""
 
-    iteration: int = Field(ge=1, description="The first one that it holds for, counted from 0.")
+    iteration: int = Field(
+        ge=1, description="First iteration with these deployments, counted from 0."
+    )
     rollout: RolloutStage | None = Field(
-        default=None, description="Engines from then on; null: as before."
+        default=None, description="Engines from that iteration on; null: as before."
     )
     update: UpdateStage | None = Field(
-        default=None, description="Ranks of the update from then on; null: as before."
+        default=None, description="Mesh of the update from that iteration on; null: as before."
     )
 
     @model_validator(mode="after")
@@ -103,26 +105,27 @@ class StageChange(Settings):
 
 
 class StagesConfig(Settings):
-    """What the policy `fixed` carries out. The reference has the update's stage deployment."""
+    """Parallelism of the stages under the selector's policy `fixed`. The reference model has the
+    update's stage deployment."""
 
     placement: str = Field(
         default="colocated",
         description="colocated: rollout and update use the same devices in turn. separate: each "
-        "has its own.",
+        "has devices of its own.",
     )
     rollout: RolloutStage | None = Field(
         default=None,
-        description="Engines. null: on all GPUs, each with the fewest that hold the weights and a "
-        "fair cache; without GPUs one.",
+        description="Engines of the rollout. null: engines on all GPUs, each on the fewest that "
+        "hold the weights and a fair KV cache; without GPUs one engine.",
     )
     update: UpdateStage | None = Field(
         default=None,
-        description="Ranks of the update, one for each place of the mesh. null: one on every GPU, "
-        "those of a host sharing one copy of the parameters, or all where that is too much for a "
-        "host; without GPUs one.",
+        description="Mesh of the update. null: a rank on every GPU, where the GPUs of a host "
+        "share one replica of the parameters, or all GPUs where a host does not hold one; "
+        "without GPUs one rank.",
     )
     changes: tuple[StageChange, ...] = Field(
-        default=(), description="Other stage deployments from given iterations on, ascending."
+        default=(), description="Other deployments from given iterations on, in ascending order."
     )
 
     @field_validator("placement")

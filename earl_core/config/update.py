@@ -20,74 +20,90 @@ class UpdateConfig(Settings):
 
     precision: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",
-        description="Of the update and of the reference. bf16: fp32 master weights and sums of "
-        "gradients, bf16 copies that compute. auto: bf16 where the devices of all hosts compute it "
-        "fast, else fp32; the run keeps what it began with.",
+        description="Precision of the update and of the reference model. bf16: bf16 computation "
+        "with fp32 master weights and fp32 sums of gradients. auto: bf16 where the devices of "
+        "all hosts compute it fast, else fp32; the run keeps what it began with.",
     )
     learning_rate: float = Field(
-        default=1e-6, gt=0, description="AdamW's step size after the warm-up; 1e-6 suits 1B and up."
+        default=1e-6,
+        gt=0,
+        description="Peak learning rate of AdamW, after the warm-up; 1e-6 suits models of 1B "
+        "parameters and more.",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
-        description="How the rate falls towards 0 from the warm-up to the last iteration.",
+        description="Learning rate schedule from the warm-up to the last iteration; linear and "
+        "cosine fall towards 0.",
     )
     warmup_iterations: int = Field(
-        default=0, ge=0, description="Iterations over which the rate rises linearly; 0: none."
+        default=0, ge=0, description="Iterations of linear learning rate warm-up; 0: none."
     )
     weight_decay: float = Field(
         default=0.0,
         ge=0,
-        description="AdamW's: each step takes this share, times the rate, off matrices, not off "
-        "vectors such as norms; 0: none.",
+        description="Weight decay of AdamW, for matrices but not for vectors such as norms; 0: "
+        "none.",
     )
     beta1: float = Field(
-        default=0.9, ge=0, lt=1, description="AdamW's memory of the gradient's mean."
+        default=0.9,
+        ge=0,
+        lt=1,
+        description="AdamW's beta1: decay of the running mean of gradients.",
     )
     beta2: float = Field(
-        default=0.95, ge=0, lt=1, description="AdamW's memory of the gradient's square."
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="AdamW's beta2: decay of the running mean of squared gradients.",
     )
     epsilon: float = Field(
-        default=1e-8, gt=0, description="AdamW's: added to the root of the mean square."
+        default=1e-8,
+        gt=0,
+        description="AdamW's epsilon, added to the root of the mean squared gradient.",
     )
     max_grad_norm: float = Field(
         default=1.0,
         gt=0,
-        description="A gradient with a larger norm, over all parameters, is scaled down to it.",
+        description="Gradient clipping: largest norm of the gradient over all parameters.",
     )
-    epochs: int = Field(default=1, ge=1, description="Passes over an iteration's episodes.")
+    epochs: int = Field(default=1, ge=1, description="Passes over the episodes of an iteration.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps in each epoch.")
     max_tokens_per_microbatch: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens packed into one forward pass; a longer sample is one of its own. None: "
-        "4,096, on a GPU the most of 16,384, 8,192, ... 1,024 that its memory holds.",
+        description="Tokens packed into one forward pass; a longer sample has one to itself. "
+        "None: 4,096 on a CPU; on a GPU the most of 16,384, 8,192, ... 1,024 that its memory "
+        "holds.",
     )
     max_mismatch: float | None = Field(
         default=None,
         gt=0,
-        description="Stop before a step when the log-probs of the engine and of the trainer differ "
-        "by more than this on average, in nats. None: 0.3, or 0.01 where both compute in float32.",
+        description="Largest mean difference between the log-probs of engine and trainer, in "
+        "nats; the run stops before an optimizer step that exceeds it. None: 0.3, or 0.01 where "
+        "both compute in float32.",
     )
     activation_checkpointing: Checkpointing = Field(
         default="none",
-        description="What the layers compute again in the backward pass. selective: all but matrix "
-        "products and attention, about half the memory in little more time; compiled layers keep "
-        "little more anyway. full: everything from their inputs, a fraction of the memory in about "
-        "a third more time.",
+        description="What the backward pass computes again instead of keeping it. selective: all "
+        "but matrix products and attention, about half the memory in little more time; compiled "
+        "layers keep little more anyway. full: each layer from its inputs, a fraction of the "
+        "memory in about a third more time.",
     )
     compile: bool | None = Field(
         default=None,
-        description="Compile each decoder layer (torch.compile), around attention: fewer passes "
-        "over memory, half a minute more at the start. None: on a GPU yes, or with a warning no "
-        "where the compiler does not work; on a CPU no.",
+        description="Compile each decoder layer with torch.compile, around attention: fewer "
+        "passes over memory, half a minute more at the start. None: on GPUs where the compiler "
+        "works, else not, with a warning; never on a CPU.",
     )
     deterministic: bool = Field(
         default=False,
-        description="On a GPU, compute the same bits from the same samples each time, with slower "
-        "kernels where there are two; a CPU does so anyway.",
+        description="Compute the same bits from the same samples each time, on a GPU with slower "
+        "kernels where there are two; on a CPU this is so anyway.",
     )
     threads: int = Field(
-        default=0, ge=0, description="CPU threads of each rank; 0: the cores divided among them."
+        default=0,
+        ge=0,
+        description="CPU threads of each rank; 0: the cores are divided among them.",
     )
 
     @property

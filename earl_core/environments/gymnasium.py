@@ -23,15 +23,15 @@ from earl_core.system.import_path import import_package
 class GymnasiumOptions(Options):
     """Options of the gymnasium adapter.
 
-    id: an environment's, such as "FrozenLake-v1", or "package.module:Id-v0" for one that this
+    id: id of an environment, such as "FrozenLake-v1", or "package.module:Id-v0" for one that this
         module registers.
-    make_options: passed to gymnasium.make. render_mode is "ansi" where the environment has that.
-    rules: what stands before the first observation.
+    make_options: options of gymnasium.make. render_mode is "ansi" where the environment has that.
+    rules: text before the first observation.
     actions: names of a Discrete space's actions, in their order; () for their numbers.
     answer_pattern: regular expression whose last match, or its group 1, is the action; None: the
         whole answer.
     allowed_errors: illegal answers forgiven per turn before the episode ends.
-    illegal_reward: of the answer that ends it.
+    illegal_reward: reward of an illegal answer that ends the episode.
     """
 
     id: str

@@ -30,15 +30,15 @@ class JudgeFailed(EarlError):
 class Judge:
     """A model that is asked by OpenAI's chat completions how good an episode was.
 
-    base_url: of the endpoint, up to `/v1`. model: its name there. api_key: sent as bearer token;
-        write a reference. prompt: the question; `{conversation}` is the whole
+    base_url: URL of the endpoint, up to `/v1`. model: the model's name there. api_key: bearer
+        token, as a reference. prompt: the question; `{conversation}` is the whole
         episode, `{question}` what the policy was first told, `{answer}` its last answer, and
         `{scoring.name}` a value that the environment gives for scoring.
     pattern: a regular expression whose first group is the score; the last match counts. None: what
         `judgement.read_score` is certain of. scale: the least and the greatest score that may be
         given; they become 0 and 1.
-    temperature: None leaves it to the endpoint. request: further fields of the request.
-    timeout_seconds: of the request.
+    temperature: sampling temperature; None leaves it to the endpoint. request: further fields of
+        the request. timeout_seconds: time limit of the request.
     """
 
     def __init__(
@@ -89,10 +89,11 @@ class Judge:
 class RewardModel:
     """A model with a scalar head that vLLM serves: `POST base_url/classify` with the conversation.
 
-    base_url: of the server. model: its name there. api_key: sent as bearer token; write a
+    base_url: URL of the server. model: the model's name there. api_key: bearer token, as a
         reference.
-    index: which of its numbers, where it has several. activation: with the model's own function
-        (sigmoid or softmax) applied, else as the head gives it. timeout_seconds: of the request.
+    index: index of the score, where the model gives several. activation: apply the model's own
+        function (sigmoid or softmax), else take what the head gives. timeout_seconds: time limit of
+        the request.
     """
 
     def __init__(

@@ -25,16 +25,17 @@ _MCP = ("Action", "CallToolAction", "ListToolsAction")
 class OpenEnvOptions(Options):
     """Options of the OpenEnv adapter.
 
-    url: a server; an episode is a session there.
-    token: sent to the server as bearer token: env:NAME or file:PATH.
+    url: URL of a server; an episode is a session there.
+    token: bearer token for the server, as a reference: env:NAME or file:PATH.
     environment: instead of a url: import path of a subclass of Environment.
     action: import path of the class of its actions, with an environment.
-    options: given to the constructor of the environment.
-    reset: given to reset, beside seed and index.
-    tasks: reset also gets index, the prompt's number modulo this: for environments with a data set.
-    instructions: told in the first message in place of the actions' JSON schema.
+    options: arguments of the environment's constructor.
+    reset: arguments of reset, beside seed and index.
+    tasks: number of tasks, for environments with a data set: reset also gets index, the prompt's
+        number modulo this.
+    instructions: text of the first message in place of the actions' JSON schema.
     allowed_errors: invalid actions forgiven per turn before the episode ends.
-    illegal_reward: of an answer that ends the episode as invalid.
+    illegal_reward: reward of an invalid answer that ends the episode.
     """
 
     url: str | None = None

@@ -23,12 +23,12 @@ _OUTCOMES = ("correct", "incorrect")
 class PromptOptions(Options):
     """Options of the prompt environment.
 
-    path: a data set, as `data_set.read_rows` takes it: a path or any fsspec URL.
-    split: of a data set that has several.
-    prompt_column: a text, or a list of chat messages.
-    answer_column: given to the reward function as row["answer"]; None: none is.
-    scoring_columns: given to the run's reward functions as episode["scoring"].
-    system_prompt: a system message before a text.
+    path: path or fsspec URL of a data set, as `data_set.read_rows` takes it.
+    split: name of a split, where the data set has several.
+    prompt_column: column of the prompt, a text or a list of chat messages.
+    answer_column: column that the reward function gets as row["answer"]; None: none.
+    scoring_columns: columns that the run's reward functions get as episode["scoring"].
+    system_prompt: system message before a prompt that is a text.
     unusable_rows: rows without a usable prompt, answer or scoring value: refuse, or leave_out.
     reward_function: import path of function(completion, row) -> float or (float, dict); with a
         third argument it gets the messages of the tools that were used.

@@ -18,8 +18,8 @@ _FAR = 2**41
 
 
 class DataSetPart(Options):
-    """One of several data sets. name: of one. weight: its part of the prompts. config, level: as
-    for one."""
+    """One of several data sets. name: its name. weight: its share of the prompts. config,
+    level: as for one."""
 
     name: str
     weight: float = 1.0
@@ -36,10 +36,10 @@ class ReasoningGymOptions(Options):
     """Options of the reasoning-gym adapter.
 
     dataset: a data set's name, such as "chain_sum", or a list of several.
-    config: of one data set, what reasoning-gym's configuration of it takes.
-    level: of its curriculum, from 0 on, for all attributes, or for each by name.
-    seed: of the data set. size: how many items it has, after which they repeat; None: a new one for
-        each prompt.
+    config: settings of one data set, as reasoning-gym's configuration of it takes them.
+    level: level of its curriculum, from 0 on, for all attributes, or for each by name.
+    seed: random seed of the data set. size: number of its items, after which they repeat; None: a
+        new one for each prompt.
     system_prompt: a name in reasoning_gym.utils.SYSTEM_PROMPTS, a text, or None.
     """
 

@@ -31,13 +31,13 @@ class TextArenaOptions(Options):
     """Options of the textarena adapter.
 
     game: a game of textarena by its id, such as "Nim-v0".
-    game_options: passed to textarena.make.
-    players: how many; None: as few as the game has.
+    game_options: options of the game, passed to textarena.make.
+    players: number of players; None: the fewest that the game allows.
     agent_side: both: prompt n is player n modulo the number of players. first: player 0. second: 1.
     opponent: random: a random legal move, where the game tells them; or the import path of
         function(game, observation, random) -> str.
     allowed_errors: illegal answers forgiven per turn before the game is lost.
-    illegal_reward: of a game lost by an illegal answer; None: the game's own.
+    illegal_reward: reward of a game lost by an illegal answer; None: the game's own.
     add_brackets: put an answer that has no [brackets] into brackets.
     """
 

@@ -33,10 +33,10 @@ class VerifiersOptions(Options):
 
     env: verifiers' own configuration of an environment, what --env.* sets there: {taskset: {id:
         ...}, ...} and, by their names, its seats.
-    seats: which are trained; needed where there are several. The others are played by the same
-        policy, unless they have a model of their own, and are not trained.
-    tasks: how many of the taskset's tasks are played, which the prompts take in turn; None: all, of
-        an endless one 1,024.
+    seats: names of the seats that are trained; needed where there are several. The others are
+        played by the same policy, unless they have a model of their own, and are not trained.
+    tasks: number of the taskset's tasks that are played, which the prompts take in turn; None: all,
+        of an endless one 1,024.
     """
 
     env: dict[str, Any]

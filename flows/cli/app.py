@@ -12,7 +12,7 @@ from flows.cli.commands import inspection, selector, services, setup, training
 from flows.cli.commands.shards import shards
 
 app = typer.Typer(
-    help="Train language models by reinforcement learning in games and tools.",
+    help="Train language model agents by reinforcement learning.",
     epilog="Start with: earl doctor, then earl demo or earl train tictactoe_tiny. Exit codes: 0 "
     "done, 1 failed, 2 wrong input, 130 Ctrl-C, 143 SIGTERM.",
     no_args_is_help=True,

@@ -21,7 +21,7 @@ Recipe = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Change a setting; may be given several times."),
+    typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given several times."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Plain = Annotated[
@@ -36,7 +36,7 @@ JsonLines = Annotated[
     typer.Option("--json", help="Print a line of JSON for each iteration and evaluation only."),
 ]
 RunsDirectory = Annotated[
-    str, typer.Option("--runs-directory", help="Where runs given by name are looked for.")
+    str, typer.Option("--runs-directory", help="Directory in which runs are found by name.")
 ]
 Checkpoint = Annotated[
     str,
@@ -60,5 +60,7 @@ def show(plain: bool, quiet: bool, as_json: bool) -> Show:
 
 Temperature = Annotated[
     float | None,
-    typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.  As in the run."),
+    typer.Option(
+        "--temperature", min=0.0, help="Sampling temperature; 0: greedy. Default: that of the run."
+    ),
 ]

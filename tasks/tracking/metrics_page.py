@@ -41,7 +41,7 @@ _TITLES = {
     "evaluation": "Evaluations",
     "system": "The machine, from `system.jsonl`",
 }
-_OWN = "Your own"
+_OWN = "Your own metrics"
 _KEPT = "Only in `metrics.jsonl`"
 
 

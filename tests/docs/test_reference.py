@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from docs.site import configuration
+from flows import api
+from tests.docs.pages import DOCS
 
 
 def test_every_setting_is_explained() -> None:
@@ -17,6 +21,21 @@ def test_every_setting_is_explained() -> None:
     assert len(tables) > 40
 
 
+def test_explanations_stand_by_themselves() -> None:
+    """They are read beside a key, in an editor or a form, without those around them."""
+    tables = [*configuration.sections(), *configuration.parameters()]
+    texts = {f"{where} {key.name}": key.description for where, _, keys in tables for key in keys}
+    bare = ("Of ", "Its ", "None:", "As ", "Passed ", "Given ")
+    assert [name for name, text in texts.items() if text.startswith(bare)] == []
+
+
 def test_the_page_is_in_step() -> None:
     told = "run `python docs/site/configuration.py`"
     assert configuration.PAGE.read_text() == configuration.page(), told
+
+
+def test_the_public_names_are_those_of_the_page() -> None:
+    page = (DOCS / "reference" / "python.md").read_text()
+    section = page.partition("## What is public")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(api.__all__)
+    assert all(hasattr(api, name) for name in api.__all__)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -179,8 +181,21 @@ def test_a_checkpoint_directory_that_fills_up(
     runs: Runs, undisturbed: Callable[..., Runs], small_disk: Path
 ) -> None:
     output = runs.train(*RANKS, expect=1)
+    assert re.search(r"a checkpoint needs [\d,]+ bytes, and .*checkpoints has [\d,]+ left", output)
+    assert (0, "rollout") not in runs.executed("started")
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    process = runs.start(*RANKS)
+    while (0, "rollout") not in runs.executed("sealed"):
+        assert process.poll() is None, runs.output_path(1).read_text()
+        time.sleep(0.02)
+    filler = small_disk / "filler"
+    free = shutil.disk_usage(small_disk).free
+    filler.write_bytes(b"1" * (free - 2**13))
+    assert process.wait(300) == 1
+    output = runs.output_path(1).read_text()
     assert "No space left on device" in output
     assert re.search(r"rank \d.*stage 'update' of iteration 0", output)
+    filler.unlink()
     assert list(small_disk.iterdir()) == []
     runs.wait_for_workers_to_end()
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)

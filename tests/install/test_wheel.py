@@ -105,6 +105,42 @@ def test_the_packages_of_the_user_may_come_first_on_the_path(
     assert "of the user" not in planned.stdout + planned.stderr
 
 
+def test_a_script_lies_beside_a_module_of_a_name_of_ours(
+    installed_bin: Path, tmp_path: Path
+) -> None:
+    """`tasks.py` does no harm; of a package `flows` Python finds the script's own first."""
+    script = tmp_path / "script.py"
+    script.write_text("from flows.api import Run; print(Run)\n")
+    (tmp_path / "tasks.py").write_text("raise SystemExit('the tasks.py of the user ran')\n")
+    prepared = "from earl_core.system.import_path import prepare; prepare()\n"
+
+    def printed(*arguments: str | Path) -> str:
+        command = [installed_bin / "python", *arguments]
+        shown = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
+        return shown.stdout + shown.stderr
+
+    assert printed(script) == "<class 'flows.api.Run'>\n"
+    (tmp_path / "flows").mkdir()
+    (tmp_path / "flows" / "__init__.py").touch()
+    assert "No module named 'flows.api'" in printed(script)
+    assert printed("-P", script) == "<class 'flows.api.Run'>\n"
+    script.write_text(prepared + script.read_text())
+    assert printed(script) == "<class 'flows.api.Run'>\n"
+
+
+def test_a_run_file_cannot_name_modules_of_our_packages(installed_bin: Path, hostile: Path) -> None:
+    checked = earl(installed_bin, hostile, "env", "check", "tasks:Game")
+    assert checked.returncode == 1
+    assert "EARL has a package of that name itself: rename the module" in checked.stdout
+    assert "of the user" not in checked.stdout + checked.stderr
+
+
+def test_types_are_part_of_the_wheel(installed_bin: Path) -> None:
+    packages = next(installed_bin.parent.glob("lib/*/site-packages"))
+    for name in ("earl_core", "flows"):
+        assert (packages / name / "py.typed").is_file()
+
+
 def test_a_package_that_is_in_the_way_is_named_in_one_sentence(
     installed_bin: Path, tmp_path: Path
 ) -> None:

@@ -37,8 +37,8 @@ DEFAULT_ANSWER_PATTERN = r"\d+"
 class BoardRewards(Options):
     """Rewards at the end of a game.
 
-    win: of a game that is won. draw: of one that nobody wins. loss: of one that is lost.
-    illegal: of one that an illegal answer ends.
+    win: reward of a game that is won. draw: reward of a draw. loss: reward of a game that is lost.
+    illegal: reward of a game that an illegal answer ends.
     """
 
     win: float = 1.0
@@ -50,15 +50,16 @@ class BoardRewards(Options):
 class BoardGameOptions(Options):
     """Options of every board game.
 
-    opponent: random: a legal move by chance; greedy: wins or blocks where one move does it;
+    opponent: random: random legal moves; greedy: wins or blocks where one move does it;
         perfect: searches the game; policy: the policy itself.
-    agent_side: both: even prompts move first, odd ones second.
-    illegal_action: lose: the episode ends; retry: the model is told and asked again.
+    agent_side: who moves first; both: the agent for even prompts, the opponent for odd ones.
+    illegal_action: lose: an illegal answer ends the episode; retry: the model is told and asked
+        again.
     max_retries: illegal answers forgiven in one episode (illegal_action: retry).
-    retry_reward: of a turn that was forgiven.
+    retry_reward: reward of a turn whose illegal answer was forgiven.
     answer_pattern: regular expression whose first match, or its group 1, is the move's number.
-    style: chat: for instructed models; compact: for tiny ones.
-    rules_role: where the rules stand; user for templates without a system.
+    style: form of the messages. chat: for instruction-tuned models; compact: for tiny ones.
+    rules_role: role of the message with the rules; user for chat templates without a system role.
     """
 
     opponent: OpponentName | Literal["policy"] = "random"

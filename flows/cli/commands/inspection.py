@@ -11,7 +11,7 @@ from flows.cli.completion import complete_configuration
 from flows.cli.errors import reported
 
 app = typer.Typer()
-config = typer.Typer(help="Look at configurations, and compare them.", no_args_is_help=True)
+config = typer.Typer(help="Show and compare configurations.", no_args_is_help=True)
 app.add_typer(config, name="config")
 
 _WHAT = "A recipe, a run file, or a run: its name, or its directory where a recipe has the name."
@@ -39,7 +39,7 @@ def config_show(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Print a configuration whole, with every default, as YAML. Secrets stay references."""
+    """Print a configuration with all defaults, as YAML. Secrets stay references."""
     with reported(debug):
         from flows.cli.configurations import show
 

@@ -1,4 +1,4 @@
-"""Commands of the Parallelism Selector: its measurements, its choices."""
+"""Commands of the Parallelism Selector: measurements and plans."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ app = typer.Typer()
 def profile(
     config: Recipe,
     minutes: Annotated[
-        float, typer.Option(min=0.1, help="Time for all starts of this profile together.")
+        float, typer.Option(min=0.1, help="Time limit of all starts of this profile together.")
     ] = 20.0,
     context: Annotated[
         str | None,
-        typer.Option(help="Longest context, such as 32K.  The model's position range."),
+        typer.Option(help="Longest context, such as 32K. Default: that of the model."),
     ] = None,
     overrides: Overrides = None,
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
-    """Measure for the selector. Safe to interrupt: rerun to continue. No run is touched."""
+    """Measure stage deployments for the Parallelism Selector; after Ctrl-C, repeat to continue."""
     with reported(debug, runs_code=True):
         from flows.cli.profile import profile as run_profile
 
@@ -36,51 +36,59 @@ def profile(
 @app.command()
 def plan(
     run: Annotated[
-        str | None, typer.Argument(help="A past choice, as RUN@ITERATION, such as demo@12.")
+        str | None, typer.Argument(help="A past plan, as RUN@ITERATION, such as demo@12.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show every candidate and what speaks against it.")
+        bool, typer.Option("--explain", help="Show all candidates, and why each was not chosen.")
     ] = False,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
-            help="A well-known model, such as qwen3-8b, or a directory with a config.json.  The "
-            "largest that fits.",
+            help="A well-known model, such as qwen3-8b, or a directory with a config.json. "
+            "Default: the largest that fits.",
         ),
     ] = None,
     hardware: Annotated[
-        str, typer.Option("--hardware", help="here, h100 (8 of them), 4xh100, 16x8xh100, ...")
+        str,
+        typer.Option(
+            "--hardware", help="here (this machine), h100 (8 GPUs), 4xh100, 16x8xh100, ..."
+        ),
     ] = "here",
     context: Annotated[
         str | None,
         typer.Option(
             "--context",
-            help="Tokens of an episode: 32K, 1M, or several as 1K,8K,128K.  8K on GPUs, else 1K.",
+            help="Tokens of an episode: 32K, 1M, or several as 1K,8K,128K. Default: 8K on GPUs, "
+            "else 1K.",
         ),
     ] = None,
     responses: Annotated[
-        int, typer.Option("--responses", min=1, help="Episodes of one iteration.")
+        int, typer.Option("--responses", min=1, help="Episodes of an iteration.")
     ] = 128,
     running: Annotated[
-        int, typer.Option("--running", min=1, help="Most sequences of one engine.")
+        int,
+        typer.Option("--running", min=1, help="Sequences that an engine decodes at the same time."),
     ] = 256,
     engine_share: Annotated[
-        float, typer.Option("--engine-share", min=0.05, max=1.0, help="Memory an engine may use.")
+        float,
+        typer.Option(
+            "--engine-share", min=0.05, max=1.0, help="Share of the memory that an engine may use."
+        ),
     ] = 0.85,
     reference: Annotated[
-        bool, typer.Option("--reference", help="With a reference model that scores the episodes.")
+        bool, typer.Option("--reference", help="Plan a reference model (KL penalty), too.")
     ] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Print the memory formulas for well-known shapes.")
+        bool, typer.Option("--memory", help="Print the memory formulas for well-known models.")
     ] = False,
     runs_directory: RunsDirectory = "runs",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what a past choice took, or what would be taken, and why. Needs no GPU.
+    """Explain a past plan, or predict one for given hardware and model. Needs no GPU.
 
-    Without arguments: for this machine, and a well-known model that fits it.
+    Without arguments: a prediction for this machine and a well-known model that fits it.
     """
     with reported(debug):
         from flows.cli import plan as planning

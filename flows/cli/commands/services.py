@@ -17,15 +17,15 @@ def up(
     runs_directory: RunsDirectory = "runs",
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Prefect's. 4200, or the one it had."),
+        typer.Option(min=1, max=65535, help="Port of Prefect. Default: 4200, or the last one."),
     ] = None,
     mlflow_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="MLflow's. 5000, or the one it had."),
+        typer.Option(min=1, max=65535, help="Port of MLflow. Default: 5000, or the last one."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Start Prefect, MLflow and a worker, with everything deployed; what runs already stays."""
+    """Start Prefect, MLflow and a worker, and deploy all flows. What runs already is kept."""
     with reported(debug, runs_code=True):
         from flows.cli.services import up as start
 
@@ -34,7 +34,7 @@ def up(
 
 @app.command()
 def down(runs_directory: RunsDirectory = "runs", debug: Debug = False) -> None:
-    """End what `earl up` started. Flow runs are cancelled, and can be resumed."""
+    """Stop what `earl up` started. Flow runs are cancelled, and can be resumed."""
     with reported(debug):
         from flows.cli.services import down as end
 

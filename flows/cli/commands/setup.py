@@ -1,4 +1,4 @@
-"""Commands around runs: this machine, the begin of a project."""
+"""Commands around runs: check this machine, create a project, check an environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flows.cli.arguments import Debug
 from flows.cli.errors import reported
 
 app = typer.Typer()
-environments = typer.Typer(help="Try environments of your own.", no_args_is_help=True)
+environments = typer.Typer(help="Check environments of your own.", no_args_is_help=True)
 app.add_typer(environments, name="env")
 
 
@@ -33,11 +33,11 @@ def doctor(
 @app.command()
 def init(
     directory: Annotated[
-        Path, typer.Argument(help="New or empty; its name becomes the package's.")
+        Path, typer.Argument(help="A new or empty directory; its name becomes the package's.")
     ],
     debug: Debug = False,
 ) -> None:
-    """Begin a project: an environment, a reward, a run file and a test that runs."""
+    """Create a project: an environment, a reward, a run file and a test."""
     with reported(debug):
         from flows.cli.project import create_project
 
@@ -54,18 +54,19 @@ def environment_check(
         ),
     ],
     options: Annotated[
-        str | None, typer.Option(metavar="YAML", help="Options of the class: '{limit: 50}'.")
+        str | None,
+        typer.Option(metavar="YAML", help="Options of the environment, such as '{limit: 50}'."),
     ] = None,
     python: Annotated[
-        str | None, typer.Option(help="Another interpreter that has the class's packages.")
+        str | None, typer.Option(help="Another Python interpreter, which has the packages.")
     ] = None,
-    episodes: Annotated[int, typer.Option(min=2, help="Played four times each.")] = 18,
-    turns: Annotated[int, typer.Option(min=1, help="An episode is given up after these.")] = 100,
+    episodes: Annotated[int, typer.Option(min=2, help="Episodes to play, each four times.")] = 18,
+    turns: Annotated[int, typer.Option(min=1, help="Turns after which an episode is ended.")] = 100,
     debug: Debug = False,
 ) -> None:
-    """Play an environment with random texts, replay it, and say what breaks training.
+    """Play an environment with random texts, replay it, and report what breaks training.
 
-    The exit status is 1 if something does. Its code runs in processes of its own.
+    The exit code is 1 if something does. The environment runs in processes of its own.
     """
     with reported(debug, runs_code=True):
         from flows.cli.environments import check

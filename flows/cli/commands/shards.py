@@ -12,12 +12,12 @@ from flows.cli.arguments import Debug, Run, RunsDirectory
 from flows.cli.errors import reported
 
 shards = typer.Typer(
-    help="Look at the data in shared memory, and clean it up.", no_args_is_help=True
+    help="Inspect the data in shared memory, and remove what is left over.", no_args_is_help=True
 )
 
 
 Directory = Annotated[
-    Path, typer.Option("--directory", help="The dispatch.directory of the runs' configurations.")
+    Path, typer.Option("--directory", help="Folder in shared memory, as dispatch.directory.")
 ]
 _DEFAULT_DIRECTORY = user_directory()
 

@@ -29,9 +29,13 @@ app = typer.Typer()
 @app.command()
 def train(
     config: Recipe,
-    name: Annotated[str | None, typer.Option(help="Name of the run; else the file's.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run. Default: that of the file.")
+    ] = None,
     overrides: Overrides = None,
-    iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Iterations of the run in all.")
+    ] = None,
     plain: Plain = False,
     quiet: Quiet = False,
     as_json: JsonLines = False,
@@ -49,7 +53,9 @@ def train(
 @app.command()
 def demo(
     overrides: Overrides = None,
-    iterations: Annotated[int | None, typer.Option(min=1, help="Train this many in all.")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Iterations of the run in all.")
+    ] = None,
     plain: Plain = False,
     quiet: Quiet = False,
     as_json: JsonLines = False,
@@ -84,7 +90,7 @@ def resume(
 ) -> None:
     """Continue a run that was stopped or killed; nothing that is finished is repeated.
 
-    If its last checkpoint is damaged, the last whole one is taken.
+    If its last checkpoint is damaged, the last intact one is used.
     """
     with reported(debug, runs_code=True):
         from flows.cli.training import resume as run_resume
@@ -96,7 +102,7 @@ def resume(
 def evaluate(
     run: Run,
     checkpoint: Checkpoint = "last",
-    episodes: Annotated[int | None, typer.Option(min=1, help="Games to play.")] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="Held-out episodes to play.")] = None,
     temperature: Temperature = None,
     overrides: Overrides = None,
     runs_directory: RunsDirectory = "runs",
@@ -105,7 +111,7 @@ def evaluate(
     as_json: JsonLines = False,
     debug: Debug = False,
 ) -> None:
-    """Play held-out games with a checkpoint and count the outcomes. The run may be training."""
+    """Play held-out episodes with a checkpoint and count the outcomes. The run may be training."""
     with reported(debug, runs_code=True):
         from flows.cli.evaluating import evaluate as run_evaluation
 
@@ -119,11 +125,13 @@ def play(
     run: Run,
     me: Annotated[bool, typer.Option("--me", help="Play against it yourself.")] = False,
     games: Annotated[
-        int | None, typer.Option(min=1, help="Stop after this many; else until Ctrl-C.")
+        int | None, typer.Option(min=1, help="Number of games. Default: until Ctrl-C.")
     ] = None,
     checkpoint: Checkpoint = "last",
     temperature: Temperature = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the first game; else random.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed of the first game. Default: random.")
+    ] = None,
     overrides: Overrides = None,
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
@@ -143,10 +151,11 @@ def play(
 def report(
     run: Run,
     output: Annotated[
-        Path | None, typer.Option("--output", help="The page; else report.html in the run.")
+        Path | None,
+        typer.Option("--output", help="File to write. Default: report.html in the run."),
     ] = None,
     episodes: Annotated[
-        int, typer.Option(min=0, help="List this many at most, the first of each iteration.")
+        int, typer.Option(min=0, help="Episodes to include at most, the first of each iteration.")
     ] = 10_000,
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
@@ -167,14 +176,14 @@ def serve(
             autocompletion=complete_run,
         ),
     ],
-    port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8001,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8001,
     checkpoint: Checkpoint = "last",
     temperature: Temperature = None,
     overrides: Overrides = None,
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
 ) -> None:
-    """Answer OpenAI's clients with a checkpoint, or with any model, until Ctrl-C."""
+    """Serve a checkpoint, or any model, over OpenAI's chat completions API until Ctrl-C."""
     with reported(debug, runs_code=True):
         from flows.cli.policy_serve import serve as run_serve
 
@@ -184,7 +193,9 @@ def serve(
 @app.command()
 def export(
     run: Run,
-    to: Annotated[str, typer.Option(metavar="hf", help="hf: a Hugging Face directory.")] = "hf",
+    to: Annotated[
+        str, typer.Option(metavar="hf", help="Format; hf: a Hugging Face directory.")
+    ] = "hf",
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -193,12 +204,12 @@ def export(
         ),
     ] = "last",
     output: Annotated[
-        Path | None, typer.Option(help="The directory to write; else export/ in the run's.")
+        Path | None, typer.Option(help="Directory to write. Default: export/ in the run.")
     ] = None,
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint as a model directory of its own, with a model card."""
+    """Write a checkpoint as a Hugging Face model directory, with a model card."""
     with reported(debug):
         from flows.cli.exporting import export as run_export
 
@@ -215,17 +226,21 @@ def debug_run(
         typer.Option(help="Repeat this stage of a run from its sealed inputs; it is only read."),
     ] = None,
     iteration: Annotated[
-        int | None, typer.Option(min=0, help="Of the run; else the last one, or the next.")
+        int | None,
+        typer.Option(min=0, help="Iteration of the run. Default: the last, or the next."),
     ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="How many, without --stage.")] = 1,
+    iterations: Annotated[
+        int, typer.Option(min=1, help="Number of iterations, without --stage.")
+    ] = 1,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="In each iteration; 2 unless set, without --stage.")
+        int | None,
+        typer.Option(min=1, help="Prompts of each iteration, without --stage. Default: 2."),
     ] = None,
     overrides: Overrides = None,
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
 ) -> None:
-    """Do an iteration in this one process, where breakpoint() works everywhere; nothing is kept."""
+    """Run an iteration in one process, where breakpoint() works; its results are not kept."""
     with reported(debug, runs_code=True):
         from flows.cli.debugging import debug as run_debug
 
