@@ -11,7 +11,7 @@ from typing import Any
 
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
-from earl_core.config.run import STAGES
+from earl_core.cluster.stages import STAGES
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe

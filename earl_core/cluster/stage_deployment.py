@@ -24,6 +24,7 @@ from pydantic_core.core_schema import (
 )
 
 from earl_core.cluster.rank_process import WorkerContext
+from earl_core.cluster.stages import PLACED, TRAINING
 from earl_core.system.errors import ConfigError
 from earl_core.system.hardware import HostResources
 from earl_core.system.import_path import load_object
@@ -151,9 +152,6 @@ def move_between(before: StageDeployment, after: StageDeployment) -> Move:
     return "settings" if same else "reshard"
 
 
-_TRAINING = ("reference", "update")
-
-
 @dataclass(frozen=True)
 class Assignment:
     """What a group's ranks on one host use. cores: those it may use, all when empty. gpus: their
@@ -204,8 +202,7 @@ class Colocated:
         return first if deployment.groups > 1 else Assignment(gpus=first.gpus)
 
     def gives_way(self, role: str) -> tuple[str, ...]:
-        others = {"rollout": _TRAINING, "update": ("rollout", "reference")}
-        return others.get(role, ("rollout", "update") if role == "reference" else ())
+        return tuple(other for other in PLACED if other != role) if role in PLACED else ()
 
 
 class Separate:
@@ -223,7 +220,7 @@ class Separate:
         return max(1, cores // (rollout + update))
 
     def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
-        if deployment.stage not in _TRAINING:
+        if deployment.stage not in TRAINING:
             return _first_devices(deployment, member, site)
         wanted = deployment.ranks * deployment.threads
         gpus = _gpus(site)[-deployment.ranks :]
@@ -293,9 +290,6 @@ def _first_devices(deployment: StageDeployment, member: int, site: HostResources
 
 PLACEMENTS: Mapping[str, Placement] = {"colocated": Colocated(), "separate": Separate()}
 """Every placement by the name that `stages.placement` gives it."""
-
-PLACED = ("rollout", *_TRAINING)
-"""Roles that have a place; those of the others are too light to matter."""
 
 
 def build(

@@ -1,9 +1,9 @@
 """The whole configuration of a run, and when two executions of a stage are the same.
 
 The key that a stage's sealed manifest must carry covers the run, the iteration, the stage, the data
-of its inputs and the settings that `STAGE_SETTINGS` names. It never covers how the stage was laid
-out on the hardware: a plan may change between a failure and the resume, and what was finished stays
-finished.
+of its inputs and the settings that the table of stages names. It never covers how the stage was
+laid out on the hardware: a plan may change between a failure and the resume, and what was finished
+stays finished.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
+from earl_core.cluster.stages import STAGE_SETTINGS
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.environment import (
     CurriculumConfig,
@@ -247,35 +248,6 @@ class RunConfig(Settings):
         return steps > 1 or self.algorithm.importance_correction is not None
 
 
-STAGES = ("select", "rollout", "reference", "reward", "advantage", "update", "publish")
-"""Every stage and step of an iteration, in order; `reference` only with a KL penalty."""
-
-_PLAY = (
-    "seed",
-    "model.path",
-    "model.chat_template",
-    "environment",
-    "environments",
-    "rollout.engine",
-    "rollout.max_turns",
-    "rollout.max_tokens_per_turn",
-    "rollout.max_tokens_per_episode",
-    "rollout.temperature",
-    "rollout.answer_prefix",
-    "rollout.stop",
-    "rollout.dtype",
-)
-"""Whatever is played, for training or to evaluate."""
-
-_SCORED = (
-    "reward.functions",
-    "reward.environment_weight",
-    "reward.python",
-    "reward.max_failed_share",
-    "rollout.max_failed_share",
-)
-"""How episodes are scored."""
-
 _SUPERVISION = (
     "hosts",
     "deterministic",
@@ -286,46 +258,6 @@ _SUPERVISION = (
     "episode_timeout_seconds",
 )
 """Of an environment: how it is run, not what is played."""
-
-STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
-    "select": ("rollout", "experience", "update", "stages", "selector", "model.path"),
-    "rollout": (
-        *_PLAY,
-        "curriculum",
-        "rollout.max_failed_share",
-        "rollout.prompts_per_iteration",
-        "rollout.group_size",
-    ),
-    "reference": ("model.path", "rollout.temperature", "update.precision"),
-    "reward": _SCORED,
-    "advantage": ("algorithm.advantage", "algorithm.kl"),
-    "update": (
-        "seed",
-        "algorithm",
-        "rollout.temperature",
-        "update.precision",
-        "update.learning_rate",
-        "update.schedule",
-        "update.warmup_iterations",
-        "update.weight_decay",
-        "update.beta1",
-        "update.beta2",
-        "update.epsilon",
-        "update.max_grad_norm",
-        "update.epochs",
-        "update.minibatches",
-    ),
-    "publish": ("rollout.dtype",),
-    "evaluation": (
-        *_PLAY,
-        "evaluation.episodes",
-        "evaluation.first_episodes",
-        "evaluation.temperature",
-        "evaluation.options",
-        "evaluation.suites",
-        *_SCORED,
-    ),
-}
 
 
 def stage_key(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from earl_core.cluster.stages import Selectable
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.settings import Place, Settings
 from earl_core.config.stages import StagesConfig
@@ -39,8 +40,8 @@ class SelectorConfig(Settings):
         "average_context: the rollout follows the mean context. live_tokens: the least predicted "
         "time of an iteration, over all stages.",
     )
-    stages: tuple[Literal["rollout", "reference", "update"], ...] = Field(
-        default=("rollout", "reference", "update"),
+    stages: tuple[Selectable, ...] = Field(
+        default=get_args(Selectable),
         min_length=1,
         description="live_tokens only: stages that it lays out; the others stay as under `fixed`.",
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stages import STAGES
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.config.stages import StagesConfig
@@ -110,7 +111,7 @@ class ProfileWorkers:
             arguments["seconds"] = WINDOW_SECONDS
         else:
             arguments["samples"] = point.requests
-            arguments["scoring"] = stage == "reference"
+            arguments["scoring"] = STAGES[stage].scores
         with self._ending():
             self._prepare(point.candidate)
             deadline = max(_LEAST_DEADLINE_SECONDS, 20 * point.seconds)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.stage_deployment import StageDeployment, move_between
+from earl_core.cluster.stages import STAGES
 from earl_core.control.failure_diagnosis import (
     Infeasible,
     RanksLost,
@@ -251,11 +252,12 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
     """
     key = key_of(controller, iteration, stage, inputs)
     known = controller.run.sealed(iteration, stage, key)
-    if known is not None and stage == "update":
+    makes = STAGES[stage].makes if stage in STAGES else "columns"
+    if known is not None and makes == "state":
         held = controller.live_version == iteration + 1
         if not held and not is_updated(controller.run, iteration, checksums=True):
             known = None
-    if known is not None and stage == "publish" and not weights_exist(controller, known):
+    if known is not None and makes == "weights" and not weights_exist(controller, known):
         known = None
     verdict = Verdict(key, known)
     controller.verdicts[iteration, stage] = verdict

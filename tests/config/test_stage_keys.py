@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from earl_core.cluster.stages import STAGE_SETTINGS, taking_part, waves
 from earl_core.config import load_config, parse_config
-from earl_core.config.run import STAGE_SETTINGS, RunConfig, stage_key
-from flows import iteration as flow
+from earl_core.config.run import RunConfig, stage_key
 
 KNOWN = Path(__file__).with_name("stage_keys.json")
 KNOWN_READS = Path(__file__).with_name("stage_reads.json")
@@ -89,41 +87,16 @@ def keys() -> dict[str, dict[str, str]]:
 
 
 def reads() -> dict[str, dict[str, list[str]]]:
-    """Whose data digests each stage's key covers, in order; the rounds are those of the list."""
+    """Whose data digests each stage's key covers, in order."""
 
-    def of(config: RunConfig) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-
-        class Recording(dict[str, str]):
-            def __missing__(self, name: str) -> str:
-                return name
-
-        class Stages:
-            controller = SimpleNamespace(
-                config=config, episodes=SimpleNamespace(begin=lambda *manifests: None)
-            )
-            iteration = 3
-            manifests = Recording()
-
-            async def input_weights(self, plan: object) -> str:
-                return "weights"
-
-            async def submit(self, task: Any, inputs: list[str], *futures: object) -> str:
-                found[task.name] = list(inputs)
-                return str(task.name)
-
-        async def pages(*given: object) -> None:
-            pass
-
-        kept = flow.publish_artifacts
-        flow.publish_artifacts = pages  # type: ignore[assignment]
-        try:
-            asyncio.run(flow._after_select(Stages(), "plan"))  # type: ignore[arg-type]
-        finally:
-            flow.publish_artifacts = kept
-        return found
-
-    return {name: of(config) for name, config in configs().items()}
+    return {
+        name: {
+            stage.name: list(stage.sources(config))
+            for wave in waves(taking_part(config))
+            for stage in wave
+        }
+        for name, config in configs().items()
+    }
 
 
 def test_a_stage_reads_what_it_read_before() -> None:

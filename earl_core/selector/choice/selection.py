@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.cluster.stages import taking_part
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.selector import SelectorConfig
@@ -178,10 +179,11 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
         "experience": why,
         "update": f"{update.label}: {_configured(given, 'update')}",
     }
-    if given.needs_reference:
-        # The frozen model has no optimizer whose state could be moved away.
-        stages["reference"] = update._replace(stage="reference", offload_optimizer=False)
-        reasons["reference"] = "as the update, which has the same forward pass"
+    for stage in taking_part(given):
+        if stage.scores:
+            # A frozen model has no optimizer whose state could be moved away.
+            stages[stage.name] = update._replace(stage=stage.name, offload_optimizer=False)
+            reasons[stage.name] = "as the update, which has the same forward pass"
     return DeploymentPlan(
         iteration=given.iteration, stages=stages, reasons=reasons, attempt=given.attempt
     )
