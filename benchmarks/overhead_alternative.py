@@ -11,7 +11,7 @@ import time
 
 from prefect import flow, task
 
-from earl_core.cluster.stages import STAGES
+from earl_core.deployment.stages import STAGES
 
 
 @task

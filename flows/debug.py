@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from earl_core.cluster.stages import STAGES, WEIGHTS, waves
 from earl_core.config import RunConfig
 from earl_core.control.run_controller import (
     RunController,
@@ -24,6 +23,7 @@ from earl_core.control.run_controller import (
 from earl_core.control.stage_execution import observe
 from earl_core.control.worker_groups import Progress
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import STAGES, WEIGHTS, waves
 from earl_core.dispatch import Manifest
 from flows.stage_graph import StageGraph, Work
 from tasks.report import finish_iteration

@@ -11,7 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from earl_core.cluster.stages import (
+from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
+from earl_core.control.run_controller import RunController, Verdict
+from earl_core.control.stage_execution import judge, observe
+from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import (
     EVALUATION,
     STAGES,
     WEIGHTS,
@@ -19,10 +23,6 @@ from earl_core.cluster.stages import (
     taking_part,
     waves,
 )
-from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
-from earl_core.control.run_controller import RunController, Verdict
-from earl_core.control.stage_execution import judge, observe
-from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from tasks.publish import input_weights

@@ -13,8 +13,6 @@ from typing import Any
 from prefect import task
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.cluster.stages import SELECTABLE
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.failure_diagnosis import diagnose
@@ -23,6 +21,8 @@ from earl_core.control.precision import resolved
 from earl_core.control.profile_workers import ProfileWorkers
 from earl_core.control.run_controller import find, live
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.profile_table import (

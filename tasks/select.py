@@ -11,11 +11,11 @@ from typing import Any
 from prefect import task
 from pydantic import ValidationError
 
-from earl_core.cluster.stages import SELECTABLE, STAGES
 from earl_core.control.learnt_profile import LearntProfile
 from earl_core.control.run_controller import RunController, controller_of
 from earl_core.control.stage_execution import reserved_bytes
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
 from earl_core.selector.choice.predict import NoFeasiblePlan

@@ -1,4 +1,4 @@
-"""The task that does each stage or step of `earl_core.cluster.stages`."""
+"""The task that does each stage or step of `earl_core.deployment.stages`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
-from earl_core.cluster.stages import STAGE_SETTINGS
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.environment import (
     CurriculumConfig,
@@ -41,10 +40,11 @@ from earl_core.config.services import (
     ExperienceConfig,
     TrackingConfig,
 )
-from earl_core.config.settings import Place, Settings
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stages import STAGE_SETTINGS
 from earl_core.system.files import canonical_json
+from earl_core.system.settings import Place, Settings
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """What Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""

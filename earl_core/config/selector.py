@@ -6,10 +6,10 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.cluster.stages import Selectable
 from earl_core.config.rollout import RolloutConfig
-from earl_core.config.settings import Place, Settings
 from earl_core.config.stages import StagesConfig
+from earl_core.deployment.stages import Selectable
+from earl_core.system.settings import Place, Settings
 
 VARIABLE_FIELDS = (
     "rollout.replicas",

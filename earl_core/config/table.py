@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from earl_core.cluster.stages import STAGES
 from earl_core.config.run import RunConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stages import STAGES
 from earl_core.system.plural import plural
 from earl_core.system.shared_memory import room_in
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost
-from earl_core.cluster.stages import STAGES
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import STAGES
 from earl_core.rollout.errors import ContextOverflow, EngineError, EngineLost
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.profile.observations import Kind, Observation

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.cluster.stages import STAGES
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.run.record import write_record
 from earl_core.selector.model.candidates import deployed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from earl_core.cluster.stages import STAGES
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import read_state, verify_training_state

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.stage_deployment import StageDeployment, move_between
-from earl_core.cluster.stages import STAGES
 from earl_core.control.failure_diagnosis import (
     Infeasible,
     RanksLost,
@@ -26,6 +24,8 @@ from earl_core.control.failure_diagnosis import (
 )
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController, Verdict
+from earl_core.deployment.stage_deployment import StageDeployment, move_between
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run import stage_key
 from earl_core.selector.choice.changes import infeasible_text

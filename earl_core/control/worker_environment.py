@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from earl_core.cluster.fork_server import NATIVE_RUNTIMES
-from earl_core.cluster.stages import TRAINING
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stages import TRAINING
 from earl_core.system.import_path import installed
 
 _ROUNDS_AS_TOLD = "2.13."

@@ -20,18 +20,13 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.group import Group
 from earl_core.cluster.group_here import GroupHere
 from earl_core.cluster.host import Host, LocalHost, local_hosts
-from earl_core.cluster.stage_deployment import (
-    Assignment,
-    Place,
-    StageDeployment,
-    move_between,
-    spread,
-)
-from earl_core.cluster.stages import PLACED, ROLES
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
+from earl_core.deployment.placement import Assignment, Place, spread
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment, move_between
+from earl_core.deployment.stages import PLACED, ROLES
 from earl_core.run.worker import Peers
 from earl_core.system.errors import Cancelled
 
@@ -59,7 +54,7 @@ def preload_ranks(hosts: Sequence[Host] = ()) -> None:
         host.preload(modules)
 
 
-_IN_ITS_PLACE = "earl_core.cluster.stage_deployment:build"
+_IN_ITS_PLACE = "earl_core.cluster.placed_rank:build"
 
 _GRACE_SECONDS = 30.0
 """For a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared memory

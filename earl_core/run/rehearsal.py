@@ -12,8 +12,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from earl_core.cluster.stages import STAGES
 from earl_core.config import ConfigError, RunConfig
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from earl_core.cluster.stages import SELECTABLE
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.calibration import Calibration, Peak

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.cluster.stages import SELECTABLE, STAGES
-from earl_core.config.settings import Settings
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput, Statistics
@@ -28,6 +27,7 @@ from earl_core.selector.profile.profile_table import (
     key_of,
     log_ratios,
 )
+from earl_core.system.settings import Settings
 
 GENERATED_TOKENS = 32
 """Tokens that each sequence decodes in a timed pass, at most."""

@@ -13,12 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import CheckpointConfig, ClusterConfig, ExperienceConfig
 from earl_core.config.stages import StagesConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path
 from earl_core.run.checkpoints import stable_checkpoints

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from earl_core.cluster.stages import taking_part
 from earl_core.config.services import DispatchConfig
+from earl_core.deployment.stages import taking_part
 from earl_core.run.record import config_of_run
 from earl_core.run.stores import list_stores
 from earl_core.system.errors import EarlError

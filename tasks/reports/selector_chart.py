@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from earl_core.cluster.stages import SELECTABLE
+from earl_core.deployment.stages import SELECTABLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from earl_core.cluster.stage_deployment import CHECKPOINTING, StageDeployment
-from earl_core.cluster.stages import SELECTABLE
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stage_deployment import CHECKPOINTING, StageDeployment
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.explain import comparable_peak

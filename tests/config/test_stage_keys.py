@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.stages import STAGE_SETTINGS, taking_part, waves
 from earl_core.config import load_config, parse_config
 from earl_core.config.run import RunConfig, stage_key
+from earl_core.deployment.stages import STAGE_SETTINGS, taking_part, waves
 
 KNOWN = Path(__file__).with_name("stage_keys.json")
 KNOWN_READS = Path(__file__).with_name("stage_reads.json")

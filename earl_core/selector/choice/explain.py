@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.cluster.stages import SELECTABLE
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.choice.policy import evaluate, select
 from earl_core.selector.choice.predict import Prediction, Predictor
 from earl_core.selector.choice.selection import SelectionInput, Statistics

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from earl_core.cluster.stage_deployment import Move, StageDeployment, move_between
-from earl_core.cluster.stages import SELECTABLE, STAGES
 from earl_core.deployment.plan import Basis, DeploymentPlan, StagePrediction
+from earl_core.deployment.stage_deployment import Move, StageDeployment, move_between
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.choice.predict import NoFeasiblePlan, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, switch_seconds, tokens
 from earl_core.selector.choice.search_space import offers, with_fitting_microbatch

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import PLACEMENTS, StageDeployment
-from earl_core.cluster.stages import SELECTABLE, STAGES
+from earl_core.deployment.placement import PLACEMENTS
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.choice.expected_load import loads
 from earl_core.selector.choice.selection import SelectionInput, model_length
 from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_model

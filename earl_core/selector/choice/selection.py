@@ -10,21 +10,21 @@ from typing import Any
 
 from pydantic import Field
 
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.cluster.stages import taking_part
+from earl_core.config.feasibility import configured
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import ExperienceConfig
-from earl_core.config.settings import Settings
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.feasibility import configured
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import taking_part
 from earl_core.selector.model.calibration import Calibration
 from earl_core.selector.model.usual import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
+from earl_core.system.settings import Settings
 
 
 class Statistics(Settings):

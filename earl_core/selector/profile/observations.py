@@ -13,15 +13,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.cluster.stages import SELECTABLE
-from earl_core.config.settings import Settings
 from earl_core.deployment.plan import Forbidden
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.candidates import candidate_of
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
+from earl_core.system.settings import Settings
 
 Kind = Literal["measured", "out_of_memory", "context_overflow", "switched", "resharded"]
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from earl_core.cluster.stages import SELECTABLE, STAGES
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.rollout.rollout_stats import wilson_interval
 from tasks.reports.run_page.records import Line, RunRecords
 
