@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 
@@ -85,8 +86,8 @@ class Stage:
     reads: the stages whose data it reads, in the order that its key covers, and `WEIGHTS`.
     settings: those of the run file that its result depends on, which its key covers too. makes:
     what its seal stands for: a plan, columns of shards, the learner's state, published weights.
-    optional: the property of whoever is asked (a configuration, a selection's input) that says
-    whether it takes part; empty: it always does. scores: it is a forward pass of the update's
+    optional: the attribute, dotted, of whoever is asked (a configuration, a selection's input) that
+    says whether it takes part; empty: it always does. scores: it is a forward pass of the update's
     model alone, laid out as the update is unless the choice is its own.
     """
 
@@ -100,7 +101,7 @@ class Stage:
 
     def takes_part(self, given: Any) -> bool:
         """Whether an iteration of this configuration, or of this selection's input, has it."""
-        return not self.optional or bool(getattr(given, self.optional))
+        return not self.optional or bool(attrgetter(self.optional)(given))
 
     def sources(self, given: Any) -> tuple[str, ...]:
         """What of `reads` there is."""
