@@ -86,9 +86,10 @@ class Stage:
     reads: the stages whose data it reads, in the order that its key covers, and `WEIGHTS`.
     settings: those of the run file that its result depends on, which its key covers too. makes:
     what its seal stands for: a plan, columns of shards, the learner's state, published weights.
-    optional: the attribute, dotted, of whoever is asked (a configuration, a selection's input) that
-    says whether it takes part; empty: it always does. scores: it is a forward pass of the update's
-    model alone, laid out as the update is unless the choice is its own.
+    optional: the attribute, dotted, of a configuration, and of the selection's input where the
+    stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
+    forward pass of the update's model alone, laid out as the update is unless the choice is its
+    own.
     """
 
     name: str
@@ -100,7 +101,7 @@ class Stage:
     scores: bool = False
 
     def takes_part(self, given: Any) -> bool:
-        """Whether an iteration of this configuration, or of this selection's input, has it."""
+        """Whether an iteration of this configuration, or for this selection's input, has it."""
         return not self.optional or bool(attrgetter(self.optional)(given))
 
     def sources(self, given: Any) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.deployment.stages import taking_part
+from earl_core.deployment.stages import STAGES
 from earl_core.selector.model.calibration import Calibration
 from earl_core.selector.model.usual import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
@@ -179,8 +179,8 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
         "experience": why,
         "update": f"{update.label}: {_configured(given, 'update')}",
     }
-    for stage in taking_part(given):
-        if stage.scores:
+    for stage in STAGES.values():
+        if stage.scores and stage.takes_part(given):
             # A frozen model has no optimizer whose state could be moved away.
             stages[stage.name] = update._replace(stage=stage.name, offload_optimizer=False)
             reasons[stage.name] = "as the update, which has the same forward pass"
