@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Report, interval, median, parser, publish
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig, load_config
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer

@@ -29,8 +29,8 @@ from benchmarks.harness import Report, Row, median, parser, publish
 from benchmarks.hosts_controller import NOTES
 from benchmarks.iterations import IterationTime, read_iterations
 from benchmarks.two_hosts import TwoHosts
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.shards.manifest import read_manifest

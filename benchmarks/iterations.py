@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from earl_core.config.run import STAGES
+from earl_core.deployment.stages import STAGES
 from earl_core.run.record import read_lines
 
 Span = tuple[float, float]

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from earl_core.cluster.host import LOOPBACK, meeting_variables, rank_variables
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 
 MEBIBYTE = 2**20

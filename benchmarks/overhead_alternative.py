@@ -11,7 +11,7 @@ import time
 
 from prefect import flow, task
 
-from earl_core.config.run import STAGES
+from earl_core.deployment.stages import STAGES
 
 
 @task
@@ -24,8 +24,8 @@ def stage(name: str, number: int, before: str | None) -> str:
 def iteration(number: int) -> str:
     """Every stage but the optional one, one after another."""
     last: str | None = None
-    for name in STAGES:
-        if name != "reference":
+    for name, each in STAGES.items():
+        if not each.optional:
             last = stage.submit(name, number, last).result()
     return last or ""
 

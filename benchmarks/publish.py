@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser
 from benchmarks.harness import publish as publish_report
 from benchmarks.mesh_ranks import QUICK, SMOLLM2, ModelSize, connected, even_llama, in_ranks
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.learner.parallel.mesh import leave_world
 from earl_core.learner.parallel_model import parallelize

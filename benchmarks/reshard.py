@@ -31,8 +31,8 @@ from benchmarks.mesh_ranks import (
     in_ranks,
     resident_bytes,
 )
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.parallel_model import ParallelModel, build_shell, parallelize
 from earl_core.learner.state.checkpoint import read_training_state, write_training_state

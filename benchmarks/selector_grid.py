@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.catalogue import MODELS

@@ -33,7 +33,7 @@ from benchmarks.selector_live_table import (
     nothing,
     whole,
 )
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.stage_deployment import StageDeployment
 
 ITERATIONS = 36
 

@@ -16,21 +16,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, together
-from earl_core.cluster.stage_deployment import (
-    CHECKPOINTING,
-    PLACEMENTS,
-    HostResources,
-    StageDeployment,
-)
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware
 from earl_core.control.worker_groups import TARGETS
+from earl_core.deployment.placement import PLACEMENTS
+from earl_core.deployment.stage_deployment import CHECKPOINTING, StageDeployment
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.models.tiny import character_tokenizer
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.record import write_record
 from earl_core.selector.profile_planner import generated_tokens
+from earl_core.system.hardware import HostResources
 
 VOCABULARY = 2048
 _DEADLINE = 600.0
@@ -124,7 +121,7 @@ class Bench:
         threads = str(deployment["threads"])
         group = WorkerGroup(
             name,
-            "earl_core.cluster.stage_deployment:build",
+            "earl_core.cluster.placed_rank:build",
             log_directory=self.directory / "logs",
             environment={
                 "OMP_NUM_THREADS": threads,

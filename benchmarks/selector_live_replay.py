@@ -20,11 +20,11 @@ from benchmarks.selector_live_table import (
     offered,
     whole,
 )
-from earl_core.cluster.stage_deployment import StageDeployment, move_between
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stage_deployment import StageDeployment, move_between
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import WINDOW, SelectionInput, Statistics

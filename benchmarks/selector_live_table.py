@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
 from earl_core.system.files import write_atomic
 

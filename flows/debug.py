@@ -1,60 +1,41 @@
 """The stages of an iteration one after the other, in this process and the calling thread.
 
-The stages are those of `flows.iteration`, whose tasks are called as plain functions: no Prefect
-server is asked, and a debugger stops wherever the work is.
+The graph is that of `flows.iteration`; its tasks are called as plain functions: no Prefect server
+is asked, and a debugger stops wherever the work is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-
-from prefect import Task
+from typing import Any, TypeVar, cast
 
 from earl_core.config import RunConfig
-from earl_core.control.failure_diagnosis import StageInfeasible, require_another
 from earl_core.control.run_controller import (
     RunController,
     RunTracker,
     Status,
+    Verdict,
     close_controller,
     open_controller,
 )
-from earl_core.control.stage_execution import judge, observe
+from earl_core.control.stage_execution import observe
 from earl_core.control.worker_groups import Progress
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import STAGES, WEIGHTS, waves
 from earl_core.dispatch import Manifest
-from tasks.advantage import advantage
-from tasks.publish import input_weights, publish
-from tasks.reference import reference
+from flows.stage_graph import StageGraph, Work
 from tasks.report import finish_iteration
-from tasks.reward import reward
-from tasks.rollout import rollout
-from tasks.select import select, select_inputs
-from tasks.stage import StageRef, plan_of, reference_to
-from tasks.update import update
+from tasks.stage import StageRef, reference_to
+from tasks.stage_tasks import TASKS
 
-_TASKS: Mapping[str, Task[..., StageRef]] = {
-    "rollout": rollout,
-    "reward": reward,
-    "reference": reference,
-    "advantage": advantage,
-    "update": update,
-    "publish": publish,
-}
-_READ = {
-    "rollout": (),
-    "reward": ("rollout",),
-    "reference": ("rollout",),
-    "advantage": ("rollout", "reward", "reference"),
-    "update": ("rollout", "reference", "advantage"),
-    "publish": ("update",),
-}
-"""The stages whose results each stage reads."""
-
-STAGES = tuple(stage for stage in _TASKS if stage != "publish")
+REPEATABLE = tuple(
+    stage.name for wave in waves(STAGES.values()) for stage in wave if stage.makes != "weights"
+)
 """What can be repeated by itself."""
+
+Result = TypeVar("Result")
 
 
 class _Untracked:
@@ -87,60 +68,76 @@ def opened_here(config: RunConfig, listener: Progress) -> Iterator[RunController
         close_controller(controller)
 
 
+class _PlainCalls:
+    """Calls the stages' tasks as functions, one after another, in the calling thread. Its
+    coroutines never wait, so they need no event loop."""
+
+    def __init__(self, controller: RunController, iteration: int) -> None:
+        self._controller, self._iteration = controller, iteration
+
+    async def perform(self, stage: str, verdict: Verdict, read: Sequence[Manifest]) -> StageRef:
+        references = [reference_to(self._controller, manifest) for manifest in read]
+        return TASKS[stage].fn(str(self._controller.run.path), self._iteration, *references)
+
+    async def aside(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return function(*arguments)
+
+    async def together(self, works: Sequence[Work]) -> None:
+        for work in works:
+            await work()
+
+
+def _driven(work: Coroutine[Any, Any, Result]) -> Result:
+    """What a coroutine over plain calls returns. The stages may run event loops of their own."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast(Result, done.value)
+    work.close()
+    raise RuntimeError("a plain call waited for something")
+
+
 class Debugged:
     """One iteration of an open run."""
 
     def __init__(self, controller: RunController, iteration: int) -> None:
         self._controller, self._iteration = controller, iteration
-        self._manifests: dict[str, Manifest] = {}
-        self._stages = [
-            stage for stage in _TASKS if stage != "reference" or controller.config.needs_reference
-        ]
+        self._graph = StageGraph(controller, iteration, _PlainCalls(controller, iteration))
 
     def whole(self) -> dict[str, Manifest]:
         """Every stage, and what ends an iteration; the sealed manifests."""
-        self._choose()
-        infeasible: StageInfeasible | None = None
-        while True:
-            try:
-                for stage in self._stages:
-                    if stage not in self._manifests:
-                        self._execute(stage)
-                break
-            except StageInfeasible as error:
-                infeasible = error
-                self._choose(infeasible)
-        observe(self._controller, self._manifests)
-        finish_iteration(self._controller, self._iteration, self._manifests)
-        return self._manifests
+        manifests = _driven(self._graph.whole())
+        observe(self._controller, manifests)
+        finish_iteration(self._controller, self._iteration, manifests)
+        return manifests
 
     def repeat(self, stage: str) -> tuple[Manifest, list[str]]:
         """One stage from what is sealed of those before; which of them had to be repeated, too,
         because their shards are gone."""
         sealed = self._sealed("select")
         if sealed is None:
-            self._choose()
+            _driven(self._graph.choose())
         else:
-            self._manifests["select"] = self._with_one_rank(sealed)
+            self._graph.manifests["select"] = self._with_one_rank(sealed)
         repeated: list[str] = []
         self._need(stage, repeated, reuse=False)
         repeated.remove(stage)
-        return self._manifests[stage], repeated
+        return self._graph.manifests[stage], repeated
 
-    def _need(self, stage: str, repeated: list[str], reuse: bool) -> bool:
-        """Have the stage's manifest; whether it is the one that was sealed."""
-        if stage in self._manifests:
-            return stage not in repeated
-        before = [each for each in _READ[stage] if each in self._stages]
+    def _need(self, stage: str, repeated: list[str], reuse: bool) -> None:
+        """Have the stage's manifest, the one that was sealed where that may and can be."""
+        if stage in self._graph.manifests:
+            return
+        sources = STAGES[stage].sources(self._controller.config)
+        before = [each for each in sources if each != WEIGHTS]
         known = self._sealed(stage) if reuse else None
         if known is not None and all(self._sealed(each) for each in before):
-            self._manifests[stage] = known
-            return True
+            self._graph.manifests[stage] = known
+            return
         for each in before:
             self._need(each, repeated, reuse=True)
-        self._execute(stage)
+        _driven(self._graph.run(STAGES[stage]))
         repeated.append(stage)
-        return False
 
     def _sealed(self, stage: str) -> Manifest | None:
         run = self._controller.run
@@ -160,26 +157,3 @@ class Debugged:
         return self._controller.run.seal(
             sealed.model_copy(update={"outputs": outputs, "digest": ""})
         )
-
-    def _choose(self, infeasible: StageInfeasible | None = None) -> None:
-        inputs = select_inputs(self._controller, self._iteration)
-        judge(self._controller, self._iteration, "select", inputs)
-        self._take("select", select.fn(str(self._controller.run.path), self._iteration))
-        if infeasible is not None:
-            plan = reference_to(self._controller, self._manifests["select"])
-            require_another(infeasible, plan_of(self._controller, plan))
-
-    def _execute(self, stage: str) -> None:
-        controller, iteration = self._controller, self._iteration
-        plan = reference_to(controller, self._manifests["select"])
-        read = [self._manifests[each] for each in _READ[stage] if each in self._manifests]
-        digests = [manifest.data_digest() for manifest in read]
-        if stage == "rollout":
-            learner = plan_of(controller, plan).stages["update"]
-            digests = [input_weights(controller, learner, iteration).data_digest()]
-        judge(controller, iteration, stage, digests)
-        references = [reference_to(controller, manifest) for manifest in read]
-        self._take(stage, _TASKS[stage].fn(str(controller.run.path), iteration, plan, *references))
-
-    def _take(self, stage: str, sealed: StageRef) -> None:
-        self._manifests[stage] = self._controller.run.manifest(sealed["iteration"], stage)

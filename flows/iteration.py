@@ -3,19 +3,17 @@
 select ─► rollout ─┬─► reward ────┬─► advantage ─► update ─► publish
                    └─► reference ─┘
 
-A stage that runs out of memory, or overflows the engines' context, has `select` choose again; one
-that lost ranks is tried again as it was. What was finished stays finished, and the stage is
-repeated from its sealed inputs.
+`flows.stage_graph` says what follows on what; here it runs as a flow of Prefect.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from prefect import State, Task, flow
+from prefect import State, flow
 from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed
@@ -23,27 +21,18 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import ConfigError
-from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
 from earl_core.control.resume_point import resume_point
-from earl_core.control.run_controller import RunController
-from earl_core.control.stage_execution import judge, observe
+from earl_core.control.run_controller import RunController, Verdict
 from earl_core.dispatch import Manifest
-from earl_core.selector.choice.predict import NoFeasiblePlan
 from flows.flow_names import iteration_name
 from flows.forms import RunPath, titled
 from flows.running import HOOKS, controller_on, finished_text, hosts_changed, recorded, rename
-from tasks.advantage import advantage
-from tasks.publish import input_weights, publish
-from tasks.reference import reference
+from flows.stage_graph import Result, StageGraph, Work
 from tasks.report import finish_iteration, publish_artifacts
-from tasks.reward import reward
-from tasks.rollout import rollout
-from tasks.select import select, select_inputs, share_profile
-from tasks.stage import StageRef, caching, plan_of, resolve
+from tasks.select import share_profile
+from tasks.stage import StageRef, caching
+from tasks.stage_tasks import TASKS
 from tasks.trust import forget_results
-from tasks.update import update
-
-Plan = PrefectFuture[StageRef]
 
 
 @flow(
@@ -141,129 +130,49 @@ def _skipped(run: str, number: int, wanted: int) -> State[dict[str, Any]]:
 
 async def run_stages(controller: RunController, k: int) -> dict[str, Manifest]:
     """Run every stage of iteration `k` that is not finished; their sealed manifests."""
-    stages = Stages(controller, k)
-    await until_done(stages, lambda plan: _after_select(stages, plan))
-    return stages.manifests
+
+    async def pages() -> None:
+        # They take a tenth of a second, which the weights take too.
+        await publish_artifacts(controller, k, dict(graph.manifests))
+
+    graph = StageGraph(controller, k, PrefectRunner(controller, k), pages)
+    return await graph.whole()
 
 
-async def _after_select(stages: Stages, plan: Plan) -> None:
-    controller = stages.controller
-    weights = await stages.input_weights(plan)
-    played = await stages.submit(rollout, [weights], plan)
-    rewards, scored = await _both(
-        stages.submit(reward, ["rollout"], plan, played),
-        stages.submit(reference, ["rollout"], plan, played)
-        if controller.config.needs_reference
-        else asyncio.sleep(0),
-    )
-    controller.episodes.begin(stages.manifests["rollout"], stages.manifests["reward"])
-    sources = ["rollout", "reward"] + (["reference"] if scored else [])
-    judged = await stages.submit(advantage, sources, plan, played, rewards, scored)
-    sources = ["rollout"] + (["reference"] if scored else []) + ["advantage"]
-    updated = await stages.submit(update, sources, plan, played, judged, scored)
-    # The pages take a tenth of a second, which the weights take too.
-    await _both(
-        stages.submit(publish, ["update"], plan, updated),
-        publish_artifacts(controller, stages.iteration, dict(stages.manifests)),
-    )
-
-
-async def until_done(stages: Stages, work: Callable[[Plan], Awaitable[None]]) -> None:
-    """Choose a plan and do `work` under it; again as often as a stage is infeasible and there is
-    another candidate to try, or lost ranks and may be repeated.
-
-    Raises what the stage raised when the same stage deployment comes back, `NoFeasiblePlan` when
-    none is left. Each such error rules out a candidate, or doubles the engines' context, and losses
-    are counted, so this comes to an end.
-    """
-    infeasible = None
-    while True:
-        plan = await stages.choose(infeasible)
-        controller, chosen = stages.controller, plan_of(stages.controller, await result(plan))
-        await asyncio.to_thread(controller.start_ahead, chosen)
-        try:
-            return await work(plan)
-        except StageInfeasible as error:
-            infeasible = error
-            if "rollout" in stages.manifests:
-                # What is done already tells the next choice more.
-                await asyncio.to_thread(observe, controller, stages.manifests)
-        except RanksLost:
-            infeasible = None
-
-
-class Stages:
-    """Submits tasks with the run directory's verdict, and collects what they sealed."""
+class PrefectRunner:
+    """Submits the stages' tasks with the run directory's verdict."""
 
     def __init__(self, controller: RunController, iteration: int) -> None:
-        self.controller = controller
-        self.iteration = iteration
-        self.manifests: dict[str, Manifest] = {}
-        self._done: dict[str, PrefectFuture[StageRef]] = {}
+        self._controller, self._iteration = controller, iteration
+        self._futures: dict[str, PrefectFuture[StageRef]] = {}
 
-    async def choose(self, infeasible: StageInfeasible | None = None) -> Plan:
-        """The plan; another one than that under which a stage was infeasible."""
-        inputs = select_inputs(self.controller, self.iteration)
-        try:
-            plan = await self._submit(select, inputs)
-        except NoFeasiblePlan as nothing:
-            raise nothing from infeasible
-        if infeasible is not None:
-            require_another(infeasible, plan_of(self.controller, await result(plan)))
-        return plan
-
-    async def input_weights(self, plan: Plan) -> Manifest:
-        """The weights that the iteration starts from."""
-        learner = plan_of(self.controller, await result(plan)).stages["update"]
-        return await asyncio.to_thread(input_weights, self.controller, learner, self.iteration)
-
-    async def submit(
-        self,
-        task: Task[..., StageRef],
-        inputs: Sequence[str | Manifest],
-        *futures: PrefectFuture[StageRef] | None,
-    ) -> PrefectFuture[StageRef]:
-        """Submit and wait; passing the futures on is what draws the edges of Prefect's graph.
-
-        What was done before under another plan is not submitted again.
-        """
-        if task.name not in self._done:
-            digests = [
-                (self.manifests[item] if isinstance(item, str) else item).data_digest()
-                for item in inputs
-            ]
-            self._done[task.name] = await self._submit(task, digests, *futures)
-        return self._done[task.name]
-
-    async def _submit(
-        self,
-        task: Task[..., StageRef],
-        digests: Sequence[str],
-        *futures: PrefectFuture[StageRef] | None,
-    ) -> PrefectFuture[StageRef]:
-        verdict = await asyncio.to_thread(
-            judge, self.controller, self.iteration, task.name, digests
-        )
-        options = caching(self.controller, self.iteration, task.name, verdict)
+    async def perform(self, stage: str, verdict: Verdict, read: Sequence[Manifest]) -> StageRef:
+        """Submit and wait; passing the futures on is what draws the edges of Prefect's graph."""
+        options = caching(self._controller, self._iteration, stage, verdict)
         # For a task run with tags Prefect asks its server for the tags' limits, which takes two
         # seconds after most stages that were long.
         with TagsContext(current_tags=set()):
-            future = task.with_options(**options).submit(
-                str(self.controller.run.path), self.iteration, *futures
+            future = (
+                TASKS[stage]
+                .with_options(**options)
+                .submit(
+                    str(self._controller.run.path),
+                    self._iteration,
+                    *(self._futures[manifest.stage] for manifest in read),
+                )
             )
-        self.manifests[task.name] = resolve(self.controller, await result(future))
-        return future
+        # Without blocking the event loop.
+        sealed = await asyncio.to_thread(future.result)
+        self._futures[stage] = future
+        return sealed
 
+    async def aside(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call it in another thread."""
+        return await asyncio.to_thread(function, *arguments)
 
-async def _both(first: Awaitable[Any], second: Awaitable[Any]) -> tuple[Any, Any]:
-    """Wait for both, also when one fails: nothing of the iteration goes on behind its back."""
-    done = await asyncio.gather(first, second, return_exceptions=True)
-    for item in done:
-        if isinstance(item, BaseException):
-            raise item
-    return done[0], done[1]
-
-
-async def result(future: PrefectFuture[StageRef]) -> StageRef:
-    """The future's result, without blocking the event loop."""
-    return await asyncio.to_thread(future.result)
+    async def together(self, works: Sequence[Work]) -> None:
+        """Wait for all, also when one fails: nothing of the iteration goes on behind its back."""
+        done = await asyncio.gather(*(work() for work in works), return_exceptions=True)
+        for item in done:
+            if isinstance(item, BaseException):
+                raise item

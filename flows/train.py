@@ -16,10 +16,10 @@ from earl_core.control.resume_point import StateLost, resume_point
 from earl_core.control.run_controller import HostsChanged, RunController
 from flows.flow_names import train_name
 from flows.forms import AtLeastOne, Config, Unset, titled
-from flows.iteration import Plan, Stages, iteration, until_done
+from flows.iteration import PrefectRunner, iteration
 from flows.overrides import Overrides
 from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
-from tasks.evaluate import evaluation
+from flows.stage_graph import StageGraph
 from tasks.select import select_inputs
 from tasks.train_pages import TrainPages
 from tasks.trust import forget_results
@@ -150,13 +150,8 @@ async def _evaluate_if_due(controller: RunController, version: int) -> bool:
     last = version == controller.config.iterations
     if not every or (version % every and not last):
         return False
-    stages = Stages(controller, version)
-
-    async def play(plan: Plan) -> None:
-        await stages.submit(evaluation, [await stages.input_weights(plan)], plan)
-
-    await until_done(stages, play)
-    metrics = stages.manifests["evaluation"].metrics
+    graph = StageGraph(controller, version, PrefectRunner(controller, version))
+    metrics = (await graph.evaluation()).metrics
     controller.tracker.changed()
     controller.listener("evaluation", version, {"finished": True, "metrics": metrics})
     return True

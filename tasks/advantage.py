@@ -23,7 +23,7 @@ def advantage(given: StageInputs) -> dict[str, Any]:
             method,
             given.iteration,
             stage="advantage",
-            manifests=given.references("rollout", "reward", "reference"),
+            manifests=given.references,
             **arguments,
         )
 

@@ -13,7 +13,6 @@ from typing import Any
 from prefect import task
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.failure_diagnosis import diagnose
@@ -22,8 +21,9 @@ from earl_core.control.precision import resolved
 from earl_core.control.profile_workers import ProfileWorkers
 from earl_core.control.run_controller import find, live
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.pretrained.model_directory import read_model_shape
-from earl_core.selector.choice.predict import STAGES
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.profile_table import (
     FORMAT,
@@ -140,7 +140,7 @@ class Profiler:
                 f"contexts of {longest} tokens were asked for, but the model's range ends at "
                 f"{model.max_positions}: ask for less"
             )
-        held = {} if self.hardware.gpus else dict.fromkeys(STAGES, float(memory_in_use()))
+        held = {} if self.hardware.gpus else dict.fromkeys(SELECTABLE, float(memory_in_use()))
         self.given = SelectionInput.of(config, self.hardware, model, reserved_bytes=held)
         try:
             self.grid = grid_of(self.given, longest)

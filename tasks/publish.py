@@ -7,10 +7,10 @@ from typing import Any
 
 from prefect import task
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.learner import publish_weights
 from earl_core.control.run_controller import RunController, controller_of
 from earl_core.control.stage_execution import StageWatch, key_of, surviving, weights_exist
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.weights.manifest import WeightsManifest
 from tasks.stage import StageRef, plan_of, resolve, run_stage

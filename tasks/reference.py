@@ -35,7 +35,7 @@ def reference(given: StageInputs) -> dict[str, Any]:
             "reference",
             "score",
             given.iteration,
-            manifests=given.references("rollout"),
+            manifests=given.references,
             link_bytes=given.plan.link_bytes("reference"),
         )
     result = merge_results(results, _RULES)

@@ -11,11 +11,11 @@ from typing import Any
 
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
-from earl_core.config.run import STAGES
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from earl_core.secrets import redact

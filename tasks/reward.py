@@ -18,6 +18,6 @@ def reward(given: StageInputs) -> dict[str, Any]:
         "reward",
         given.iteration,
         stage="reward",
-        manifests=given.references("rollout"),
+        manifests=given.references,
     )
     return merge_rewards(results, controller.config)

@@ -15,6 +15,7 @@ from earl_core.control.learnt_profile import LearntProfile
 from earl_core.control.run_controller import RunController, controller_of
 from earl_core.control.stage_execution import reserved_bytes
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
 from earl_core.selector.choice.predict import NoFeasiblePlan
@@ -180,10 +181,10 @@ def _reserved(controller: RunController, observed: Sequence[Observation]) -> dic
     known = {seen.stage: seen.reserved_bytes for seen in observed if seen.reserved_bytes > 0}
     if controller.hardware.gpus:
         return known
-    stages = ["rollout", "update"] + (["reference"] if controller.config.needs_reference else [])
     return {
         stage: known[stage] if stage in known else reserved_bytes(controller, stage)
-        for stage in stages
+        for stage in SELECTABLE
+        if STAGES[stage].takes_part(controller.config)
     }
 
 

@@ -33,11 +33,11 @@ class StageInputs(NamedTuple):
     plan: DeploymentPlan
     manifests: dict[str, Manifest]
 
-    def references(self, *stages: str) -> list[StageRef]:
-        """Those of the manifests of these stages, as far as there are any. Workers take them
-        instead of the manifests, which they all see in the run directory."""
-        there = (self.manifests[stage] for stage in stages if stage in self.manifests)
-        return [reference_to(self.controller, manifest) for manifest in there]
+    @property
+    def references(self) -> list[StageRef]:
+        """Those to the manifests, in the order of the stage's `reads`. Workers take them instead of
+        the manifests, which they all see in the run directory."""
+        return [reference_to(self.controller, manifest) for manifest in self.manifests.values()]
 
 
 def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., StageRef]:

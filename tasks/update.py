@@ -32,7 +32,7 @@ def update(given: StageInputs) -> dict[str, Any]:
             "update",
             iteration,
             agreed=("policy_version", "digest", "steps_applied"),
-            manifests=given.references("rollout", "reference", "advantage"),
+            manifests=given.references,
             link_bytes=given.plan.link_bytes("update"),
             checkpoint=str(checkpoint.resolve()) if checkpoint else None,
             record={

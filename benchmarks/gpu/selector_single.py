@@ -34,11 +34,11 @@ from benchmarks.gpu.report import Row, parser, publish, shown
 from benchmarks.gpu.selector_story import replay
 from benchmarks.gpu.shapes import SHAPES, Shape, random_sample, save_random_model
 from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b, in_turns, together
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.reshard import reshard
 from earl_core.rollout.engines.engine import GenerationRequest

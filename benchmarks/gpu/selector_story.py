@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.selector_live_replay import Policy, World, follow, growth
 from benchmarks.selector_live_table import LiveTable
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.stage_deployment import StageDeployment
 
 
 def replay(table: LiveTable, iterations: int = 24) -> tuple[dict[str, float], list[str]]:

@@ -35,10 +35,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.gpu.report import Row, parser, publish
 from benchmarks.gpu.shapes import Shape, random_sample, save_random_model
 from earl_core.cluster.host import LOOPBACK, meeting_variables, rank_variables
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.attention.varlen import varlen_attention

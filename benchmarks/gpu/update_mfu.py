@@ -31,10 +31,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.report import Row, parser, publish, shown
 from benchmarks.gpu.shapes import FORMULA, SHAPES, Shape, random_sample, save_random_model
-from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample

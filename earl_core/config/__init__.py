@@ -2,8 +2,8 @@
 
 from earl_core.config.load import check_references, dump_config, load_config, parse_config
 from earl_core.config.run import RunConfig
-from earl_core.config.settings import Settings
 from earl_core.system.errors import ConfigError
+from earl_core.system.settings import Settings
 
 __all__ = [
     "ConfigError",

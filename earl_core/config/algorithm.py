@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from earl_core.config.settings import Options, Settings
+from earl_core.system.settings import Options, Settings
 
 
 def _estimator(given: dict[str, Any]) -> str:

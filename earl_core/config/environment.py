@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from earl_core.config.settings import Options, Settings
+from earl_core.system.settings import Options, Settings
 
 _AGENT_SECONDS = 600.0
 

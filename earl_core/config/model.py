@@ -6,7 +6,7 @@ import re
 
 from pydantic import Field, field_validator
 
-from earl_core.config.settings import Options, Place, Settings
+from earl_core.system.settings import Options, Place, Settings
 
 # `models/` is where recipes and documentation keep directories.
 _HUB_NAME = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pydantic import Field, model_validator
 
 from earl_core.config.environment import Label
-from earl_core.config.settings import Options, Settings
+from earl_core.system.settings import Options, Settings
 
 
 class RewardFunctionConfig(Settings):

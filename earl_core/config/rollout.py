@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from earl_core.config.settings import Settings
+from earl_core.system.settings import Settings
 
 ToolFormatName = Literal[
     "auto",

@@ -1,9 +1,9 @@
 """The whole configuration of a run, and when two executions of a stage are the same.
 
 The key that a stage's sealed manifest must carry covers the run, the iteration, the stage, the data
-of its inputs and the settings that `STAGE_SETTINGS` names. It never covers how the stage was laid
-out on the hardware: a plan may change between a failure and the resume, and what was finished stays
-finished.
+of its inputs and the settings that the table of stages names. It never covers how the stage was
+laid out on the hardware: a plan may change between a failure and the resume, and what was finished
+stays finished.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from earl_core.config.services import (
     ExperienceConfig,
     TrackingConfig,
 )
-from earl_core.config.settings import Place, Settings
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stages import STAGE_SETTINGS
 from earl_core.system.files import canonical_json
+from earl_core.system.settings import Place, Settings
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """What Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
@@ -262,35 +263,6 @@ class RunConfig(Settings):
         return steps > 1 or self.algorithm.importance_correction is not None
 
 
-STAGES = ("select", "rollout", "reference", "reward", "advantage", "update", "publish")
-"""Every stage and step of an iteration, in order; `reference` only with a KL penalty."""
-
-_PLAY = (
-    "seed",
-    "model.path",
-    "model.chat_template",
-    "environment",
-    "environments",
-    "rollout.engine",
-    "rollout.max_turns",
-    "rollout.max_tokens_per_turn",
-    "rollout.max_tokens_per_episode",
-    "rollout.temperature",
-    "rollout.answer_prefix",
-    "rollout.stop",
-    "rollout.dtype",
-)
-"""Whatever is played, for training or to evaluate."""
-
-_SCORED = (
-    "reward.functions",
-    "reward.environment_weight",
-    "reward.python",
-    "reward.max_failed_share",
-    "rollout.max_failed_share",
-)
-"""How episodes are scored."""
-
 _SUPERVISION = (
     "hosts",
     "deterministic",
@@ -301,46 +273,6 @@ _SUPERVISION = (
     "episode_timeout_seconds",
 )
 """Of an environment: how it is run, not what is played."""
-
-STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
-    "select": ("rollout", "experience", "update", "stages", "selector", "model.path"),
-    "rollout": (
-        *_PLAY,
-        "curriculum",
-        "rollout.max_failed_share",
-        "rollout.prompts_per_iteration",
-        "rollout.group_size",
-    ),
-    "reference": ("model.path", "rollout.temperature", "update.precision"),
-    "reward": _SCORED,
-    "advantage": ("algorithm.advantage", "algorithm.kl"),
-    "update": (
-        "seed",
-        "algorithm",
-        "rollout.temperature",
-        "update.precision",
-        "update.learning_rate",
-        "update.schedule",
-        "update.warmup_iterations",
-        "update.weight_decay",
-        "update.beta1",
-        "update.beta2",
-        "update.epsilon",
-        "update.max_grad_norm",
-        "update.epochs",
-        "update.minibatches",
-    ),
-    "publish": ("rollout.dtype",),
-    "evaluation": (
-        *_PLAY,
-        "evaluation.episodes",
-        "evaluation.first_episodes",
-        "evaluation.temperature",
-        "evaluation.options",
-        "evaluation.suites",
-        *_SCORED,
-    ),
-}
 
 
 def stage_key(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.config.rollout import RolloutConfig
-from earl_core.config.settings import Place, Settings
 from earl_core.config.stages import StagesConfig
+from earl_core.deployment.stages import Selectable
+from earl_core.system.settings import Place, Settings
 
 VARIABLE_FIELDS = (
     "rollout.replicas",
@@ -39,8 +40,8 @@ class SelectorConfig(Settings):
         "average_context: the rollout follows the mean context length. live_tokens: the "
         "deployments with the least predicted time of an iteration, over all stages.",
     )
-    stages: tuple[Literal["rollout", "reference", "update"], ...] = Field(
-        default=("rollout", "reference", "update"),
+    stages: tuple[Selectable, ...] = Field(
+        default=get_args(Selectable),
         min_length=1,
         description="live_tokens only: stages whose deployment it chooses; the others stay as "
         "under `fixed`.",

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from earl_core.config.environment import SuiteConfig
-from earl_core.config.settings import Options, Place, Settings
 from earl_core.system.files import user_directory
+from earl_core.system.settings import Options, Place, Settings
 
 _HOSTS = re.compile(r"[1-9]\d*(\.\.[1-9]\d*)?")
 

@@ -14,8 +14,9 @@ from pydantic import (
     model_validator,
 )
 
-from earl_core.cluster.stage_deployment import PLACEMENTS, Placement, StageDeployment
-from earl_core.config.settings import Settings
+from earl_core.deployment.placement import PLACEMENTS, Placement
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.system.settings import Settings
 from earl_core.system.similar import meant
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from earl_core.config.run import RunConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stages import STAGES
 from earl_core.system.plural import plural
 from earl_core.system.shared_memory import room_in
 
@@ -97,7 +98,7 @@ def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         rows.append((f"from iteration {change.iteration} on", text, "stages.changes"))
     rows.append(("devices of the two", stages.placement, "stages.placement"))
     if moved:
-        runs = [each for each in moved if each != "reference" or config.needs_reference]
+        runs = [each for each in moved if STAGES[each].takes_part(config)]
         where = f"stage deployment of {', '.join(runs)}"
         rows.append((where, config.selector.policy, "selector.policy"))
     return rows

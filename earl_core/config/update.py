@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from earl_core.cluster.stage_deployment import Checkpointing
-from earl_core.config.settings import Settings
+from earl_core.deployment.stage_deployment import Checkpointing
+from earl_core.system.settings import Settings
 
 _USUAL = 4096
 _ON_GPU = 16384

@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerCallFailed, WorkerError, WorkerLost
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import STAGES
 from earl_core.rollout.errors import ContextOverflow, EngineError, EngineLost
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.profile.observations import Kind, Observation
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import refused
-
-_LEARNER = {"publish": "update"}
-"""Whose deployment has to change when a step of this name is infeasible."""
 
 
 class ReplicasLost(EarlError):
@@ -92,7 +90,9 @@ def diagnose(error: BaseException) -> Infeasible | None:
 
 def _raised(error: WorkerCallFailed) -> Infeasible | None:
     stage = str(error.payload.get("stage", ""))
-    stage = _LEARNER.get(stage, stage)
+    if stage in STAGES:
+        # Of a step it is the one of its worker group that has to change.
+        stage = STAGES[stage].role
     kind, raised = error.kind, error.raised
     if issubclass(kind, ContextOverflow):
         return Infeasible("context_overflow", "rollout", float(error.payload["tokens"]))

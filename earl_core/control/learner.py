@@ -10,10 +10,10 @@ from typing import Any
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.rpc import same_results
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.resume_point import StateLost, saved_state
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.run.worker import READ_RULES
 from earl_core.weights.manifest import WeightsManifest
 

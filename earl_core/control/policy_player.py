@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.cluster.errors import WorkerCallFailed
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.environment import SuiteConfig
 from earl_core.config.selector import SelectorConfig
@@ -28,6 +27,7 @@ from earl_core.control.run_controller import live
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
 from earl_core.pretrained.model_directory import read_model_shape

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from earl_core.cluster.errors import WorkerError
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig, check_references
+from earl_core.config.feasibility import check_devices, check_stages
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.shared_memory_need import judged_room, need_of
 from earl_core.control.worker_groups import WorkerGroups
-from earl_core.deployment.feasibility import check_devices, check_stages
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.host_stores import HostStores

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.run.record import write_record
 from earl_core.selector.model.candidates import deployed
@@ -110,7 +111,7 @@ class ProfileWorkers:
             arguments["seconds"] = WINDOW_SECONDS
         else:
             arguments["samples"] = point.requests
-            arguments["scoring"] = stage == "reference"
+            arguments["scoring"] = STAGES[stage].scores
         with self._ending():
             self._prepare(point.candidate)
             deadline = max(_LEAST_DEADLINE_SECONDS, 20 * point.seconds)

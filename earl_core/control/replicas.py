@@ -19,12 +19,12 @@ from typing import Any
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.group import Group
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig
 from earl_core.config.environment import SuiteConfig
 from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.rollout import rollout_stats

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from earl_core.config.run import STAGES
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import read_state, verify_training_state
@@ -39,7 +39,7 @@ def resume_point(run: RunDirectory, finished: int = -1) -> ResumePoint:
     unsealed = (stage for stage in STAGES if not run.stage_path(iteration, stage).is_file())
     covered = iteration if is_updated(run, iteration) else stable
     state = run.checkpoint_path(covered).resolve() if covered >= 0 else None
-    return ResumePoint(iteration, next(unsealed, STAGES[-1]), state)
+    return ResumePoint(iteration, next(unsealed, [*STAGES][-1]), state)
 
 
 def is_updated(run: RunDirectory, iteration: int, checksums: bool = False) -> bool:

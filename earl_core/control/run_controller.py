@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 
 from earl_core.cluster.group import Group
 from earl_core.cluster.host import Cluster, Host
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.feasibility import check_stages
 from earl_core.control.device_figures import figures_for
 from earl_core.control.hardware import hardware_of, open_cluster, with_network
 from earl_core.control.host_agreement import check_agreement
@@ -28,9 +28,10 @@ from earl_core.control.preparing import check_shared_memory, check_start, surely
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import RunHistory
 from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
-from earl_core.deployment.feasibility import check_stages
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import EVALUATION, PLACED, STAGES
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.transport import TransportError
@@ -203,13 +204,10 @@ class RunController:
             return not all(path.is_file() for path in paths)
 
         if plan.iteration >= self.config.iterations:
-            needed = {"rollout": unsealed("evaluation")}
+            needed = {EVALUATION.role: unsealed(EVALUATION.name)}
         else:
-            needed = {
-                "rollout": unsealed("rollout"),
-                "reference": unsealed("reference"),
-                "update": unsealed("update", "publish"),
-            }
+            doing = {role: [s.name for s in STAGES.values() if s.role == role] for role in PLACED}
+            needed = {role: unsealed(*stages) for role, stages in doing.items()}
         roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
         self.groups.start_ahead((role, plan.stages[role]) for role in roles)
 

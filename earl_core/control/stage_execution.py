@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.stage_deployment import StageDeployment, move_between
 from earl_core.control.failure_diagnosis import (
     Infeasible,
     RanksLost,
@@ -25,6 +24,8 @@ from earl_core.control.failure_diagnosis import (
 )
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController, Verdict
+from earl_core.deployment.stage_deployment import StageDeployment, move_between
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run import stage_key
 from earl_core.selector.choice.changes import infeasible_text
@@ -251,11 +252,12 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
     """
     key = key_of(controller, iteration, stage, inputs)
     known = controller.run.sealed(iteration, stage, key)
-    if known is not None and stage == "update":
+    makes = STAGES[stage].makes if stage in STAGES else "columns"
+    if known is not None and makes == "state":
         held = controller.live_version == iteration + 1
         if not held and not is_updated(controller.run, iteration, checksums=True):
             known = None
-    if known is not None and stage == "publish" and not weights_exist(controller, known):
+    if known is not None and makes == "weights" and not weights_exist(controller, known):
         known = None
     verdict = Verdict(key, known)
     controller.verdicts[iteration, stage] = verdict

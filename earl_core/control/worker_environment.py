@@ -6,6 +6,7 @@ import os
 
 from earl_core.cluster.fork_server import NATIVE_RUNTIMES
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stages import TRAINING
 from earl_core.system.import_path import installed
 
 _ROUNDS_AS_TOLD = "2.13."
@@ -16,7 +17,7 @@ def worker_environment(role: str, threads: int, hardware: Hardware) -> dict[str,
     """Of a rank that computes with this many CPU threads."""
     allocator = {}
     told = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if hardware.gpus and role in ("update", "reference") and not told:
+    if hardware.gpus and role in TRAINING and not told:
         # Contexts grow, and no block of the last iteration fits the next one's; vLLM's memory that
         # sleeps cannot be had so.
         settings = "expandable_segments:True"

@@ -20,18 +20,13 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.group import Group
 from earl_core.cluster.group_here import GroupHere
 from earl_core.cluster.host import Host, LocalHost, local_hosts
-from earl_core.cluster.stage_deployment import (
-    PLACED,
-    Assignment,
-    Place,
-    StageDeployment,
-    move_between,
-    spread,
-)
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
+from earl_core.deployment.placement import Assignment, Place, spread
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment, move_between
+from earl_core.deployment.stages import PLACED, ROLES
 from earl_core.run.worker import Peers
 from earl_core.system.errors import Cancelled
 
@@ -45,14 +40,7 @@ def quiet(stage: str, iteration: int, progress: dict[str, Any]) -> None:
     """A listener for whom nobody listens."""
 
 
-TARGETS = {
-    "rollout": "earl_core.rollout.rollout_worker:RolloutWorker",
-    "experience": "earl_core.experience.experience_worker:ExperienceWorker",
-    "reference": "earl_core.learner.reference:ReferenceWorker",
-    "update": "earl_core.learner.update_worker:LearnerWorker",
-    "model": "earl_core.models.builder:ModelBuilder",
-    "environment": "earl_core.environments.check:Check",
-}
+TARGETS = {role.name: role.target for role in ROLES.values()}
 """What runs in the ranks of each worker group."""
 
 
@@ -66,21 +54,11 @@ def preload_ranks(hosts: Sequence[Host] = ()) -> None:
         host.preload(modules)
 
 
-_IN_ITS_PLACE = "earl_core.cluster.stage_deployment:build"
-
-_MEMORY = {
-    "rollout": ("release_memory", "restore_memory"),
-    "reference": ("offload", "reload"),
-    "update": ("offload", "reload"),
-}
-"""How a role's workers give their device's memory back, and take it again."""
+_IN_ITS_PLACE = "earl_core.cluster.placed_rank:build"
 
 _GRACE_SECONDS = 30.0
 """For a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared memory
 when it is cut short."""
-
-_PREPARE = {"rollout": "prepare"}
-"""What a role's workers do ahead beside being built."""
 
 Member = tuple[str, int]
 """A worker group: the role, and which of its groups, counted from 0."""
@@ -165,7 +143,7 @@ class WorkerGroups:
             if group is None or not own or self._places.get(key) != places:
                 return self._rebuild(key, deployment, places)
             if key in self._released:
-                self._call_quietly(group, _MEMORY[role][1], deployment)
+                self._call_quietly(group, ROLES[role].restore, deployment)
                 self._released.discard(key)
             if live != deployment:
                 self.reshard(role, deployment, self._next_iteration(), member)
@@ -248,7 +226,7 @@ class WorkerGroups:
         for key in list(self._groups):
             giving = key[0] in self._placement.gives_way(role)
             if giving and key not in self._released and self.live(*key) is not None:
-                self._call_quietly(self._groups[key], _MEMORY[key[0]][0], deployment)
+                self._call_quietly(self._groups[key], ROLES[key[0]].release, deployment)
                 self._released.add(key)
 
     def _call_quietly(self, group: Group, method: str, deployment: StageDeployment) -> None:
@@ -321,8 +299,8 @@ class WorkerGroups:
     def _start_ahead(self, role: str, deployment: StageDeployment, member: int) -> None:
         begun = time.perf_counter()
         group = self.get(role, deployment, member)
-        if role in _PREPARE:
-            self._call_quietly(group, _PREPARE[role], deployment)
+        if prepare := ROLES[role].prepare:
+            self._call_quietly(group, prepare, deployment)
         self._ahead[(role, member)] = Ahead(begun, time.perf_counter())
 
     def started_ahead(self, role: str, member: int = 0) -> Ahead | None:

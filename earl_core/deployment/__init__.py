@@ -1,1 +1,1 @@
-"""How a stage is laid out on the hardware: words that configuration, selector and ranks share."""
+"""What is laid out, and how: words that configuration, selector, controller and ranks share."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.config.settings import Settings
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.system.settings import Settings
 
 
 class Forbidden(Settings):

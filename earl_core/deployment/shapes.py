@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from earl_core.config.settings import Settings
+from earl_core.system.settings import Settings
 
 
 class ModelShape(Settings):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from earl_core.cluster.stage_deployment import Checkpointing
+from earl_core.deployment.stage_deployment import Checkpointing
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.compiled_layers import layers_compiled

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.parallel_model import ParallelModel, build_shell
 from earl_core.learner.policy_learner import PolicyLearner

@@ -26,9 +26,9 @@ import torch
 import xxhash
 from transformers.utils import logging as transformers_logging
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.pretrained.model_directory import (
     load_tokenizer,
     model_directory,

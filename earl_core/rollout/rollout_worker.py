@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.environments.base import Message
 from earl_core.experience.scoring import Scorer
 from earl_core.pretrained.model_directory import read_model_shape

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
@@ -21,8 +22,6 @@ from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpo
 from earl_core.run.record import read_uid, write_record
 from earl_core.run.stores import run_store
 from earl_core.system.files import make_directory, write_atomic
-
-_STAGES = ("select", "rollout", "reward", "reference", "advantage")
 
 
 def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted: RunConfig) -> None:
@@ -40,7 +39,8 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
         # Where the environments of a mixture stood.
         before = _manifest(run, iteration - 1, "rollout").model_copy(update={"shards": ()})
         _seal(target, before, uid)
-    for stage in _STAGES:
+    sealed = (stage.name for stage in STAGES.values() if stage.makes in ("plan", "columns"))
+    for stage in sealed:
         with suppress(ManifestError, SpillError):
             manifest = _manifest(run, iteration, stage)
             _copy_shards(run, config, manifest, store)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.rpc import Rule
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.shards.manifest import Manifest, await_manifest, sealed_path

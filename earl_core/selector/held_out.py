@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from earl_core.selector.choice.predict import STAGES, Predictor
+from earl_core.deployment.stages import SELECTABLE
+from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.roofline import Load
@@ -46,7 +47,7 @@ def profile_peaks(given: SelectionInput, table: ProfileTable) -> list[Peak]:
 def held_out_errors(given: SelectionInput, table: ProfileTable) -> list[HeldOutError]:
     """By stage, for stages with at least three peaks."""
     peaks = profile_peaks(given, table)
-    own = {stage: [peak for peak in peaks if peak.stage == stage] for stage in STAGES}
+    own = {stage: [peak for peak in peaks if peak.stage == stage] for stage in SELECTABLE}
     return [_errors(stage, mine) for stage, mine in own.items() if len(mine) >= 3]
 
 

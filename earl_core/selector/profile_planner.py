@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.config.settings import Settings
-from earl_core.selector.choice.predict import STAGES, Predictor
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE, STAGES
+from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.sizes import powers
@@ -27,6 +27,7 @@ from earl_core.selector.profile.profile_table import (
     key_of,
     log_ratios,
 )
+from earl_core.system.settings import Settings
 
 GENERATED_TOKENS = 32
 """Tokens that each sequence decodes in a timed pass, at most."""
@@ -223,7 +224,7 @@ class _Survey:
         predictor = Predictor(at_context(self._given, context, self._table))
         kept: dict[StageDeployment, StageDeployment] = {}
         for stage in self._given.selector.stages:
-            if stage == "reference" and not self._given.needs_reference:
+            if not STAGES[stage].takes_part(self._given):
                 continue
             for candidate in sorted(offers(predictor, stage)[0]):
                 if predictor.predict(candidate, predictor.now).problem:
@@ -259,7 +260,7 @@ class _Survey:
     ) -> Iterator[tuple[float, list[_Option]]]:
         """Every choice that a run at this context may have to make, and how much it matters."""
         own = self._grid.episodes[-1]
-        for stage in STAGES:
+        for stage in SELECTABLE:
             mine = [c for c in offered if c.stage == stage]
             # Engines meet fewer sequences when episodes end or prompts are dropped; an update
             # always has about its number of samples.
@@ -285,7 +286,7 @@ class _Survey:
 
     def _spreads(self, candidates: dict[str, StageDeployment]) -> dict[str, float]:
         """How far log(measured / guessed) of a candidate may be from that of its stage's others."""
-        found: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        found: dict[str, list[float]] = {stage: [] for stage in SELECTABLE}
         for key, points in self._table.by_key().items():
             candidate = candidates.get(key)
             if candidate is not None:

@@ -13,12 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import CheckpointConfig, ClusterConfig, ExperienceConfig
 from earl_core.config.stages import StagesConfig
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path
 from earl_core.run.checkpoints import stable_checkpoints
@@ -123,6 +123,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         notes.append(f"{prompts} prompts an iteration, {config.rollout.group_size} episodes each")
     patient = {"call_timeout_seconds": None, "episode_timeout_seconds": None}
     environment = config.environment and config.environment.model_copy(update=patient)
+    untracked = {"enabled": False, "keep_episodes": "none"}
     changed = {
         "environment": environment,
         "environments": tuple(each.model_copy(update=patient) for each in config.environments),
@@ -133,7 +134,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         "experience": ExperienceConfig(),
         "evaluation": config.evaluation.model_copy(update={"every": 0}),
         "checkpoint": CheckpointConfig(every=10**6),
-        "tracking": config.tracking.model_copy(update={"enabled": False}),
+        "tracking": config.tracking.model_copy(update=untracked),
     }
     return config.model_copy(update=changed), notes
 
@@ -190,10 +191,10 @@ def _iterate(console: Console, config: RunConfig, numbers: range) -> None:
 
 
 def _repeat(console: Console, config: RunConfig, run: Path, iteration: int, stage: str) -> None:
-    from flows.debug import STAGES, Debugged, opened_here
+    from flows.debug import REPEATABLE, Debugged, opened_here
 
-    if stage not in STAGES:
-        raise ConfigError(f"--stage takes one of {', '.join(STAGES)}, not {stage!r}")
+    if stage not in REPEATABLE:
+        raise ConfigError(f"--stage takes one of {', '.join(REPEATABLE)}, not {stage!r}")
     sealed = sealed_path(run, iteration, stage)
     if not sealed.is_file():
         raise ConfigError(

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from earl_core.config.run import STAGES
 from earl_core.config.services import DispatchConfig
+from earl_core.deployment.stages import taking_part
 from earl_core.run.record import config_of_run
 from earl_core.run.stores import list_stores
 from earl_core.system.errors import EarlError
@@ -110,7 +110,7 @@ def _run_state(path: Path) -> dict[str, Any]:
     lines = iterations_of(path)
     done = lines[-1]["iteration"] + 1 if lines else 0
     state = state_of(path)
-    stages = [name for name in STAGES if name != "reference" or config.needs_reference]
+    stages = [stage.name for stage in taking_part(config)]
     folder = path / "iterations" / f"{done:06d}"
     ahead = [name for name in stages if not (folder / f"{name}.json").is_file()]
     return {

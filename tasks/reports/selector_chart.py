@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tasks.reports.selector_metrics import CHOSEN_STAGES
+from earl_core.deployment.stages import SELECTABLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def selector_chart(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
     they say nothing of any stage.
     """
     stages = [
-        stage for stage in CHOSEN_STAGES if any(f"selector/{stage}/switched" in x for x in lines)
+        stage for stage in SELECTABLE if any(f"selector/{stage}/switched" in x for x in lines)
     ]
     if not stages:
         return None

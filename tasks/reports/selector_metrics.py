@@ -9,15 +9,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from earl_core.cluster.stage_deployment import CHECKPOINTING, StageDeployment
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stage_deployment import CHECKPOINTING, StageDeployment
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.explain import comparable_peak
 from earl_core.selector.profile.observations import Observation
-
-CHOSEN_STAGES = ("rollout", "reference", "update")
-"""Stages whose deployment is a choice."""
 
 _TRAINING_ONLY = (
     "context_parallel",
@@ -47,7 +45,7 @@ def selector_metrics(
         "selector/attempts": plan.attempt + 1.0,
         "selector/switches": float(len(moved)),
     }
-    for stage in CHOSEN_STAGES:
+    for stage in SELECTABLE:
         if stage not in plan.stages or stage not in manifests:
             continue
         mine = [item for item in seen if item.stage == stage]

@@ -23,8 +23,8 @@ from benchmarks.selector_live_table import (
     in_turns,
     together,
 )
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 
 ONE, TWO = StageDeployment("rollout", 1, 1, threads=2), StageDeployment("rollout", 2, 1, threads=1)
 SMALL, LARGE = (

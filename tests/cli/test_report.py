@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.models.tiny import character_tokenizer
 from earl_core.run import RunDirectory

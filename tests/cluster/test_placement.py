@@ -9,17 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from earl_core.cluster.placed_rank import build
 from earl_core.cluster.rank_process import WorkerContext
-from earl_core.cluster.stage_deployment import (
-    PLACED,
-    PLACEMENTS,
-    Assignment,
-    HostResources,
-    StageDeployment,
-    build,
-)
 from earl_core.cluster.worker_group import WorkerGroup
+from earl_core.deployment.placement import PLACEMENTS, Assignment
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import PLACED
 from earl_core.system.errors import ConfigError
+from earl_core.system.hardware import HostResources
 
 COLOCATED, SEPARATE = PLACEMENTS["colocated"], PLACEMENTS["separate"]
 EIGHT = HostResources(cores=tuple(range(8)), gpus=8)
@@ -96,7 +93,7 @@ def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expe
     core = max(os.sched_getaffinity(0))
     group = WorkerGroup(
         "placed",
-        "earl_core.cluster.stage_deployment:build",
+        "earl_core.cluster.placed_rank:build",
         log_directory=tmp_path,
         environment={"CUDA_VISIBLE_DEVICES": visible} if visible else {},
     )

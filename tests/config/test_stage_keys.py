@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import load_config, parse_config
-from earl_core.config.run import STAGE_SETTINGS, RunConfig, stage_key
+from earl_core.config.run import RunConfig, stage_key
+from earl_core.deployment.stages import STAGE_SETTINGS, taking_part, waves
 
 KNOWN = Path(__file__).with_name("stage_keys.json")
+KNOWN_READS = Path(__file__).with_name("stage_reads.json")
 RECIPES = (
     "demo",
     "tictactoe_tiny",
@@ -84,11 +86,28 @@ def keys() -> dict[str, dict[str, str]]:
     }
 
 
+def reads() -> dict[str, dict[str, list[str]]]:
+    """Whose data digests each stage's key covers, in order."""
+
+    return {
+        name: {
+            stage.name: list(stage.sources(config))
+            for wave in waves(taking_part(config))
+            for stage in wave
+        }
+        for name, config in configs().items()
+    }
+
+
+def test_a_stage_reads_what_it_read_before() -> None:
+    assert reads() == json.loads(KNOWN_READS.read_text())
+
+
 def test_a_run_that_was_begun_before_does_not_repeat_its_stages() -> None:
     """A change of a key is a line for the changelog's "breaking" part, and then for `KNOWN`, which
-    `python -m tests.config.test_stage_keys` prints."""
+    `python -m tests.config.test_stage_keys` prints with what stages read."""
     assert keys() == json.loads(KNOWN.read_text())
 
 
 if __name__ == "__main__":
-    json.dump(keys(), sys.stdout, indent=1)
+    json.dump({"keys": keys(), "reads": reads()}, sys.stdout, indent=1)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from earl_core.config import ConfigError, RunConfig, dump_config, parse_config
+from earl_core.config.feasibility import check_stages, tensor_degrees
 from earl_core.config.table import resolved_rows
-from earl_core.deployment.feasibility import check_stages, tensor_degrees
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput

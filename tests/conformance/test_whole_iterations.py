@@ -13,9 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from earl_core.config import RunConfig
-from earl_core.run.episodes import write_episodes
 from flows.debug import Debugged, opened_here
-from tasks.stage import StageRef
 from tests.conformance.reference import Reference
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
 
@@ -108,8 +106,8 @@ def test_two_iterations_equal_the_reference(family: str, tmp_path: Path) -> None
     run = tmp_path / "runs" / "run"
     with opened_here(config, lambda *_: None) as controller:
         for number in range(2):
-            played = Kept(controller, number)
-            manifests, rows = played.whole(), played.rows
+            manifests = Debugged(controller, number).whole()
+            rows = pq.read_table(controller.run.episodes_path(number)).to_pylist()
             before = weights(reference.model)
             found = reference.iteration(rows, TEMPERATURE)
             ours = weights(
@@ -127,20 +125,6 @@ def test_two_iterations_equal_the_reference(family: str, tmp_path: Path) -> None
             assert moved > 1e-3
             assert max(apart.values()) < 1e-6, {n: v for n, v in apart.items() if v >= 1e-6}
             assert {len(row["turn_starts"]) for row in rows} <= {1, 2, 3}
-
-
-class Kept(Debugged):
-    """One iteration, and what was played in it: its shards go with its checkpoint."""
-
-    rows: list[dict[str, Any]]
-
-    def _take(self, stage: str, sealed: StageRef) -> None:
-        super()._take(stage, sealed)
-        if stage == "reward":
-            run = self._controller.run
-            path = run.path / f"played-{self._iteration}.parquet"
-            write_episodes(path, run.stores, self._manifests["rollout"], self._manifests["reward"])
-            self.rows = pq.read_table(path).to_pylist()
 
 
 def weights(model: Any) -> dict[str, np.ndarray]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.base_engine import EngineSettings
 from earl_core.rollout.errors import EngineError

@@ -15,13 +15,13 @@ import pyarrow as pa
 import pytest
 
 from earl_core.cluster.errors import WorkerLost
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.learner import call_learner, ensure_learner
 from earl_core.control.replicas import ReplicasLost, deal, play_evaluation, play_rollout
 from earl_core.control.run_controller import RunController, close_controller, open_controller
 from earl_core.control.stage_execution import judge
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.weights.load import manifest_from_directory
 from tasks.stage import run_stage

@@ -13,12 +13,12 @@ import torch
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.fork_server import fork_server
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import parse_config
 from earl_core.control import worker_groups as groups_module
 from earl_core.control.worker_environment import worker_environment
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.run import RunDirectory
 from earl_core.selector.model.devices import cluster
 from earl_core.system.errors import Cancelled

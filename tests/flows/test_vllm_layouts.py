@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.replicas import play_rollout
+from earl_core.deployment.stage_deployment import StageDeployment
 from tests.flows.runs import REPOSITORY, Runs
 from tests.flows.test_replicas import (
     GROUP,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks.gpu.shapes import SHAPES, random_sample, save_random_model
-from earl_core.cluster.stage_deployment import Checkpointing, StageDeployment
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import Checkpointing, StageDeployment
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.devices import device_of, is_known

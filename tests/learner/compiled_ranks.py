@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch._dynamo.utils import counters
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.reshard import reshard

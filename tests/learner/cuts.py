@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from earl_core.cluster.stage_deployment import AXES, StageDeployment
+from earl_core.deployment.stage_deployment import AXES, StageDeployment
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.exchange import BoxExchange

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.shapes import Shape
-from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import ModelShape
+from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.learner import token_logprobs
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.model import PackedTensors, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.attention.varlen import varlen_attention

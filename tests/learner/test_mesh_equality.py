@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch.reads.plan import Layout
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel.tensor_parallel import check_degree

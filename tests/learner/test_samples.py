@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.data.samples import (
     SCORED,
     TRAINED,

@@ -11,13 +11,13 @@ from benchmarks.harness import precision_of
 from benchmarks.iteration import Measured, trl_candidates
 from benchmarks.iteration_sides import Iteration, Round, trl_settings
 from earl_core.cluster.host import LocalHost
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig, dump_config, load_config, parse_config
 from earl_core.config.load import recipe_names
 from earl_core.control import device_figures
 from earl_core.control.device_figures import with_cores
 from earl_core.control.precision import decide, resolved
 from earl_core.deployment.shapes import DeviceFigures, Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.run import RunDirectory
 from earl_core.run.record import settings_of
 from earl_core.selector.choice.explain import PlannedLoad, ask

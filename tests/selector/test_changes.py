@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.selector import SelectorConfig
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import Statistics

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits, select
 from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
 from earl_core.selector.choice.selection import forecast

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.control.learnt_profile import LearntProfile
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.profile.observations import Observation
 from earl_core.selector.profile.profile_table import (
     ProfileTable,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.catalogue import MODELS

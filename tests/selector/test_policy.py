@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import POLICIES, select
 from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor

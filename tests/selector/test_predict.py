@@ -10,10 +10,10 @@ from hypothesis import given as examples
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.stages import StagesConfig
 from earl_core.deployment.plan import Forbidden
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor

@@ -9,7 +9,7 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 
 from benchmarks.selector_paper import QUEUEING
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import DEVICES, cluster
 from earl_core.selector.model.roofline import Load, Roofline

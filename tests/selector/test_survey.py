@@ -10,10 +10,10 @@ from hypothesis import given as examples
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.held_out import held_out_errors, profile_peaks
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of

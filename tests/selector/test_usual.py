@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config import RunConfig, parse_config
+from earl_core.config.feasibility import check_stages
 from earl_core.config.stages import StagesConfig
-from earl_core.deployment.feasibility import check_stages
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput, Statistics

@@ -11,8 +11,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.utils.validation import _validate_metric_name
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.plan import DeploymentPlan, StagePrediction
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.selector.choice.policy import select

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from earl_core.config.run import STAGES
+from earl_core.deployment.stages import STAGES
 from earl_core.run.episodes import read_episodes
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan
 from tests.kept import game

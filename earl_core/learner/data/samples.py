@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 
 from earl_core.algorithms.aggregation import Totals
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest
 from earl_core.dispatch.reads.batch import Sources, join
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from earl_core.cluster.stage_deployment import AXES
+from earl_core.deployment.stage_deployment import AXES
 from earl_core.learner.parallel.mesh import COMBINED, UpdateMesh
 from earl_core.tensors.slices import buckets
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from earl_core.cluster.stage_deployment import AXES, StageDeployment
+from earl_core.deployment.stage_deployment import AXES, StageDeployment
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from earl_core.deployment.feasibility import tensor_degrees, tensor_problem
+from earl_core.config.feasibility import tensor_degrees, tensor_problem
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.head import decoder_of, head_of
 from earl_core.learner.parallel.token_parts import TokenParts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.selection import CONTEXT_RAISED
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.observations import Observation

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.choice.policy import evaluate, select
-from earl_core.selector.choice.predict import STAGES, Prediction, Predictor
+from earl_core.selector.choice.predict import Prediction, Predictor
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.candidates import RuledOut
 from earl_core.selector.model.devices import device_of
@@ -121,7 +122,7 @@ def plan_rows(plan: DeploymentPlan) -> list[Row]:
 
 def deployment_text(deployment: StageDeployment) -> str:
     """A stage deployment in a few words, the engines' context length included."""
-    if deployment.stage not in STAGES:
+    if deployment.stage not in SELECTABLE:
         count = deployment.world_size
         return f"{count} process{'es' if count > 1 else ''}"
     length = deployment.max_model_len

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from earl_core.cluster.stage_deployment import Move, StageDeployment, move_between
 from earl_core.deployment.plan import Basis, DeploymentPlan, StagePrediction
-from earl_core.selector.choice.predict import STAGES, NoFeasiblePlan, Prediction, Predictor
+from earl_core.deployment.stage_deployment import Move, StageDeployment, move_between
+from earl_core.deployment.stages import SELECTABLE, STAGES
+from earl_core.selector.choice.predict import NoFeasiblePlan, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, switch_seconds, tokens
 from earl_core.selector.choice.search_space import offers, with_fitting_microbatch
 from earl_core.selector.choice.selection import (
@@ -103,7 +104,7 @@ def _check_own_part(predictor: Predictor, candidate: StageDeployment) -> None:
 def _with_predictions(plan: DeploymentPlan, predictor: Predictor) -> DeploymentPlan:
     """The plan with what is predicted of its stages; of one that cannot run so nothing is said."""
     found, load = {}, predictor.now
-    for stage in STAGES:
+    for stage in SELECTABLE:
         if stage not in plan.stages:
             continue
         candidate = predictor.candidate_of(plan[stage])
@@ -127,9 +128,8 @@ def evaluate(predictor: Predictor) -> tuple[Rows, list[RuledOut]]:
     given = predictor.given
     found: Rows = {}
     out: list[RuledOut] = []
-    for stage in STAGES:
-        left_out = stage == "reference" and not given.needs_reference
-        if left_out or stage not in given.selector.stages:
+    for stage in SELECTABLE:
+        if not STAGES[stage].takes_part(given) or stage not in given.selector.stages:
             continue
         candidates, problems = offers(predictor, stage)
         rows = [predictor.predict(candidate, predictor.now) for candidate in candidates]

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import PLACEMENTS, StageDeployment
+from earl_core.deployment.placement import PLACEMENTS
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.choice.expected_load import loads
 from earl_core.selector.choice.selection import SelectionInput, model_length
 from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_model
@@ -26,9 +28,6 @@ from earl_core.selector.profile.profile_table import (
     key_of,
 )
 from earl_core.system.errors import EarlError
-
-STAGES = ("rollout", "reference", "update")
-"""Stages whose deployment is a choice, in their order."""
 
 
 class Prediction(NamedTuple):
@@ -108,11 +107,11 @@ class Predictor:
         self._measured_stages = {key.split()[0] for key in self._points}
         self._corrections: dict[str, Correction] = {}
         self._commons: dict[str, Common] = {}
-        self._correctors = {stage: given.calibration.corrector(stage) for stage in STAGES}
+        self._correctors = {stage: given.calibration.corrector(stage) for stage in SELECTABLE}
         self._starving: dict[str, float] = {}
         fraction = given.selector.memory_fraction
         self._budgets = {
-            stage: self.memory.budget(fraction, self._reserved(stage)) for stage in STAGES
+            stage: self.memory.budget(fraction, self._reserved(stage)) for stage in SELECTABLE
         }
         self._peaks: dict[StageDeployment, float] = {}
         self._engines: dict[tuple[int, float, Load], Memory] = {}
@@ -171,13 +170,13 @@ class Predictor:
             compiled=self.given.update.compiles(self.hardware.gpus > 0),
             answered=min(1.0, load.generated / load.context),
         )
-        model = self.memory.scoring if candidate.stage == "reference" else self.memory.training
+        model = self.memory.scoring if STAGES[candidate.stage].scores else self.memory.training
         return model(self._filled(candidate, load), load.longest, needs).total
 
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
         """With no more tokens in a microbatch than a rank has of a minibatch: a budget that is
         never filled takes no memory until contexts have grown to fill it."""
-        steps = 1 if candidate.stage == "reference" else self.given.update.minibatches
+        steps = 1 if STAGES[candidate.stage].scores else self.given.update.minibatches
         share = math.ceil(load.episodes * load.context / (steps * candidate.data_parallel))
         asked = candidate.max_tokens_per_microbatch
         return candidate._replace(max_tokens_per_microbatch=min(asked, share))
@@ -251,7 +250,7 @@ class Predictor:
         turns = [
             role
             for role in PLACEMENTS[given.stages.placement].gives_way(stage)
-            if role != "reference" or given.needs_reference
+            if STAGES[role].takes_part(given)
         ]
         return given.reserved_bytes.get(stage, self.memory.outside * (1 + len(turns)))
 
@@ -276,7 +275,7 @@ class Predictor:
 
     def _training_seconds(self, candidate: StageDeployment, load: Load) -> float:
         """The roofline's, of an update or of scoring alone."""
-        update, only = self.given.update, candidate.stage == "reference"
+        update, only = self.given.update, STAGES[candidate.stage].scores
         steps = update.epochs * update.minibatches
         epochs = 1 if only else update.epochs
         value = 2 if update.mixed else 4

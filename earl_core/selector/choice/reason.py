@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from earl_core.cluster.stage_deployment import StageDeployment, move_between
+from earl_core.deployment.stage_deployment import StageDeployment, move_between
 from earl_core.selector.choice.predict import Prediction, Predictor
 
 

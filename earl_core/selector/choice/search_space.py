@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
+from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.candidates import (

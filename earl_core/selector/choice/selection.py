@@ -10,20 +10,21 @@ from typing import Any
 
 from pydantic import Field
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.config.feasibility import configured
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import ExperienceConfig
-from earl_core.config.settings import Settings
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.feasibility import configured
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import STAGES
 from earl_core.selector.model.calibration import Calibration
 from earl_core.selector.model.usual import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
+from earl_core.system.settings import Settings
 
 
 class Statistics(Settings):
@@ -178,10 +179,11 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
         "experience": why,
         "update": f"{update.label}: {_configured(given, 'update')}",
     }
-    if given.needs_reference:
-        # The frozen model has no optimizer whose state could be moved away.
-        stages["reference"] = update._replace(stage="reference", offload_optimizer=False)
-        reasons["reference"] = "as the update, which has the same forward pass"
+    for stage in STAGES.values():
+        if stage.scores and stage.takes_part(given):
+            # A frozen model has no optimizer whose state could be moved away.
+            stages[stage.name] = update._replace(stage=stage.name, offload_optimizer=False)
+            reasons[stage.name] = "as the update, which has the same forward pass"
     return DeploymentPlan(
         iteration=given.iteration, stages=stages, reasons=reasons, attempt=given.attempt
     )

@@ -7,7 +7,7 @@ import bisect
 import numpy as np
 from pydantic import Field
 
-from earl_core.config.settings import Settings
+from earl_core.system.settings import Settings
 
 
 class Peak(Settings):

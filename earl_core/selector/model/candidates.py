@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
-from earl_core.deployment.feasibility import tensor_problem
+from earl_core.config.feasibility import tensor_problem
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.selector.model import cpu
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import MemoryModel

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.memory_model import (
     Memory,
     MemoryModel,

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from operator import add
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 RUNTIME_BYTES = 2**30

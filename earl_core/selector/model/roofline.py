@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from earl_core.cluster.stage_deployment import StageDeployment
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.memory_model import kv_bytes_per_token
 from earl_core.selector.model.sizes import positions_at_a_time
 

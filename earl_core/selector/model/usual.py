@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from itertools import chain
 
-from earl_core.cluster.stage_deployment import StageDeployment
+from earl_core.config.feasibility import tensor_problem
 from earl_core.config.rollout import RolloutConfig
-from earl_core.deployment.feasibility import tensor_problem
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.memory_model import TrainingNeeds, kv_bytes_per_token
 from earl_core.selector.model.sizes import divisors, powers

@@ -13,14 +13,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from earl_core.cluster.stage_deployment import StageDeployment
-from earl_core.config.settings import Settings
 from earl_core.deployment.plan import Forbidden
 from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.candidates import candidate_of
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
+from earl_core.system.settings import Settings
 
 Kind = Literal["measured", "out_of_memory", "context_overflow", "switched", "resharded"]
 
@@ -53,7 +54,7 @@ class Observation(Settings):
     """
 
     iteration: int = Field(ge=0)
-    stage: str = Field(pattern="^(rollout|reference|update)$")
+    stage: str = Field(pattern=f"^({'|'.join(SELECTABLE)})$")
     kind: Kind
     deployment: StageDeployment
     context: float = Field(default=0.0, ge=0)
@@ -85,7 +86,7 @@ def calibration_of(observations: Sequence[Observation]) -> Calibration:
     A failure counts no more once as much by the formula has worked.
     """
     peaks: list[Peak] = []
-    for stage in ("rollout", "reference", "update"):
+    for stage in SELECTABLE:
         mine = [seen for seen in observations if seen.stage == stage and seen.formula_bytes > 0]
         measured = [_peak(seen) for seen in mine if seen.kind == "measured" and seen.peak_bytes > 0]
         failed = [

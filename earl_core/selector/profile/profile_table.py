@@ -19,10 +19,10 @@ from typing import Any
 import xxhash
 from pydantic import Field, ValidationError
 
-from earl_core.cluster.stage_deployment import CHECKPOINTING, StageDeployment
-from earl_core.config.settings import Settings
+from earl_core.deployment.stage_deployment import CHECKPOINTING, StageDeployment
 from earl_core.system.errors import EarlError, InUse
 from earl_core.system.files import canonical_json, write_atomic
+from earl_core.system.settings import Settings
 
 FORMAT = "earl.profile/1"
 

@@ -13,10 +13,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from earl_core.config.run import STAGES
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.rollout.rollout_stats import wilson_interval
 from tasks.reports.run_page.records import Line, RunRecords
-from tasks.reports.selector_metrics import CHOSEN_STAGES
 
 Chart = dict[str, Any]
 Series = dict[str, Any]
@@ -141,7 +140,7 @@ def _time(lines: Sequence[Line]) -> Iterator[Chart]:
 
 
 def _memory(lines: Sequence[Line]) -> Iterator[Chart]:
-    for stage in CHOSEN_STAGES:
+    for stage in SELECTABLE:
         chart = _chart(
             f"Memory of {stage}",
             "peak, GiB",
@@ -261,5 +260,5 @@ def _switches(lines: Sequence[Line], *stages: str) -> list[int]:
     return [
         int(line["iteration"])
         for line in lines
-        if any(line.get(f"selector/{stage}/switched") for stage in stages or CHOSEN_STAGES)
+        if any(line.get(f"selector/{stage}/switched") for stage in stages or SELECTABLE)
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from earl_core.cluster.stage_deployment import StageDeployment, most_on_a_host
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.placement import most_on_a_host
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""The base of every configuration model: frozen, and unknown keys are errors."""
+"""The base of every pydantic model: frozen, and unknown keys are errors."""
 
 from __future__ import annotations
 

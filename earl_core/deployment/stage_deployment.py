@@ -1,0 +1,137 @@
+"""How one stage is laid out on the hardware: how many ranks there are along which axes.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import (
+    no_info_after_validator_function,
+    plain_serializer_function_ser_schema,
+)
+
+Degree = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=0)]
+
+Checkpointing = Literal["none", "selective", "full"]
+"""What a decoder layer keeps of its activations for the backward pass: all of them; what matrix
+products and attention gave; its input alone. The rest is computed again."""
+
+CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+"""From the fastest to the smallest."""
+
+
+def _checkpointing(stored: Any) -> Any:
+    """Plans and observations of earlier versions say whether a layer keeps its input alone."""
+    return {True: "full", False: "none"}[stored] if isinstance(stored, bool) else stored
+
+
+AXES = ("replicas", "shard", "context_parallel", "tensor_parallel")
+"""The axes of a mesh, in the order of rank numbers, the fastest last."""
+
+
+class StageDeployment(NamedTuple):
+    """How one stage is laid out for one iteration; its worker groups follow when it changes.
+
+    rollout: `replicas` engines of `tensor_parallel` devices each. Training stages: a mesh of
+    replicas (copies of the parameters) x shard (ranks that share one copy, FSDP) x
+    context_parallel (ranks that share the tokens of each microbatch) x tensor_parallel (ranks that
+    share each matrix). threads: CPU threads of each device. max_model_len: tokens of one sequence.
+    logits_chunk_tokens: positions whose logits exist at a time. offload_optimizer: its state lies
+    in the host's memory. 0 for a size: it has no limit here.
+
+    A plain tuple, because a choice makes hundreds within milliseconds; pydantic checks it as a
+    field of a model, and writes it as a mapping.
+    """
+
+    stage: str
+    replicas: Degree = 1
+    tensor_parallel: Degree = 1
+    context_parallel: Degree = 1
+    shard: Degree = 1
+    threads: Degree = 1
+    max_tokens_per_microbatch: Size = 0
+    max_model_len: Size = 0
+    max_running_requests: Size = 0
+    activation_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] = "none"
+    logits_chunk_tokens: Size = 0
+    offload_optimizer: bool = False
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        written = plain_serializer_function_ser_schema(cls._asdict)
+        return no_info_after_validator_function(cls._make, handler(source), serialization=written)
+
+    @property
+    def axes(self) -> tuple[int, int, int, int]:
+        """Ranks along each of `AXES`."""
+        return self.replicas, self.shard, self.context_parallel, self.tensor_parallel
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all groups together, each with a device of its own (on a CPU, with `threads`
+        cores)."""
+        return math.prod(self.axes)
+
+    @property
+    def groups(self) -> int:
+        """Worker groups: one for each engine, else one of all ranks."""
+        return self.replicas if self.stage == "rollout" else 1
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes: an engine has one, whatever runs inside it."""
+        return self.replicas if self.stage == "rollout" else self.ranks
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicas * self.shard
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share the parameters of one copy, tensor parallelism aside: context ranks hold
+        parts of them as shard ranks do."""
+        return self.shard * self.context_parallel
+
+    @property
+    def label(self) -> str:
+        """In a few words, for tables and reasons."""
+        words = [f"TP {self.tensor_parallel}"]
+        words += [f"CP {self.context_parallel}"] if self.context_parallel > 1 else []
+        words += [f"shard {self.shard}"] if self.shard > 1 else []
+        words += [f"x {self.replicas}"] if self.replicas > 1 or self.stage == "rollout" else []
+        words += [f"{self.threads} threads"] if self.threads > 1 else []
+        words += [f"microbatch {size}"] if (size := self.max_tokens_per_microbatch) else []
+        words += [f"at most {most} running"] if (most := self.max_running_requests) else []
+        words += {"none": [], "selective": ["selective checkpointing"], "full": ["checkpointing"]}[
+            self.activation_checkpointing
+        ]
+        words += [f"logits by {size}"] if (size := self.logits_chunk_tokens) else []
+        words += ["optimizer offloaded"] if self.offload_optimizer else []
+        return ", ".join(words).replace(", x ", " x ")
+
+
+Move = Literal["none", "settings", "reshard", "rebuild"]
+"""`settings`: live ranks take other limits and move nothing. `reshard`: live ranks exchange their
+slices. `rebuild`: the processes end and others start."""
+
+
+def move_between(before: StageDeployment, after: StageDeployment) -> Move:
+    """What leads from one stage deployment to another of the same stage."""
+    if before == after:
+        return "none"
+    if before.stage == "rollout":
+        limited = before._replace(max_running_requests=after.max_running_requests)
+        return "settings" if limited == after else "rebuild"
+    if before.stage != "update" or before.ranks != after.ranks:
+        return "rebuild"
+    same = before.axes == after.axes and before.offload_optimizer == after.offload_optimizer
+    return "settings" if same else "reshard"

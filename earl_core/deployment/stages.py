@@ -1,0 +1,244 @@
+"""The stages of an iteration, and who does their work: the one table of both.
+
+All that has to know which stages there are reads it: the graph of an iteration, worker groups,
+placement, the selector, rehearsals, status and reports. A further stage is an entry here, beside
+the task that does it (`tasks.stage_tasks`). Imports no torch, and nothing of EARL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal, get_args
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the worker groups of one kind are.
+
+    target: the import path of what runs in their ranks. placed: whose part of a host's devices they
+    have, the engines' or the training's; empty: they are too light to matter. release, restore: the
+    methods of those that have a place by which they give their devices' memory back and take it
+    again. prepare: the one that does ahead of need what is no part of being built.
+    """
+
+    name: str
+    target: str
+    placed: Literal["", "engines", "training"] = ""
+    release: str = ""
+    restore: str = ""
+    prepare: str = ""
+
+
+ROLES: Mapping[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            "rollout",
+            "earl_core.rollout.rollout_worker:RolloutWorker",
+            placed="engines",
+            release="release_memory",
+            restore="restore_memory",
+            prepare="prepare",
+        ),
+        Role("experience", "earl_core.experience.experience_worker:ExperienceWorker"),
+        Role(
+            "reference",
+            "earl_core.learner.reference:ReferenceWorker",
+            placed="training",
+            release="offload",
+            restore="reload",
+        ),
+        Role(
+            "update",
+            "earl_core.learner.update_worker:LearnerWorker",
+            placed="training",
+            release="offload",
+            restore="reload",
+        ),
+        Role("model", "earl_core.models.builder:ModelBuilder"),
+        Role("environment", "earl_core.environments.check:Check"),
+    )
+}
+"""Every kind of worker group by its name."""
+
+PLACED = tuple(role.name for role in ROLES.values() if role.placed)
+"""Roles that have a place."""
+
+TRAINING = tuple(role.name for role in ROLES.values() if role.placed == "training")
+"""Those of them that hold a model of the learner's."""
+
+Selectable = Literal["rollout", "reference", "update"]
+"""A stage whose deployment is a choice."""
+
+SELECTABLE: tuple[str, ...] = get_args(Selectable)
+
+WEIGHTS = "weights"
+"""Among what a stage reads: the published weights that its iteration starts from."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage or step of an iteration.
+
+    role: whose worker groups do it, and which entry of the plan lays them out; empty: nobody's.
+    reads: the stages whose data it reads, in the order that its key covers, and `WEIGHTS`.
+    settings: those of the run file that its result depends on, which its key covers too. makes:
+    what its seal stands for: a plan, columns of shards, the learner's state, published weights.
+    optional: the attribute, dotted, of a configuration, and of the selection's input where the
+    stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
+    forward pass of the update's model alone, laid out as the update is unless the choice is its
+    own.
+    """
+
+    name: str
+    role: str = ""
+    reads: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    makes: Literal["plan", "columns", "state", "weights"] = "columns"
+    optional: str = ""
+    scores: bool = False
+
+    def takes_part(self, given: Any) -> bool:
+        """Whether an iteration of this configuration, or for this selection's input, has it."""
+        return not self.optional or bool(attrgetter(self.optional)(given))
+
+    def sources(self, given: Any) -> tuple[str, ...]:
+        """What of `reads` there is."""
+        return tuple(
+            name for name in self.reads if name == WEIGHTS or STAGES[name].takes_part(given)
+        )
+
+
+_PLAY = (
+    "seed",
+    "model.path",
+    "model.chat_template",
+    "environment",
+    "environments",
+    "rollout.engine",
+    "rollout.max_turns",
+    "rollout.max_tokens_per_turn",
+    "rollout.max_tokens_per_episode",
+    "rollout.temperature",
+    "rollout.answer_prefix",
+    "rollout.stop",
+    "rollout.dtype",
+)
+"""Whatever is played, for training or to evaluate."""
+
+_SCORED = (
+    "reward.functions",
+    "reward.environment_weight",
+    "reward.python",
+    "reward.max_failed_share",
+    "rollout.max_failed_share",
+)
+"""How episodes are scored."""
+
+STAGES: Mapping[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage(
+            "select",
+            settings=("rollout", "experience", "update", "stages", "selector", "model.path"),
+            makes="plan",
+        ),
+        Stage(
+            "rollout",
+            "rollout",
+            reads=(WEIGHTS,),
+            settings=(
+                *_PLAY,
+                "curriculum",
+                "rollout.max_failed_share",
+                "rollout.prompts_per_iteration",
+                "rollout.group_size",
+            ),
+        ),
+        Stage(
+            "reference",
+            "reference",
+            reads=("rollout",),
+            settings=("model.path", "rollout.temperature", "update.precision"),
+            optional="needs_reference",
+            scores=True,
+        ),
+        Stage("reward", "experience", reads=("rollout",), settings=_SCORED),
+        Stage(
+            "advantage",
+            "experience",
+            reads=("rollout", "reward", "reference"),
+            settings=("algorithm.advantage", "algorithm.kl"),
+        ),
+        Stage(
+            "update",
+            "update",
+            reads=("rollout", "reference", "advantage"),
+            settings=(
+                "seed",
+                "algorithm",
+                "rollout.temperature",
+                "update.precision",
+                "update.learning_rate",
+                "update.schedule",
+                "update.warmup_iterations",
+                "update.weight_decay",
+                "update.beta1",
+                "update.beta2",
+                "update.epsilon",
+                "update.max_grad_norm",
+                "update.epochs",
+                "update.minibatches",
+            ),
+            makes="state",
+        ),
+        Stage("publish", "update", reads=("update",), settings=("rollout.dtype",), makes="weights"),
+    )
+}
+"""Every stage and step of an iteration by its name, in order."""
+
+EVALUATION = Stage(
+    "evaluation",
+    "rollout",
+    reads=(WEIGHTS,),
+    settings=(
+        *_PLAY,
+        "evaluation.episodes",
+        "evaluation.first_episodes",
+        "evaluation.temperature",
+        "evaluation.options",
+        "evaluation.suites",
+        *_SCORED,
+    ),
+)
+"""What is played between iterations; its seal lies beside theirs."""
+
+STAGE_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    stage.name: stage.settings for stage in (*STAGES.values(), EVALUATION)
+}
+"""The settings that each stage's key covers."""
+
+
+def taking_part(given: Any) -> list[Stage]:
+    """The stages and steps of an iteration of this configuration, in order."""
+    return [stage for stage in STAGES.values() if stage.takes_part(given)]
+
+
+def waves(stages: Iterable[Stage]) -> list[list[Stage]]:
+    """What follows `select`, in rounds: the stages of one read nothing of each other, so that they
+    may run side by side; those that always take part come first.
+
+    stages: of an iteration, each after those that it reads.
+    """
+    rounds: list[list[Stage]] = []
+    after = {WEIGHTS: 0}
+    for stage in stages:
+        if stage.makes == "plan":
+            continue
+        place = max(after[name] for name in stage.reads if name in after)
+        after[stage.name] = place + 1
+        rounds += [[]] if place == len(rounds) else []
+        rounds[place].append(stage)
+    return [sorted(each, key=lambda stage: bool(stage.optional)) for each in rounds]

@@ -1,0 +1,145 @@
+"""What runs after what in one iteration, as the table of stages has it, whoever runs the stages.
+
+A stage that runs out of memory, or overflows the engines' context, has `select` choose again; one
+that lost ranks is tried again as it was. What was finished stays finished, and the stage is
+repeated from its sealed inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
+from earl_core.control.run_controller import RunController, Verdict
+from earl_core.control.stage_execution import judge, observe
+from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import (
+    EVALUATION,
+    STAGES,
+    WEIGHTS,
+    Stage,
+    taking_part,
+    waves,
+)
+from earl_core.dispatch import Manifest
+from earl_core.selector.choice.predict import NoFeasiblePlan
+from tasks.publish import input_weights
+from tasks.select import select_inputs
+from tasks.stage import StageRef, resolve
+
+Result = TypeVar("Result")
+Work = Callable[[], Awaitable[Any]]
+
+
+class StageRunner(Protocol):
+    """How the stages of one iteration are run: as tasks of Prefect, or as plain calls."""
+
+    async def perform(self, stage: str, verdict: Verdict, read: Sequence[Manifest]) -> StageRef:
+        """Run the stage's task, or have it find that it is finished. read: what it is given."""
+
+    async def aside(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call what takes its time."""
+
+    async def together(self, works: Sequence[Work]) -> None:
+        """Do all of them, side by side where that can be."""
+
+
+class StageGraph:
+    """The stages of one iteration of a run, and what they sealed. beside_publish: done meanwhile,
+    for neither needs the other."""
+
+    def __init__(
+        self,
+        controller: RunController,
+        iteration: int,
+        runner: StageRunner,
+        beside_publish: Work | None = None,
+    ) -> None:
+        self.controller, self.iteration = controller, iteration
+        self.manifests: dict[str, Manifest] = {}
+        self._runner, self._beside_publish = runner, beside_publish
+
+    async def whole(self) -> dict[str, Manifest]:
+        """Run every stage that is not finished; their sealed manifests."""
+        await self._until_done(self._waves)
+        return self.manifests
+
+    async def evaluation(self) -> Manifest:
+        """Evaluate the weights that the iteration starts from; what that sealed."""
+        await self._until_done(partial(self.run, EVALUATION))
+        return self.manifests[EVALUATION.name]
+
+    async def _waves(self) -> None:
+        for stages in waves(taking_part(self.controller.config)):
+            works: list[Work] = [partial(self.run, stage) for stage in stages]
+            if self._beside_publish is not None and STAGES["publish"] in stages:
+                works.append(self._beside_publish)
+            await self._runner.together(works)
+            if STAGES["reward"] in stages:
+                sealed = self.manifests
+                self.controller.episodes.begin(sealed["rollout"], sealed["reward"])
+
+    async def _until_done(self, work: Work) -> None:
+        """Choose a plan and do `work` under it; again as often as a stage is infeasible and there
+        is another candidate to try, or lost ranks and may be repeated.
+
+        Raises what the stage raised when the same stage deployment comes back, `NoFeasiblePlan`
+        when none is left. Each such error rules out a candidate, or doubles the engines' context,
+        and losses are counted, so this comes to an end.
+        """
+        infeasible = None
+        while True:
+            await self.choose(infeasible)
+            await self._runner.aside(self.controller.start_ahead, self.plan)
+            try:
+                await work()
+                return
+            except StageInfeasible as error:
+                infeasible = error
+                if "rollout" in self.manifests:
+                    # What is done already tells the next choice more.
+                    await self._runner.aside(observe, self.controller, self.manifests)
+            except RanksLost:
+                infeasible = None
+
+    async def choose(self, infeasible: StageInfeasible | None = None) -> None:
+        """Seal a plan; another one than that under which a stage was infeasible."""
+        inputs = select_inputs(self.controller, self.iteration)
+        try:
+            await self._perform(STAGES["select"], inputs, [])
+        except NoFeasiblePlan as nothing:
+            raise nothing from infeasible
+        if infeasible is not None:
+            require_another(infeasible, self.plan)
+
+    @property
+    def plan(self) -> DeploymentPlan:
+        """The iteration's, as it was sealed."""
+        return DeploymentPlan.model_validate(self.manifests["select"].outputs["plan"])
+
+    async def run(self, stage: Stage) -> None:
+        """Run a stage and wait for it. What was done before under another plan is not run again."""
+        if stage.name in self.manifests:
+            return
+        sources = stage.sources(self.controller.config)
+        read = {name: self.manifests[name] for name in sources if name != WEIGHTS}
+        digests = [
+            (read[name] if name in read else await self._weights()).data_digest()
+            for name in sources
+        ]
+        await self._perform(stage, digests, [self.manifests["select"], *read.values()])
+
+    async def _weights(self) -> Manifest:
+        learner = self.plan["update"]
+        return await self._runner.aside(input_weights, self.controller, learner, self.iteration)
+
+    async def _perform(
+        self, stage: Stage, digests: Sequence[str], read: Sequence[Manifest]
+    ) -> None:
+        verdict = await self._runner.aside(
+            judge, self.controller, self.iteration, stage.name, digests
+        )
+        sealed = await self._runner.perform(stage.name, verdict, read)
+        self.manifests[stage.name] = resolve(self.controller, sealed)
