@@ -190,8 +190,8 @@ def _joint(predictor: Predictor, found: Rows, current: Combination) -> Combinati
     """The combination of candidates with the least cost, where each stage that leaves what it has
     must gain more than noise for that.
 
-    Stages meet in the republished weights only, whose cost depends on tensor parallelism and
-    sharding; what a switch costs depends on the kind of move. So the best of each such class is
+    Stages meet in the republished weights only, whose cost depends on tensor parallelism, sharding
+    and the ranks that hold a copy together; what a switch costs depends on the kind of move. So the best of each such class is
     all that can win.
     """
     kept = {stage: row for stage, row in current.items() if row.allowed}
@@ -241,12 +241,13 @@ def _classes(
     rows: list[Prediction], kept: Prediction | None, running: Prediction | None
 ) -> list[Prediction]:
     """The best of each class that republishing and switching tell apart, and what is kept."""
-    best: dict[tuple[int, bool, Move], Prediction] = {}
+    best: dict[tuple[int, bool, int, Move], Prediction] = {}
     for row in rows:
         if row.allowed:
             new = row.candidate
             move = move_between(running.candidate, new) if running else "rebuild"
-            best.setdefault((new.tensor_parallel, new.parts == 1, move), row)
+            group = new.ranks // new.replicas  # its bandwidth ends at the host
+            best.setdefault((new.tensor_parallel, new.parts == 1, group, move), row)
     return [*best.values(), *([kept] if kept is not None else [])]
 
 
