@@ -5,9 +5,8 @@ from __future__ import annotations
 import typing
 
 import pytest
-from hypothesis import example
+from hypothesis import example, settings
 from hypothesis import given as examples
-from hypothesis import settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 

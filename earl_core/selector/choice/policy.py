@@ -191,8 +191,8 @@ def _joint(predictor: Predictor, found: Rows, current: Combination) -> Combinati
     must gain more than noise for that.
 
     Stages meet in the republished weights only, whose cost depends on tensor parallelism, sharding
-    and the ranks that hold a copy together; what a switch costs depends on the kind of move. So the best of each such class is
-    all that can win.
+    and the ranks that hold a copy together; what a switch costs depends on the kind of move. So
+    the best of each such class is all that can win.
     """
     kept = {stage: row for stage, row in current.items() if row.allowed}
     settled = len(kept) == len(found) and _near(predictor)
