@@ -75,7 +75,7 @@ def test_every_layout_has_the_same_learning_curve(
     runs.wait_for_workers_to_end()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "degree", [pytest.param("replicas", marks=pytest.mark.campaign), "tensor_parallel"]
 )

@@ -73,7 +73,13 @@ def off(point: str, iteration: int, overrides: Sequence[str] = ()) -> Step:
     return {"overrides": list(overrides), "fault": fault, "lose_memory": True}
 
 
-@pytest.mark.parametrize("minibatches", [2, 1], ids=["with shards", "without shards"])
+@pytest.mark.parametrize(
+    "minibatches",
+    [
+        pytest.param(2, id="with shards"),
+        pytest.param(1, id="without shards", marks=pytest.mark.campaign),
+    ],
+)
 def test_power_lost_between_all_seals_of_an_iteration(
     minibatches: int, runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:

@@ -144,7 +144,7 @@ def test_a_killed_controller_and_a_resume_with_another_mesh(runs: Runs) -> None:
     assert_whole(runs, 2, [stage for stage in STAGES if stage != "select"])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_meshes_change_without_a_checkpoint(runs: Runs, undisturbed: Callable[..., Runs]) -> None:
     """Live from 2 ranks to 2 others, through a state on disk to 1 and to 2 again; one curve."""
     changes = (

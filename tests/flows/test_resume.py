@@ -88,7 +88,13 @@ def test_killed_in_stages_and_between_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["update.step0@1=kill", "update.save@1=enospc"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "update.step0@1=kill",
+        pytest.param("update.save@1=enospc", marks=pytest.mark.campaign),
+    ],
+)
 def test_failures_inside_the_update(runs: Runs, undisturbed: Undisturbed, fault: str) -> None:
     """Between optimizer steps, and with a full disk at the checkpoint."""
     assert "update" in runs.train(ONCE, fault=fault, expect=1)

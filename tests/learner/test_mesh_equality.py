@@ -43,7 +43,9 @@ def check(ranks: int, computed: Path, function: str, meshes: int) -> None:
         assert not worst, f"rank {rank}"
 
 
-@pytest.mark.parametrize(("ranks", "meshes"), [(2, 4), pytest.param(4, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "meshes"), [(2, 4), pytest.param(4, 10, marks=pytest.mark.campaign)]
+)
 def test_every_mesh_equals_one_process(ranks: int, meshes: int, computed: Path) -> None:
     check(ranks, computed, "compare", meshes)
 
