@@ -31,7 +31,14 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", tested_pages())
+@pytest.mark.parametrize(
+    "name",
+    [
+        # What it runs one by one is run by other tests.
+        pytest.param(name, marks=pytest.mark.campaign) if name == "tutorial.md" else name
+        for name in tested_pages()
+    ],
+)
 def test_a_page_does_what_it_says(
     name: str, directory: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -146,7 +146,7 @@ except ConfigError as error:
         assert part in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_smollm2_is_updated_exactly_and_matches_transformers(tmp_path: Path, scratch: Path) -> None:
     """The demo's model: tied, bfloat16; an update moves log-probs ten times more than the noise."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -26,7 +26,7 @@ MOMENTS = [
 """Each stage's seal, and each place between stages where something else is there than at a seal."""
 
 
-SOME_MOMENTS = ["select.before", "reference.seal", "advantage.seal", "publish.after"]
+SOME_MOMENTS = ["reference.seal", "publish.after"]
 """Kills at the seals of rollout and update are in the fast tests."""
 
 ONCE = "deadlines.repeats=0"

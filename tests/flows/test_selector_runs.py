@@ -176,7 +176,7 @@ def capped(live: Runs) -> Iterator[Path]:
         live.wait_for_workers_to_end()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_a_learner_that_the_kernel_kills_goes_back_to_its_checkpoint(
     live: Runs, undisturbed: Undisturbed, capped: Path

@@ -48,12 +48,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(["stages.rollout.replicas=2"], marks=pytest.mark.campaign),
-        ["stages.rollout.tensor_parallel=2"],
-    ],
+    "layout", [["stages.rollout.replicas=2"], ["stages.rollout.tensor_parallel=2"]]
 )
 def test_runs_with_engines_of_two_devices(runs: Runs, layout: list[str]) -> None:
     runs.train(*VLLM, *layout, "rollout.threads=0")

@@ -146,6 +146,7 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.campaign
 def test_a_cut_link_ends_a_run_that_needs_both_hosts_and_a_resume_gives_the_same(
     two_hosts: TwoHosts, directory: Path
 ) -> None:

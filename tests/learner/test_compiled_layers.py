@@ -55,7 +55,8 @@ def test_compiled_layers_on_two_ranks(tmp_path: Path) -> None:
         assert found["compiled"]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_compiled_layers_of_tensor_ranks(ranks: int, tmp_path: Path) -> None:
     """Alone, and sharded besides: packs that the ranks divide evenly, and others."""
     save_model("qwen2", tmp_path / "model")

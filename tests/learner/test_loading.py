@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from earl_core.deployment.shapes import ModelShape
 from earl_core.selector.model.catalogue import MODELS
 from tests.learner.launched import launch
@@ -31,6 +33,7 @@ def test_eight_ranks_hold_their_parts_of_a_model_and_never_more(tmp_path: Path) 
         assert 0.9 * each["parts"] < each["anonymous"] <= 1.3 * each["parts"], (rank, each)
 
 
+@pytest.mark.campaign
 def test_nobody_holds_a_whole_copy_of_72b_parameters(tmp_path: Path) -> None:
     (found,) = launch("tests.learner.loading_ranks", "load_the_largest", 1, tmp_path)
     assert 4 * MODELS["qwen2.5-72b"].parameters < 129 * found["parts"]
