@@ -16,10 +16,10 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.harness import REPOSITORY, Report, parser, publish
-from benchmarks.learning_curves import evaluations, rows_of
 from earl_core.config import load_config
 from earl_core.rollout.rollout_stats import wilson_interval
+from tools.harness import REPOSITORY, Report, parser, publish
+from tools.learning_curves import evaluations, rows_of
 
 AGENT = "tests.rollout.agents:tic_tac_toe"
 

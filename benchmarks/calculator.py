@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from benchmarks.harness import REPOSITORY, Report, parser, publish
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.rewards import number_by_tools
+from tools.harness import REPOSITORY, Report, parser, publish
 
 EXAMPLES = ((23, 47), (58, 31), (76, 92), (19, 64))
 RULES = "Call the calculator for every product, then say its result."

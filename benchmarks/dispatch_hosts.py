@@ -23,11 +23,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dispatch_hosts_network import Link, Network, missing, network
 from benchmarks.dispatch_hosts_node import LIMITS, TOKEN_BYTES, Received, serve, work
-from benchmarks.dispatch_traffic import predict
-from benchmarks.harness import Report, Row, median, parser, publish
 from earl_core.dispatch import Manifest, ShardEntry
+from tools.harness import Report, Row, median, parser, publish
+from tools.namespaces import Link, Network, missing, network
+from tools.traffic import predict
 
 ASSIGNMENTS = (
     "no locality",
@@ -325,7 +325,7 @@ def _conclude(report: Report, options: argparse.Namespace, dropped: int) -> None
         f"Both ways ask for {LIMITS.request_bytes // 1024} KiB at a time and have "
         f"{LIMITS.bytes_in_flight // 1024} KiB in flight at most per receiver.",
         f"{late} of {len(report.rows)} cells have a direct run beyond twice their median.",
-        "predicted: the ratio and the seconds that benchmarks/dispatch_traffic.py gives. After a "
+        "predicted: the ratio and the seconds that tools/traffic.py gives. After a "
         f"pause a link sends {Link.burst_bytes // 1024} KiB at once, which the model leaves out.",
     ]
 

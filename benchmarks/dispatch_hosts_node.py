@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.dispatch_hosts_network import Network
-from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, make_plan
 from earl_core.dispatch.remote import Proof, Range, RemoteRead
@@ -31,6 +29,8 @@ from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.shards.shard import ShardWriter
+from tools.namespaces import Network
+from tools.traffic import Traffic
 
 COLUMNS = {
     "tokens": "int32",

@@ -1,6 +1,9 @@
-"""From N producers to N consumers on one host: EARL, the copy that is its limit, and other ways.
+"""From N producers to N consumers on one host: EARL, and the copy that is its limit.
 
 python -m benchmarks.dispatch_local [--quick] [--workers N] [--json FILE] [--markdown FILE]
+
+The ways of other systems were measured beside it up to commit 5fdea9c, which has their emulation
+and made `results/dispatch_local.md`, the last table with them.
 """
 
 from __future__ import annotations
@@ -8,35 +11,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
-from benchmarks.dispatch_local_batch import BYTES_PER_TOKEN, COLUMNS, Size
-from benchmarks.dispatch_local_earl import Earl, EarlTimes, earl_groups
-from benchmarks.dispatch_local_peers import Way, gloo_way, tensordict_way
-from benchmarks.harness import Report, Row, interval, median, parser, publish
+from benchmarks.dispatch_local_processes import (
+    BYTES_PER_TOKEN,
+    COLUMNS,
+    Consumer,
+    Group,
+    Producer,
+    Size,
+)
+from earl_core.dispatch import Manifest, ShardEntry, ShardStore
+from tools.harness import Report, Row, interval, median, parser, publish
 
-_SPEEDUP = "speedup_vs_single_controller"
-_RAY_COPIES = 3.2
 GIB = 2**30
+_COPIES = 1.4
+"""Of a batch that are in memory at the worst."""
 _SPARE_BYTES = 2 * GIB
-"""That no way may take, so that the machine does not begin to swap or to kill."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another way: `open` makes it ready; at its worst `copies` batches are in memory."""
-
-    name: str
-    open: Callable[[Size], AbstractContextManager[Way]]
-    copies: float
-    headline: str | None = None
+"""That no size may take, so that the machine does not begin to swap or to kill."""
+SHARED_MEMORY = Path("/dev/shm")
+_RELEASE_SECONDS = 30.0
 
 
 def main() -> None:
@@ -49,20 +51,11 @@ def main() -> None:
     sizes = _sizes(options)
     ours: dict[str, _Measured] = {}
     with earl_groups(options.workers) as (producers, consumers):
-        for size in _fitting(sizes, 1.4, "EARL", report):
+        for size in _fitting(sizes, report):
             with Earl(producers, consumers, size) as earl:
                 ours[size.name] = _measure(earl, _repetitions(size, options.quick))
             report.rows += _earl_rows(size, ours[size.name])
-    controller = {} if options.earl_only else _measure_peers(report, sizes, ours, options.quick)
     report.headline["publish_fetch_over_memcpy"] = max(one.over_memcpy for one in ours.values())
-    for headline, seconds in controller.items():
-        report.headline[headline] = min(
-            seconds[name] / median(ours[name].background.total)
-            for name in seconds
-            if name.startswith("64 x")
-        )
-    order = {size.name: number for number, size in enumerate(sizes)}
-    report.rows.sort(key=lambda row: order[str(row["batch"])])
     report.notes += _notes()
     publish(report, options)
 
@@ -75,7 +68,6 @@ def _options() -> argparse.Namespace:
         default=max(2, min(4, os.cpu_count() or 2)),
         help="producers, and as many consumers",
     )
-    made.add_argument("--earl-only", action="store_true", help="without the other ways")
     found = made.parse_args()
     if 64 % found.workers:
         made.error("64 samples must divide by --workers")
@@ -99,18 +91,104 @@ def _repetitions(size: Size, quick: bool) -> int:
     return 15 if quick else 41
 
 
-def _fitting(sizes: list[Size], copies: float, way: str, report: Report) -> Iterator[Size]:
+def _fitting(sizes: list[Size], report: Report) -> Iterator[Size]:
     """The sizes for which there is memory, the others a note."""
     for size in sizes:
         free = psutil.virtual_memory().available
-        if copies * size.bytes + _SPARE_BYTES <= free:
+        if _COPIES * size.bytes + _SPARE_BYTES <= free:
             yield size
             gc.collect()
         else:
             report.notes.append(
-                f"{way}, {size.name}: left out, it takes about {copies * size.bytes / GIB:.1f} GiB "
+                f"{size.name}: left out, it takes about {_COPIES * size.bytes / GIB:.1f} GiB "
                 f"and {free / GIB:.1f} GiB were free."
             )
+
+
+@dataclass
+class EarlTimes:
+    """Seconds of each repetition. total: from the first producer's start to the last copy into the
+    training buffers, with the manifest's way through the controller in between."""
+
+    publish: list[float] = field(default_factory=list)
+    fetch: list[float] = field(default_factory=list)
+    pack: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    checksum: list[float] = field(default_factory=list)
+
+    @property
+    def moved(self) -> list[float]:
+        """Publishing and fetching together."""
+        return [sum(each) for each in zip(self.publish, self.fetch, strict=True)]
+
+
+class Earl:
+    """N producers, N consumers and the store between them, for one size. A context manager."""
+
+    def __init__(self, producers: Group, consumers: Group, size: Size) -> None:
+        self._producers, self._consumers, self._size = producers, consumers, size
+        self._root = Path(tempfile.mkdtemp(prefix="earl-bench-", dir=SHARED_MEMORY))
+        max_bytes = 3 * size.bytes + 2**26
+        self._store = ShardStore(self._root / "run", max_bytes)
+        self._arguments = (size, self._root / "run", max_bytes)
+
+    def __enter__(self) -> Earl:
+        self._producers.call("prepare", *self._arguments)
+        self._consumers.call("prepare", *self._arguments)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the processes may be the reason for ending
+            self._producers.call("drop")
+            self._consumers.call("drop")
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def copy(self) -> float:
+        """Seconds of the limit."""
+        return self._producers.call("copy").seconds
+
+    def move(self, times: EarlTimes, verify: bool = False, check: bool = False) -> None:
+        """One batch from all producers to all consumers; adds a repetition to `times`."""
+        published = self._producers.call("publish", verify)
+        manifest = _manifest(published.results)
+        fetched = self._consumers.call("fetch", manifest, verify)
+        packed = self._consumers.call("pack")
+        completed = self._producers.call("complete")
+        if check:
+            self._consumers.call("check")
+        self._consumers.call("close")
+        for entry in completed.results:
+            self._release(entry)
+        times.publish.append(published.seconds)
+        times.fetch.append(fetched.seconds)
+        times.pack.append(packed.seconds)
+        times.total.append(packed.end - published.start)
+        times.checksum.append(max(0.0, completed.end - published.end))
+
+    def _release(self, entry: ShardEntry) -> None:
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while not self._store.release(entry):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{entry.file} is still leased after its batch was closed")
+            time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def earl_groups(workers: int) -> Iterator[tuple[Group, Group]]:
+    """Producers and consumers."""
+    with Group(Producer, workers) as producers, Group(Consumer, workers) as consumers:
+        yield producers, consumers
+
+
+def _manifest(entries: list[ShardEntry]) -> Manifest:
+    return Manifest(
+        run="benchmark",
+        iteration=0,
+        stage="rollout",
+        key="benchmark",
+        policy_version=0,
+        shards=tuple(entries),
+    )
 
 
 @dataclass
@@ -166,63 +244,13 @@ def _earl_rows(size: Size, found: _Measured) -> list[Row]:
     return rows
 
 
-def _measure_peers(
-    report: Report, sizes: list[Size], ours: dict[str, _Measured], quick: bool
-) -> dict[str, dict[str, float]]:
-    """Add the other ways' rows; median seconds by batch for each headline."""
-    controller: dict[str, dict[str, float]] = {}
-    with contextlib.ExitStack() as stack:
-        for peer in _peers(report, sizes, stack):
-            for size in _fitting(sizes, peer.copies, peer.name, report):
-                seconds = _measure_peer(peer, size, min(15, _repetitions(size, quick)))
-                publish_s, fetch_s = (list(each) for each in zip(*seconds, strict=True))
-                both = [sum(each) for each in seconds]
-                limit = ours[size.name].limit if size.name in ours else None
-                report.rows.append(_row(size, peer.name, publish_s, fetch_s, both, limit))
-                if peer.headline is not None:
-                    controller.setdefault(peer.headline, {})[size.name] = median(both)
-    return controller
-
-
-def _measure_peer(peer: Peer, size: Size, repetitions: int) -> list[tuple[float, float]]:
-    with peer.open(size) as way:
-        way.move()
-        way.check()
-        seconds = [way.move() for _ in range(repetitions)]
-        way.check()
-    return seconds
-
-
-def _peers(report: Report, sizes: list[Size], stack: contextlib.ExitStack) -> Iterator[Peer]:
-    """The other ways that are installed; Ray runs, until the stack ends, when its turn comes."""
-    yield Peer("torch gloo, gather and scatter", gloo_way, 3.6)
-    for package in ("tensordict", "ray"):
-        if importlib.util.find_spec(package) is None:
-            report.notes.append(f"{package} is not installed: its ways are left out.")
-    if importlib.util.find_spec("tensordict") is not None:
-        yield Peer("tensordict memmap", tensordict_way, 2.4)
-    if importlib.util.find_spec("ray") is None:
-        return
-    from benchmarks.dispatch_local_ray import controller_way, object_store_way, ray_cluster
-
-    free = psutil.virtual_memory().available - _SPARE_BYTES
-    largest = max((s.bytes for s in sizes if _RAY_COPIES * s.bytes <= free), default=0)
-    stack.enter_context(ray_cluster(sizes[0].workers, largest))
-    what = "verl" if importlib.util.find_spec("verl") else "as verl"
-    numpy_way = partial(controller_way, mode="numpy")
-    yield Peer("Ray object store", object_store_way, _RAY_COPIES)
-    default_way = partial(controller_way, mode="")
-    yield Peer(f"single controller, {what}", default_way, 8.0, _SPEEDUP)
-    yield Peer(f"single controller, {what}, numpy", numpy_way, 7.0, f"{_SPEEDUP}_numpy")
-
-
 def _row(
     size: Size,
     way: str,
     publish_s: list[float] | None,
     fetch_s: list[float] | None,
     moved_s: list[float],
-    limit: float | None,
+    limit: float,
 ) -> Row:
     return {
         "batch": size.name,
@@ -232,7 +260,7 @@ def _row(
         "fetch_ms": None if fetch_s is None else 1e3 * median(fetch_s),
         "moved_ms": 1e3 * median(moved_s),
         "least to most": interval([1e3 * each for each in moved_s]),
-        "over_memcpy": None if limit is None else median(moved_s) / limit,
+        "over_memcpy": median(moved_s) / limit,
     }
 
 
@@ -253,14 +281,6 @@ def _notes() -> list[str]:
         "EARL, verify always: publish_ms includes waiting for the checksum, fetch_ms verifying "
         "each shard by every consumer. EARL, cold pool: the very first batch of a run, which pays "
         "for fresh pages, a mapping and its page tables; once, and not in the headline.",
-        "The single controller: publish_ms until the driver has the whole batch, fetch_ms until "
-        "the consumers have theirs; actor calls of Ray, as verl's DataProto is moved, in its "
-        "default and in its numpy serialisation (an environment variable). "
-        "speedup_vs_single_controller compares the default with all_ms, the headline with _numpy "
-        "the other, although they have not packed anything; the worst of the batches of 64 "
-        "samples.",
-        "gloo: the N ranks are producers and consumers both. tensordict writes new files for "
-        "every batch.",
     ]
 
 

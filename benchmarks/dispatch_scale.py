@@ -17,8 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.dispatch_traffic import Traffic, predict
-from benchmarks.harness import Report, Row, interval, median, parser, publish
 from earl_core.dispatch.reads.plan import Layout, make_plan
 from earl_core.dispatch.shards.manifest import ColumnRange, Manifest, ShardEntry, parse_manifest
 from earl_core.trajectory.schema import (
@@ -27,6 +25,8 @@ from earl_core.trajectory.schema import (
     REWARD_SCHEMA,
     ROLLOUT_SCHEMA,
 )
+from tools.harness import Report, Row, interval, median, parser, publish
+from tools.traffic import Traffic, predict
 
 ROWS_PER_PRODUCER = 16
 GROUP_SIZE = 8
@@ -61,7 +61,7 @@ def main() -> None:
         "json_mib: all four manifests; parse_s: reading them, digests checked; peak_mib: of "
         "Python's memory while the controller parses and plans. gib: the batch. remote: share of "
         "it that must move (host-first). uneven: the dearest replica above the mean.",
-        "Seconds of the 1,000 GPUs are predicted, not measured (benchmarks/dispatch_traffic.py): "
+        "Seconds of the 1,000 GPUs are predicted, not measured (tools/traffic.py): "
         "125 hosts with one link each, the volumes of arXiv 2510.05943, Table 1; locality and the "
         "busiest link come from plans over 16 rows a GPU, two prompts of eight, lengths log-normal "
         "by prompt (sigma 0.5) and uniform within 30 %. The headlines are the "

@@ -15,9 +15,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Report, interval, median, parser, publish
+from openai import AsyncOpenAI
+
 from earl_core.config import RunConfig, load_config
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.environments.base import Message, StepResult
 from earl_core.environments.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer
@@ -27,11 +29,51 @@ from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.system.import_path import import_object
 from earl_core.trajectory.samples import EpisodeSpec, VersionSpan
+from tools.harness import Report, interval, median, parser, publish
 
 SIDES = {
-    "loop": ("benchmarks.gateway_talk:Talk", play),
-    "gateway": ("agent:benchmarks.gateway_talk:run", play_agents),
+    "loop": ("benchmarks.gateway:Talk", play),
+    "gateway": ("agent:benchmarks.gateway:talk", play_agents),
 }
+
+API = AsyncOpenAI(base_url="http://unused", api_key="unused")
+
+
+def _said(index: int, turn: int) -> Message:
+    return {"role": "user", "content": f"Story {index}, part {turn}: go on telling it at length."}
+
+
+class Talk:
+    """Asks for the parts of a story."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+        self._index = self._turn = 0
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._index, self._turn = prompt, 0
+        return [_said(prompt, 0)]
+
+    def step(self, text: str) -> StepResult:
+        self._turn += 1
+        over = self._turn == self._turns
+        return StepResult([_said(self._index, self._turn)], float(len(text)), over)
+
+    def close(self) -> None:
+        pass
+
+
+async def talk(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """`Talk`, through the API."""
+    policy = API.with_options(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [_said(task["index"], 0)]
+    length = 0
+    for turn in range(task["turns"]):
+        reply = await policy.chat.completions.create(model="policy", messages=messages)
+        text = reply.choices[0].message.content or ""
+        length += len(text)
+        messages += [{"role": "assistant", "content": text}, _said(task["index"], turn + 1)]
+    return float(length)
 
 
 class Instant:
@@ -112,7 +154,7 @@ async def costs(chat: ChatTokenizer, options: argparse.Namespace, report: Report
         report.headline[f"gateway_cpu_ms_{tokens}"] = 1000 * (times["gateway"] - times["loop"])
 
 
-async def run(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
+async def compare(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
     chat = load_chat_tokenizer(config)
     await costs(chat, options, report)
     engine = build_engine(config, StageDeployment("rollout", threads=2))
@@ -142,7 +184,7 @@ def main() -> None:
         build = import_object(config.model.builder, "model.builder")
         build(Path(config.model.path), **config.model.builder_options)
     report = Report("gateway", "Agents behind the gateway")
-    asyncio.run(run(config, options, report))
+    asyncio.run(compare(config, options, report))
     report.notes.append(
         f"{options.config}: {options.sessions} sessions of {options.turns} calls, answers of "
         f"{options.tokens} tokens at most; agents and environments in one process of their own."

@@ -24,11 +24,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.dispatch_traffic import Traffic
-from benchmarks.harness import Report, Row, median, parser, publish
 from benchmarks.hosts_controller import NOTES
-from benchmarks.iterations import IterationTime, read_iterations
-from benchmarks.two_hosts import TwoHosts
 from earl_core.config import RunConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
@@ -39,6 +35,10 @@ from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.record import read_lines, stored_config
 from earl_core.run.worker import PlanReads
 from earl_core.trajectory.schema import SAMPLE_BITS
+from tools.harness import Report, Row, median, parser, publish
+from tools.iterations import IterationTime, read_iterations
+from tools.namespaces import TwoHosts
+from tools.traffic import Traffic
 
 _SETTINGS = {
     "evaluation.every": 0,

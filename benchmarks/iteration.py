@@ -14,10 +14,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Report, Row, config_here, interval, median, parser, publish
 from benchmarks.iteration_sides import Iteration, Round, run_earl, run_trl, settings_of
-from benchmarks.process_tree import CommandFailed
 from earl_core.config import RunConfig
+from tools.harness import Report, Row, config_here, interval, median, parser, publish
+from tools.process_tree import CommandFailed
 
 Settings = dict[str, int | bool]
 

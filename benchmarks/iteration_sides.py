@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY, precision_of
-from benchmarks.iterations import read_iterations
-from benchmarks.process_tree import CommandFailed, MeasuredCommand
 from earl_core.config import RunConfig
 from earl_core.control.hardware import read_hardware
 from earl_core.run.record import read_lines
+from tools.harness import REPOSITORY, precision_of
+from tools.iterations import read_iterations
+from tools.process_tree import CommandFailed, MeasuredCommand
 
 _TIMEOUT_SECONDS = 3600.0
 

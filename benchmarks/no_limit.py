@@ -21,8 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY, Report, Row, parser, publish
-from benchmarks.no_limit_cap import MemoryCap, NoCap
 from benchmarks.no_limit_runs import (
     CONFIG,
     LAST_ITERATIONS,
@@ -33,6 +31,8 @@ from benchmarks.no_limit_runs import (
 )
 from earl_core.config import load_config
 from flows import server
+from tools.harness import REPOSITORY, Report, Row, parser, publish
+from tools.memory_cap import MemoryCap, NoCap
 
 FIXED = Arm("fixed")
 EARL = Arm("earl", ("selector.policy=live_tokens",))

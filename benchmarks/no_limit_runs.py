@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY
-from benchmarks.no_limit_cap import MemoryCap
 from earl_core.config import load_config
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.run.record import read_lines
 from earl_core.system.files import write_atomic
+from tools.harness import REPOSITORY
+from tools.memory_cap import MemoryCap
 
 CONFIG = REPOSITORY / "benchmarks" / "no_limit.yaml"
 LAST_ITERATIONS = 3

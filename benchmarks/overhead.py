@@ -15,14 +15,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser, publish
-from benchmarks.iterations import IterationTime, read_iterations
-from benchmarks.process_tree import MeasuredCommand
+from earl_core.deployment.stages import STAGES
+from tools.harness import REPOSITORY, Report, Row, interval, median, parser, publish
+from tools.iterations import IterationTime, read_iterations
+from tools.process_tree import MeasuredCommand
 
 MEASURED = range(3, 9)
-_ALTERNATIVE_ITERATIONS = 4
+_ALTERNATIVE = (
+    "import json; from benchmarks.overhead import alternative; print(json.dumps(alternative(4)))"
+)
 _TIMEOUT_SECONDS = 3600.0
 _QUICK = (
     "rollout.prompts_per_iteration=4",
@@ -84,8 +88,8 @@ def time_alternative(scratch: Path) -> list[float]:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "DO_NOT_TRACK": "1",
     }
-    command = [sys.executable, "-m", "benchmarks.overhead_alternative"]
-    command.append(str(_ALTERNATIVE_ITERATIONS))
+    # In a process of its own, which has a Prefect of its own.
+    command = [sys.executable, "-c", _ALTERNATIVE]
     answer = subprocess.run(
         command,
         cwd=REPOSITORY,
@@ -96,6 +100,35 @@ def time_alternative(scratch: Path) -> list[float]:
     )
     seconds: list[float] = json.loads(answer.stdout.splitlines()[-1])
     return seconds[1:]  # the first one warms up
+
+
+def alternative(iterations: int) -> list[float]:
+    """Seconds of each iteration, straightforwardly put into Prefect: default tasks that are empty,
+    one after another, for every stage but the optional ones."""
+    from prefect import flow, task
+
+    @task
+    def stage(name: str, number: int, before: str | None) -> str:
+        return f"{name} {number} after {before}"
+
+    @flow(log_prints=False)
+    def iteration(number: int) -> str:
+        last: str | None = None
+        for name, each in STAGES.items():
+            if not each.optional:
+                last = stage.submit(name, number, last).result()
+        return last or ""
+
+    @flow(log_prints=False)
+    def train() -> list[float]:
+        seconds = []
+        for number in range(iterations):
+            started = time.perf_counter()
+            iteration(number)
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+    return train()
 
 
 def fill(report: Report, found: list[IterationTime], alternative: list[float]) -> None:

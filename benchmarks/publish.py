@@ -20,9 +20,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser
-from benchmarks.harness import publish as publish_report
-from benchmarks.mesh_ranks import QUICK, SMOLLM2, ModelSize, connected, even_llama, in_ranks
+from benchmarks.reshard import QUICK, SMOLLM2, ModelSize, connected, even_llama, in_ranks
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch.segments.pool import SegmentPool
@@ -31,6 +29,8 @@ from earl_core.learner.parallel_model import parallelize
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.weights.publish import publish
+from tools.harness import REPOSITORY, Report, Row, interval, median, parser
+from tools.harness import publish as publish_report
 
 DTYPE = "bfloat16"
 MESHES = {

@@ -30,13 +30,13 @@ import pyarrow.parquet as pq
 from playwright.sync_api import Browser, sync_playwright
 from tokenizers import Tokenizer
 
-from benchmarks.harness import Report, Row, median, parser, publish
 from benchmarks.update_episodes import RecordedEpisode, conversations, read_episodes
 from earl_core.config import RunConfig, parse_config
 from earl_core.models.smollm2 import gguf_file
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import SCHEMA
 from earl_core.trajectory.schema import SAMPLE_BITS
+from tools.harness import Report, Row, median, parser, publish
 
 _EPISODES, _QUICK_EPISODES = 10_000, 2_000
 _PER_ITERATION = 250

@@ -14,12 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.harness import (
+from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
+from tools.harness import (
     REPOSITORY,
     Report,
     config_here,
@@ -29,8 +32,7 @@ from benchmarks.harness import (
     precision_of,
     publish,
 )
-from benchmarks.process_tree import CommandFailed
-from benchmarks.rollout_requests import Recording
+from tools.process_tree import CommandFailed
 
 OURS, TORCH = "earl-vllm", "earl-torch"
 RAW = ("raw-separate", "raw-in-process")
@@ -43,6 +45,71 @@ SIDES = {
 # vLLM's processes wait for work in a busy loop for about a second before they sleep.
 _SETTLE_SECONDS = 2.0
 _STOP_SECONDS = 60.0
+
+
+@dataclass
+class Recording:
+    """episodes: per episode, in the order of their first request, its turns as (prompt token ids,
+    number of sampled tokens). A turn may start only when the one before it is answered."""
+
+    episodes: list[list[tuple[list[int], int]]] = field(default_factory=list)
+
+    @property
+    def requests(self) -> int:
+        """Turns of all episodes."""
+        return sum(len(turns) for turns in self.episodes)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Sampled tokens of all turns."""
+        return sum(count for turns in self.episodes for _, count in turns)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all episodes, each counted once: what an engine with a perfect cache of
+        prefixes within an episode has to process."""
+        total = 0
+        for turns in self.episodes:
+            before: list[int] = []
+            standing = 0
+            for prompt, count in turns:
+                extends = prompt[: len(before)] == before
+                total += len(prompt) + count - (standing if extends else 0)
+                before, standing = prompt, len(prompt) + count
+        return total
+
+    def as_json(self) -> list[Any]:
+        """Nested lists."""
+        return [[[prompt, count] for prompt, count in turns] for turns in self.episodes]
+
+    @classmethod
+    def from_json(cls, raw: Sequence[Any]) -> Recording:
+        """The inverse of `as_json`."""
+        return cls([[(list(prompt), int(count)) for prompt, count in turns] for turns in raw])
+
+
+class Recorder:
+    """An `Engine` that keeps what passes through it and leaves the rest to the engine behind."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turns: dict[int, list[tuple[list[int], int]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def recording(self) -> Recording:
+        """What was recorded so far."""
+        return Recording(list(self._turns.values()))
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """`Engine.generate`, recorded."""
+        completions = await self._engine.generate(requests)
+        for request, completion in zip(requests, completions, strict=True):
+            turns = self._turns.setdefault(request.sequence_id, [])
+            turns.append((list(request.tokens), len(completion.tokens)))
+        return completions
 
 
 class Child:

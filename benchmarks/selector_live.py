@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import Report, Row, interval, parser, publish, shown
 from benchmarks.selector_live_replay import (
     STAGES,
     Course,
@@ -34,6 +33,7 @@ from benchmarks.selector_live_table import (
     whole,
 )
 from earl_core.deployment.stage_deployment import StageDeployment
+from tools.harness import Report, Row, interval, parser, publish, shown
 
 ITERATIONS = 36
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from benchmarks.harness import Report, Row, parser, publish
 from benchmarks.selector_grid import (
     ENGINE_SHARE,
     HARDWARE,
@@ -20,20 +19,22 @@ from benchmarks.selector_grid import (
     MODEL,
     RESPONSES,
     SMALL,
+    SWITCH_SHARE,
     Excluded,
     Place,
     cells,
     certain,
     layout,
     measured,
+    regrets,
     selection,
 )
-from benchmarks.selector_growth import SWITCH_SHARE, regrets
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.model.devices import DEVICES
 from earl_core.selector.model.roofline import Roofline
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of
+from tools.harness import Report, Row, parser, publish
 
 
 class Ways(NamedTuple):

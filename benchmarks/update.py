@@ -21,14 +21,14 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness import REPOSITORY, Report, Row, interval, median, parser, publish
 from benchmarks.iteration_sides import trl_python
-from benchmarks.process_tree import CommandFailed
 from benchmarks.update_episodes import workload
 from earl_core.cluster.host import local_hosts
 from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
 from earl_core.control.precision import decide
+from tools.harness import REPOSITORY, Report, Row, interval, median, parser, publish
+from tools.process_tree import CommandFailed
 
 EARL, PLAIN, COMPILED, POSITIONS, TRL = "earl", "plain", "compiled", "positions", "trl"
 SIDES = {

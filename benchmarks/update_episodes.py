@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet
 
 EPISODES = Path(__file__).parent / "data" / "episodes.parquet"
-"""One iteration of the recipe demo, recorded by `benchmarks.record_episodes`."""
+"""One iteration of the recipe demo, recorded by `tools.record_episodes`."""
 
 
 @dataclass(frozen=True)

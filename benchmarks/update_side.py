@@ -4,6 +4,13 @@
 writes {"warm": ..., "updates": [...], "norm": ...} as JSON to the file that the settings name: the
 seconds and the peak memory of each update, the tokens it computed, and the gradient norm of the
 warm-up, which must be equal on sides that do the same work.
+
+Plain torch loops are what an engineer would write by hand for one update, and nothing else.
+`SamePacking` trains on the packs that EARL makes, shared beginnings computed once, with EARL's
+attention function; the packs are made before the clock starts. `PositionIds` packs whole samples
+and lets transformers keep them apart by their `position_ids`, as the common recipe does; nothing
+is shared. Both take logits at trained positions only, and the same clipped loss, clipping of the
+gradient norm and fused AdamW as EARL. No metrics, no checks, no progress.
 """
 
 from __future__ import annotations
@@ -12,15 +19,159 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import AutoModelForCausalLM
 
 from benchmarks.update_episodes import RecordedEpisode, kept_episodes, workload
-from benchmarks.update_plain import training_samples
 from earl_core.config import load_config
 from earl_core.learner import memory
+from earl_core.learner.attention.varlen import register_attention
+from earl_core.learner.data.packing import TrainingSample, pack, plan_microbatches, plan_shared
+from earl_core.learner.model import PackedTensors
+
+_CLIP = 0.2
+
+
+def training_samples(episodes: Sequence[RecordedEpisode]) -> list[TrainingSample]:
+    """One sample for each recorded episode."""
+    return [
+        TrainingSample(
+            tokens=episode.tokens,
+            loss_mask=episode.loss_mask,
+            rollout_logprobs=episode.rollout_logprobs,
+            advantages=episode.advantages,
+            episode_id=episode.episode_id,
+            group_id=episode.group_id,
+            sample_id=number,
+        )
+        for number, episode in enumerate(episodes)
+    ]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A microbatch: forward's keyword arguments, and [T'] int64, int64 and float32 of what is
+    trained in it. computed: tokens that go through the model."""
+
+    inputs: dict[str, Any]
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    advantages: torch.Tensor
+    computed: int
+
+
+class PlainLoop:
+    """A model, its optimizer and `update`; `settings` as `benchmarks.update` writes them."""
+
+    attention = "sdpa"
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._settings = settings
+        model = AutoModelForCausalLM.from_pretrained(
+            settings["model"], dtype=torch.float32, attn_implementation=self.attention
+        )
+        model.config.use_cache = False
+        model.train()
+        if settings["activation_checkpointing"]:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        self.model = model.to(self.device)
+        if settings.get("compile"):
+            for layer in self.model.model.layers:
+                # Attention works on lists whose lengths change with every pack: left as it is.
+                layer.mlp.compile(dynamic=True)
+                layer.input_layernorm.compile(dynamic=True)
+                layer.post_attention_layernorm.compile(dynamic=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings["learning_rate"],
+            betas=(settings["beta1"], settings["beta2"]),
+            eps=settings["epsilon"],
+            weight_decay=settings["weight_decay"],
+            fused=True,
+        )
+
+    def packs(self, episodes: Sequence[RecordedEpisode]) -> list[Pack]:
+        """The microbatches of one update, on the device."""
+        raise NotImplementedError
+
+    def update(self, packs: Sequence[Pack]) -> float:
+        """One optimizer step over all packs; returns the gradient norm before clipping."""
+        bf16 = self._settings["precision"] == "bf16"
+        total = sum(pack.targets.numel() for pack in packs)
+        decoder, head = self.model.model, self.model.lm_head
+        for microbatch in packs:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+                hidden = decoder(**microbatch.inputs, use_cache=False)[0][0]
+                logits = head(hidden.index_select(0, microbatch.predictors))
+            logprobs = -F.cross_entropy(logits.float(), microbatch.targets, reduction="none")
+            ratio = (logprobs - logprobs.detach()).exp()
+            gains = ratio * microbatch.advantages
+            clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP) * microbatch.advantages
+            (-torch.minimum(gains, clipped).sum() / total).backward()
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self._settings["max_grad_norm"]
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+
+class SamePacking(PlainLoop):
+    """EARL's packs and attention function."""
+
+    attention = register_attention()
+
+    def packs(self, episodes: Sequence[RecordedEpisode]) -> list[Pack]:
+        """See `PlainLoop`."""
+        samples = training_samples(episodes)
+        made = []
+        budget = self._settings["max_tokens_per_microbatch"]
+        for rows in plan_shared([sample.tokens for sample in samples], budget):
+            packed = pack(samples, rows)
+            tensors = PackedTensors.from_microbatch(packed, self.device)
+            inputs = {
+                "input_ids": tensors.tokens[None],
+                "position_ids": tensors.position_ids[None],
+                "sample_boundaries": tensors.boundaries,
+            }
+            advantages = torch.from_numpy(packed.columns["advantages"]).to(self.device)
+            made.append(
+                Pack(inputs, tensors.predictors, tensors.targets, advantages, len(packed.tokens))
+            )
+        return made
+
+
+class PositionIds(PlainLoop):
+    """Whole samples end to end, kept apart by their position ids; transformers' sdpa attention."""
+
+    def packs(self, episodes: Sequence[RecordedEpisode]) -> list[Pack]:
+        """See `PlainLoop`."""
+        budget = self._settings["max_tokens_per_microbatch"]
+        plan = plan_microbatches([len(episode) for episode in episodes], budget)
+        return [self._pack([episodes[row] for row in rows]) for rows in plan]
+
+    def _pack(self, rows: Sequence[RecordedEpisode]) -> Pack:
+        tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+        positions = np.concatenate([np.arange(len(row)) for row in rows])
+        at = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
+        advantages = np.concatenate([row.advantages for row in rows])[at]
+        tensors = [torch.from_numpy(x) for x in (tokens, positions, at - 1, tokens[at], advantages)]
+        ids, places, predictors, targets, weights = (tensor.to(self.device) for tensor in tensors)
+        inputs = {"input_ids": ids[None], "position_ids": places[None]}
+        return Pack(inputs, predictors, targets, weights, len(tokens))
+
+
+LOOPS: dict[str, type[PlainLoop]] = {"SamePacking": SamePacking, "PositionIds": PositionIds}
 
 
 class Side(Protocol):
@@ -67,12 +218,10 @@ class Earl:
 
 
 class Plain:
-    """One of the loops of `benchmarks.update_plain`; its packs are made in `prepare`."""
+    """One of the plain torch loops; its packs are made in `prepare`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        from benchmarks import update_plain
-
-        self._loop = getattr(update_plain, settings["loop"])(settings)
+        self._loop = LOOPS[settings["loop"]](settings)
         self._packs: list[Any] = []
 
     def prepare(self, episodes: list[RecordedEpisode]) -> None:

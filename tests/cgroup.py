@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.no_limit_cap import remove_group
+from tools.memory_cap import remove_group
 
 _numbers = itertools.count()
 

@@ -25,51 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from benchmarks.gpu.report import Row, parser, publish, shown
-from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool import SegmentPool
+from tools.harness import Report, Row, parser, publish, shown
+from tools.sealed_segment import LOCATIONS, Shard
 
-LOCATIONS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 TITLE = "Host-to-device copies of a shard in shared memory"
-
-
-class Shard:
-    """A sealed segment of `size` bytes, mapped read-only as readers have it."""
-
-    def __init__(self, pool: SegmentPool, size: int) -> None:
-        segment = pool.acquire(size)
-        numbers = np.random.default_rng(0).integers(0, 2**31, size // 8, dtype=np.int64)
-        np.frombuffer(segment.memory, dtype=np.int64, count=size // 8)[:] = numbers
-        whole = segment.size
-        self._pool, self._path = (
-            pool,
-            segment.seal(f"000000-benchmark-0-{segment.generation}.arrow"),
-        )
-        self._mapped = map_shared(self._path, whole)
-        self.array: np.ndarray | None = np.frombuffer(self._mapped.memory, np.uint8, count=size)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        assert self.array is not None
-        return torch.from_numpy(self.array)
-
-    def close(self) -> None:
-        self.array = None
-        self._mapped.close()
-        self._pool.release(self._path)
-
-    def page_lock(self) -> float:
-        """The seconds it took, once in a process. Raises RuntimeError where CUDA cannot."""
-        began = time.perf_counter()
-        if not self._mapped.page_lock():
-            raise RuntimeError(
-                "page-locking a read-only mapping failed: this driver or device cannot register "
-                "read-only memory"
-            )
-        return time.perf_counter() - began
 
 
 @dataclass
@@ -213,7 +175,7 @@ def headline(rows: list[Row]) -> dict[str, float]:
 
 
 def main() -> None:
-    given = parser(__doc__ or "").parse_args()
+    given = parser(__doc__ or "", smoke=True).parse_args()
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA device, and there is none here: nothing was measured.")
         return
@@ -237,7 +199,7 @@ def main() -> None:
         "`once ms` is the registration, paid once per process and segment; `staged` includes the "
         "copy into the pinned buffer, which packing needs in any case.",
     ]
-    publish("dispatch_pinned", TITLE, rows, headline(rows), notes, given)
+    publish(Report("dispatch_pinned", TITLE, rows, headline(rows), notes), given)
 
 
 if __name__ == "__main__":

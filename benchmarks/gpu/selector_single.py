@@ -30,9 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu.report import Row, parser, publish, shown
 from benchmarks.gpu.selector_story import replay
-from benchmarks.gpu.shapes import SHAPES, Shape, random_sample, save_random_model
 from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b, in_turns, together
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
@@ -49,6 +47,8 @@ from earl_core.selector.model.memory_model import TrainingNeeds
 from earl_core.selector.model.sizes import logits_chunk
 from earl_core.system.memory import is_out_of_memory
 from earl_core.tensors.device_speed import measure as measure_device
+from tools.harness import Report, Row, parser, publish, shown
+from tools.shapes import SHAPES, Shape, random_sample, save_random_model
 
 TITLE = "The selector on one GPU, as contexts grow"
 ENGINE = StageDeployment("rollout")
@@ -61,7 +61,7 @@ PRETENDED = Hardware(
 
 def options() -> argparse.Namespace:
     """Command line."""
-    made = parser(__doc__ or "")
+    made = parser(__doc__ or "", smoke=True)
     names = ", ".join(SHAPES)
     made.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b", help=f"of {names}")
     made.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS", help="ascending")
@@ -294,7 +294,8 @@ def report(
     if given.raw:
         table.write(given.raw)
     rows = [row_of(table, cell) for cell in table.cells if not cell.alias]
-    publish("selector_single", TITLE, rows, headline, notes_of(table, given) + notes, given)
+    notes = notes_of(table, given) + notes
+    publish(Report("selector_single", TITLE, rows, headline, notes), given)
 
 
 def row_of(table: LiveTable, cell: Cell) -> Row:

@@ -32,8 +32,6 @@ import torch
 import torch.multiprocessing
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.gpu.report import Row, parser, publish
-from benchmarks.gpu.shapes import Shape, random_sample, save_random_model
 from earl_core.cluster.host import LOOPBACK, meeting_variables, rank_variables
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
@@ -47,6 +45,8 @@ from earl_core.learner.loading import load_policy
 from earl_core.learner.model import PackedTensors, logprobs_of_trained
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
+from tools.harness import Report, Row, parser, publish
+from tools.shapes import Shape, random_sample, save_random_model
 
 TITLE = "bf16 packed training against float32 on single samples"
 SLACK = 1.5
@@ -340,7 +340,7 @@ def mesh_rows(ranks: int, directory: Path, *, smoke: bool) -> list[Row]:
 
 
 def options() -> argparse.Namespace:
-    made = parser(__doc__ or "")
+    made = parser(__doc__ or "", smoke=True)
     made.add_argument(
         "--ranks",
         type=int,
@@ -383,7 +383,8 @@ def main() -> None:
         if given.ranks:
             rows += mesh_rows(given.ranks, directory / "mesh", smoke=given.smoke)
     failed = sum(row.get("passed") == "NO" for row in rows)
-    publish("update_bf16", TITLE, rows, {"failed": failed}, list(notes(device, given)), given)
+    made = Report("update_bf16", TITLE, rows, {"failed": failed}, list(notes(device, given)))
+    publish(made, given)
     sys.exit(1 if failed else 0)
 
 

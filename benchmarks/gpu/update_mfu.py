@@ -29,8 +29,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.report import Row, parser, publish, shown
-from benchmarks.gpu.shapes import FORMULA, SHAPES, Shape, random_sample, save_random_model
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -39,6 +37,8 @@ from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
+from tools.harness import Report, Row, parser, publish, shown
+from tools.shapes import FORMULA, SHAPES, Shape, random_sample, save_random_model
 
 TITLE = "Model FLOPs utilisation of the update"
 # Dense bf16 of the datasheets, in 1e12 FLOPs a second; the first name that fits counts.
@@ -68,7 +68,7 @@ class Setting:
 
 
 def options() -> argparse.Namespace:
-    made = parser(__doc__ or "")
+    made = parser(__doc__ or "", smoke=True)
     made.add_argument(
         "--models",
         nargs="+",
@@ -332,9 +332,9 @@ class Benchmark:
 
     def report(self) -> None:
         """Print the table and write the files."""
-        publish("update_mfu", TITLE, self._rows, self._headline(), self._notes(), self._given)
+        publish(Report("update_mfu", TITLE, self._rows, self._quoted(), self._notes()), self._given)
 
-    def _headline(self) -> dict[str, float]:
+    def _quoted(self) -> dict[str, float]:
         """The best setting of the largest model at the shortest and at the longest context."""
         found = {}
         for context in (4096, 32768):

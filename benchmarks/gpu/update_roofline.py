@@ -29,8 +29,6 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.kernels import CountedCompiler
 from benchmarks.gpu.operators import Ceilings, Entries, Ledger, Recorder, Work
-from benchmarks.gpu.report import Row, parser, publish
-from benchmarks.gpu.shapes import FORMULA, SHAPES, Shape, random_sample
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -44,6 +42,8 @@ from earl_core.learner.parallel.mesh import ALONE, UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.selector.model.sizes import positions_at_a_time
+from tools.harness import Report, Row, parser, publish
+from tools.shapes import FORMULA, SHAPES, Shape, random_sample
 
 TITLE = "Roofline of the update on one H200 (computed, not measured)"
 # The depths that are run.
@@ -203,7 +203,7 @@ def _parts(learner: PolicyLearner, ledger: Ledger) -> Iterator[None]:
 
 
 def options() -> argparse.Namespace:
-    made = parser(__doc__ or "")
+    made = parser(__doc__ or "", smoke=True)
     made.add_argument("--models", nargs="+", choices=SHAPES, default=["qwen2.5-1.5b"])
     made.add_argument("--contexts", nargs="+", type=int, default=[4096, 32768], metavar="TOKENS")
     made.add_argument(
@@ -269,10 +269,9 @@ class Benchmark:
         print(f"MFU at most {share:.3f}: {self._parts[-1]}", flush=True)
 
     def report(self, given: argparse.Namespace) -> None:
-        publish(
-            "update_roofline", TITLE, list(self._rows.values()), self._headline,
-            [*self._parts, *notes(given)], given,
-        )  # fmt: skip
+        written = [*self._parts, *notes(given)]
+        rows = list(self._rows.values())
+        publish(Report("update_roofline", TITLE, rows, self._headline, written), given)
 
 
 def notes(given: argparse.Namespace) -> list[str]:

@@ -30,12 +30,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.report import Row, parser, publish, shown
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.learner.memory import Parking
 from earl_core.tensors.device_copies import host_memory, queued, upload
 from earl_core.weights.load import match, open_weights
 from earl_core.weights.publish import publish as publish_weights
+from tools.harness import Report, Row, parser, publish, shown
 
 TITLE = "Weights between a GPU and shared memory"
 SHARED = Path("/dev/shm")
@@ -190,7 +190,7 @@ def bytes_that_fit(asked: float, device: torch.device, notes: list[str]) -> floa
 @torch.no_grad()
 def main() -> None:
     """Run the benchmark."""
-    made = parser(__doc__ or "")
+    made = parser(__doc__ or "", smoke=True)
     made.add_argument("--device", default="cuda", help="cuda, or cpu to see that it works")
     made.add_argument("--gib", type=float, default=14.0, help="GiB of the publication")
     made.add_argument("--rounds", type=int, default=10, help="versions after the first two")
@@ -219,7 +219,7 @@ def main() -> None:
         headline |= parking(measured, engine, device, rounds)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    publish("weights", TITLE, measured.rows, headline, notes, given)
+    publish(Report("weights", TITLE, measured.rows, headline, notes), given)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.dispatch_traffic import ROUND_SECONDS, predict
+from tools.traffic import ROUND_SECONDS, predict
 
 
 @pytest.mark.parametrize("hosts", [2, 4, 16, 125])

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import Report, parser, publish
-from benchmarks.iterations import covered, read_iterations
-from benchmarks.process_tree import CommandFailed, MeasuredCommand
-from benchmarks.rollout_requests import Recording
+from benchmarks.rollout import Recording
 from earl_core.run.record import Journal, read_lines
 from earl_core.system.processes import inspect
+from tools.harness import Report, parser, publish
+from tools.iterations import covered, read_iterations
+from tools.process_tree import CommandFailed, MeasuredCommand
 
 
 def report() -> Report:
@@ -172,8 +172,8 @@ def test_cached_and_plain_passes_of_the_peer_agree() -> None:
 _BENCHMARK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from benchmarks.endings import end_with_us
-from benchmarks.process_tree import MeasuredCommand
+from tools.endings import end_with_us
+from tools.process_tree import MeasuredCommand
 end_with_us()
 # What the command leaves is nobody's child, in a session of its own.
 leaving = "setsid sleep 600 & echo $! >> pids; exec sleep 600"

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch import Batch, Manifest, ShardStore
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, make_plan
 from earl_core.dispatch.remote import (
@@ -38,6 +37,7 @@ from tests.dispatch.hosts import (
     several_hosts,
 )
 from tests.dispatch.segments import free_bytes
+from tools.traffic import Traffic
 
 NAMES = ["a", "b", "c"]
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.dispatch_traffic import Traffic
 from earl_core.dispatch.reads.batch import join, sample_ids
 from earl_core.dispatch.reads.plan import BOUNDS, DispatchPlan, Layout, make_plan, plan_rows
 from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from tests.dispatch.plan_cases import HOSTS, World, cases, even_world, manifest
+from tools.traffic import Traffic
 
 
 def receive(world: World, plan: DispatchPlan, host: str) -> np.ndarray:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.shapes import SHAPES, random_sample, save_random_model
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -23,6 +22,7 @@ from earl_core.selector.model.memory_model import TrainingNeeds
 from earl_core.system.gpus import driver_version, visible_gpus
 from earl_core.system.hardware import read_resources
 from earl_core.tensors import device_speed
+from tools.shapes import SHAPES, random_sample, save_random_model
 
 
 def test_a_measured_device_does_what_its_figures_say(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.dispatch_pinned import LOCATIONS, Shard
 from earl_core.config.update import UpdateConfig
 from earl_core.dispatch.segments.pool import SegmentPool
 from earl_core.learner.data.packing import pack, plan_microbatches
@@ -21,6 +20,7 @@ from earl_core.tensors.slices import slices_of
 from tests.learner.helpers import random_samples, save_model
 from tests.learner.test_feed import assert_same
 from tests.learner.test_policy_learner import make_learner
+from tools.sealed_segment import LOCATIONS, Shard
 
 
 def test_staged_bytes_arrive_as_they_were_in_buffers_that_are_used_again(

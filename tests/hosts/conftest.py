@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.two_hosts import TwoHosts
+from tools.namespaces import TwoHosts
 
 
 @pytest.fixture(scope="package")

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.harness import REPOSITORY
-from benchmarks.two_hosts import TwoHosts
 from earl_core.run.episodes import read_episodes
 from earl_core.weights.load import model_files
 from tests.learnt import largest_change, weights_in
+from tools.harness import REPOSITORY
+from tools.namespaces import TwoHosts
 
 ITERATIONS = 3
 SETTINGS = {

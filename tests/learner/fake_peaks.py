@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gpu.shapes import Shape
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
@@ -41,6 +40,7 @@ from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.sizes import positions_at_a_time
 from earl_core.tensors.slices import local_part
+from tools.shapes import Shape
 
 RUNG_TOKENS = 8192
 MICROBATCHES = 2

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.shapes import Shape
 from earl_core.config.model import ModelConfig
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.loading import load_policy
@@ -25,6 +24,7 @@ from earl_core.tensors.safetensors_layout import plan_layout
 from earl_core.tensors.slices import local_box, local_part
 from earl_core.weights.load import parameters_of
 from tests.learner.cuts import mesh_of
+from tools.shapes import Shape
 
 PRIME = 1021
 

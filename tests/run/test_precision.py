@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import precision_of
-from benchmarks.iteration import Measured, trl_candidates
-from benchmarks.iteration_sides import Iteration, Round, trl_settings
 from earl_core.cluster.host import LocalHost
 from earl_core.config import RunConfig, dump_config, load_config, parse_config
 from earl_core.config.load import recipe_names
@@ -241,14 +238,3 @@ def test_plans_for_cores_count_with_what_was_measured() -> None:
     assert (asked.rollout.dtype, asked.update.precision) == ("float32", "fp32")
     with_gpus = ask(shape, cluster("h100-80gb", 1, 8), PlannedLoad(context=512, responses=64))
     assert (with_gpus.rollout.dtype, with_gpus.update.precision) == ("bfloat16", "bf16")
-
-
-def test_both_sides_of_a_comparison_compute_in_the_precision_that_is_named() -> None:
-    config = resolved(load_config("demo", AUTO), [host()]).config
-    assert precision_of(config) == ["rollout.dtype=float32", "update.precision=fp32"]
-    assert trl_settings(config, 1)["precision"] == "fp32"
-    assert not any(each["bf16_copy"] for each in trl_candidates("fp32"))
-    assert len(trl_candidates("fp32")) == len(trl_candidates("bf16")) - 1
-    iteration = Iteration(1, 2.0, {"rollout": 1.0, "update": 1.0, "rest": 0.0}, 10.0, 2.0, 0.0)
-    row = Measured.of([Round([iteration], 1)]).row("EARL", config.update.precision)
-    assert row["precision"] == "fp32"

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from benchmarks.selector_paper import QUEUEING
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import DEVICES, cluster
@@ -18,8 +17,8 @@ DEVICE, HARDWARE = DEVICES["h100-80gb"], cluster("h100-80gb", 16, 8)
 QWEN = MODELS["qwen2.5-72b"]
 
 
-def roofline(queueing: str = "blurred", latency: bool = True) -> Roofline:
-    return QUEUEING[queueing](QWEN, DEVICE.model_copy(update={"nccl": latency}), HARDWARE)
+def roofline(latency: bool = True) -> Roofline:
+    return Roofline(QWEN, DEVICE.model_copy(update={"nccl": latency}), HARDWARE)
 
 
 def test_all_reduce_by_hand() -> None:
@@ -56,27 +55,15 @@ def test_no_pass_is_faster_than_its_kernels_start() -> None:
     assert line.training_seconds(layout, load, 1, 0) > 6 * starting
 
 
-def test_queueing_lies_between_a_full_stream_and_whole_waves() -> None:
-    rates = {}
-    for queueing in ("stream", "blurred", "waves"):
-        line = roofline(queueing)
-        assert line.decode_rate(4, 1, 12, 32768, 420_000) == pytest.approx(
-            roofline().decode_rate(4, 1, 12, 32768, 420_000)
-        )
-        rates[queueing] = line.decode_rate(4, 1, 16, 32768, 420_000)
-    assert rates["waves"] < rates["blurred"] < rates["stream"]
-    assert roofline().decode_rate(4, 1, 16, 32768, 32767) == 0.0
-
-
 loads = st.tuples(st.floats(1, 512), st.floats(16, 131072), st.sampled_from([1, 2, 4, 8]))
 
 
-@examples(loads, st.floats(1e4, 1e7), st.floats(1, 10), st.sampled_from(["blurred", "stream"]))
+@examples(loads, st.floats(1e4, 1e7), st.floats(1, 10))
 def test_a_larger_cache_is_never_slower(
-    load: tuple[float, float, int], capacity: float, factor: float, queueing: str
+    load: tuple[float, float, int], capacity: float, factor: float
 ) -> None:
     offered, context, tensor = load
-    line = roofline(queueing)
+    line = roofline()
     less = line.decode_rate(tensor, 1, offered, context, capacity)
     more = line.decode_rate(tensor, 1, offered, context, capacity * factor)
     assert more >= less * (1 - 1e-12)

@@ -1,4 +1,7 @@
-"""What all benchmarks share: options, the report with its table and files, measuring tools."""
+"""What benchmarks and instruments share: options, the report with its table and files.
+
+What a bare GPU machine lacks is imported where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.endings import end_with_us, of_benchmark
 from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
-from earl_core.control.precision import resolved
 from earl_core.system.processor import processor_name
+from tools.endings import end_with_us, of_benchmark
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 Cell = str | int | float | None
@@ -54,14 +56,20 @@ class Report:
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has. What it starts from now on ends with it."""
+def parser(description: str, *, smoke: bool = False) -> argparse.ArgumentParser:
+    """The options that every benchmark has. What it starts from now on ends with it.
+
+    description: its first line is shown. smoke: whether it has `--smoke` too.
+    """
     if of_benchmark():
         end_with_us()
     made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=description.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument("--quick", action="store_true", help="small sizes, under three minutes")
+    if smoke:
+        made.add_argument("--smoke", action="store_true", help="a tiny model, also without a GPU")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     made.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     return made
@@ -69,6 +77,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def config_here(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """A run file's configuration with what `auto` is on this machine."""
+    from earl_core.control.precision import resolved
+
     return resolved(load_config(file, overrides)).config
 
 

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu import update_roofline
 from benchmarks.gpu.operators import Entries, Ledger, Recorder, Work
-from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.update_roofline import Cell, step, utilisation
 from earl_core.config.update import UpdateConfig
+from tools.shapes import SHAPES
 
 SHAPE = SHAPES["qwen2.5-1.5b"]
 

@@ -1,4 +1,4 @@
-"""Whatever a benchmark starts ends with it, in whatever way it ends.
+"""Whatever a benchmark or an instrument starts ends with it, in whatever way it ends.
 
 A process beside the benchmark waits until the benchmark is gone: a pipe closes, also after SIGKILL.
 Then it ends what is left of the benchmark's descendants: those it has seen, and those that carry
@@ -48,7 +48,7 @@ def end_with_us() -> None:
     _kept.append(write)
     unmarked = {name: value for name, value in os.environ.items() if name != _MARK}
     subprocess.Popen(
-        [sys.executable, "-P", "-m", "benchmarks.endings", str(read), str(os.getpid()), mark],
+        [sys.executable, "-P", "-m", "tools.endings", str(read), str(os.getpid()), mark],
         pass_fds=(read,),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -59,9 +59,9 @@ def end_with_us() -> None:
 
 
 def of_benchmark() -> bool:
-    """Whether a module of this package is what Python was started with."""
+    """Whether a benchmark or an instrument is what Python was started with."""
     module = sys.modules["__main__"].__spec__
-    return module is not None and module.name.startswith("benchmarks.")
+    return module is not None and module.name.startswith(("benchmarks.", "tools."))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

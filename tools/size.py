@@ -1,6 +1,6 @@
 """The size of the package: lines of code, docstrings, exception classes, import circles.
 
-    python -m benchmarks.size [DIRECTORY ...]
+    python -m tools.size [DIRECTORY ...]
 
 Each directory is a checkout (`git worktree add OTHER REVISION` makes one of another revision);
 without one, this checkout. Lines of code are those that hold a token of Python other than a

@@ -1,6 +1,6 @@
 """Records the episodes that `benchmarks.update` trains on: one iteration of a configuration.
 
-`python -m benchmarks.record_episodes [--model DIRECTORY] [--out FILE]` plays one iteration of the
+`python -m tools.record_episodes [--model DIRECTORY] [--out FILE]` plays one iteration of the
 demo as `earl train` does, stops before its update, and writes its samples with their advantages,
 lengths as they came, as a small Parquet file. The committed `benchmarks/data/episodes.parquet` was
 recorded with a trained checkpoint's `policy/`, whose games last longer than the initial model's.
@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from benchmarks.harness import REPOSITORY
-from benchmarks.process_tree import CommandFailed, MeasuredCommand
-from benchmarks.update_episodes import EPISODES
+from tools.harness import REPOSITORY
+from tools.process_tree import CommandFailed, MeasuredCommand
 
+EPISODES = REPOSITORY / "benchmarks" / "data" / "episodes.parquet"
 _COLUMNS = ("episode_id", "group_id", "tokens", "loss_mask", "rollout_logprobs", "turn_starts")
 _TIMEOUT_SECONDS = 900.0
 

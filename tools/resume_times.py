@@ -4,7 +4,7 @@ A run is killed (SIGKILL) as its second rollout begins, and resumed, again and a
 from the start of the command, by the lines of the run's ledger: imports, Prefect's server, opening
 the run and starting its worker groups are in them.
 
-    python -m benchmarks.resume_times --repeats 5 [--engine vllm --model DIRECTORY] [--kl]
+    python -m tools.resume_times --repeats 5 [--engine vllm --model DIRECTORY] [--kl]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.endings import end_with_us
+from tools.endings import end_with_us
 
 _TIMEOUT_SECONDS = 300.0
 

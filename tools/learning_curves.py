@@ -1,6 +1,6 @@
 """Learning curves of one or more runs: held-out evaluations with 95 % intervals, as a picture.
 
-`python -m benchmarks.learning_curves runs/demo_0 runs/demo_1 --png FILE --markdown FILE`
+`python -m tools.learning_curves runs/demo_0 runs/demo_1 --png FILE --markdown FILE`
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Report, Row, parser, publish
 from earl_core.run.record import read_lines
+from tools.harness import Report, Row, parser, publish
 
 OUTCOMES = ("win", "draw", "loss", "illegal")
 _COLOURS = {"win": "#2a7f3f", "draw": "#888888", "loss": "#b8860b", "illegal": "#b03030"}

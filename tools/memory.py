@@ -5,7 +5,7 @@ that the table's sum is what the machine has less. Columns: `code` are the files
 libraries, `shared` is shared memory (published weights, shards, buffers of vLLM), `own` is what a
 process has written itself (heap, stacks, tensors).
 
-    python -m benchmarks.memory --markdown TABLE.md -- .venv/bin/earl demo --plain --iterations 2
+    python -m tools.memory --markdown TABLE.md -- .venv/bin/earl demo --plain --iterations 2
 
 A stage begins with the line that the command prints for it (`iteration 1: update started`).
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.harness import Report, Row, parser, publish
+from tools.harness import Report, Row, parser, publish
 
 _MIB = 2**20
 _PAUSE = 0.5

@@ -20,8 +20,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import REPOSITORY, Report, Row, parser, publish
-from benchmarks.process_tree import MeasuredCommand
+from tools.harness import REPOSITORY, Report, Row, parser, publish
+from tools.process_tree import MeasuredCommand
 
 FINISHED, PACKED = "EpisodePlayer._finish", "pack"
 ROLES = {

@@ -1,6 +1,6 @@
 """What grows with the iterations of a run: databases, files, memory.
 
-    python -m benchmarks.long_run --iterations 1000
+    python -m tools.long_run --iterations 1000
 
 Trains a model of some thousand parameters as `earl train` does, with its own Prefect server and
 MLflow file, in a directory of its own, and prints a table at each tenth of the way. Ends by itself;
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.endings import end_with_us
+from tools.endings import end_with_us
 
 ROOT = Path(__file__).resolve().parents[1]
 

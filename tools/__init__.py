@@ -1,0 +1,1 @@
+"""Instruments, and what they, the benchmarks and the tests share."""
