@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import shutil
 import tempfile
@@ -142,6 +143,8 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
 @contextmanager
 def _temporary_run(config: RunConfig) -> Iterator[RunConfig]:
     directory = Path(tempfile.mkdtemp(prefix="earl-debug-"))
+    # Prefect makes its home there anew as the process ends; what was registered first is last.
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     dispatch = {"durability": "memory", "spill_url": None}
     # Another run's shards are its own, whatever their age.
     dispatch |= {"retain_hours": 1e6, "retain_bytes": 2**62}

@@ -33,6 +33,28 @@ def profile(
         run_profile(config, minutes, context, overrides or [], plain)
 
 
+PlannedModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="A well-known model, such as qwen3-8b, or a directory with a config.json. "
+        "Default: the largest that fits.",
+    ),
+]
+PlannedHardware = Annotated[
+    str,
+    typer.Option("--hardware", help="here (this machine), h100 (8 GPUs), 4xh100, 16x8xh100, ..."),
+]
+PlannedContext = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        help="Tokens of an episode: 32K, 1M, or several as 1K,8K,128K. Default: 8K on GPUs, "
+        "else 1K.",
+    ),
+]
+
+
 @app.command()
 def plan(
     run: Annotated[
@@ -41,28 +63,9 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show all candidates, and why each was not chosen.")
     ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="A well-known model, such as qwen3-8b, or a directory with a config.json. "
-            "Default: the largest that fits.",
-        ),
-    ] = None,
-    hardware: Annotated[
-        str,
-        typer.Option(
-            "--hardware", help="here (this machine), h100 (8 GPUs), 4xh100, 16x8xh100, ..."
-        ),
-    ] = "here",
-    context: Annotated[
-        str | None,
-        typer.Option(
-            "--context",
-            help="Tokens of an episode: 32K, 1M, or several as 1K,8K,128K. Default: 8K on GPUs, "
-            "else 1K.",
-        ),
-    ] = None,
+    model: PlannedModel = None,
+    hardware: PlannedHardware = "here",
+    context: PlannedContext = None,
     responses: Annotated[
         int, typer.Option("--responses", min=1, help="Episodes of an iteration.")
     ] = 128,
