@@ -28,12 +28,17 @@ _FENCE = re.compile(r"^(```.*?^```[ ]*$)", re.MULTILINE | re.DOTALL)
 def outside() -> dict[str, Path]:
     """Pages of other folders: where the site has them, and their files."""
     results = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+    examples = sorted((ROOT / "examples").glob("**/README.md"))
     files = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md"]
-    return {file.relative_to(ROOT).as_posix(): file for file in (*files, *results)}
+    return {file.relative_to(ROOT).as_posix(): file for file in (*files, *examples, *results)}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds the benchmarks' results to the navigation."""
+    """Adds the examples and the benchmarks' results to the navigation."""
+    examples: list[Any] = next(each["Examples"] for each in config.nav if "Examples" in each)
+    examples += [
+        name for name in outside() if name.startswith("examples/") and name not in examples
+    ]
     results = [name for name in outside() if name.startswith("benchmarks/results/")]
     benchmarks: list[Any] = next(each["Benchmarks"] for each in config.nav if "Benchmarks" in each)
     benchmarks += [name for name in results if name not in benchmarks]
@@ -44,6 +49,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are not in docs/."""
     for name, path in outside().items():
         files.append(File.generated(config, name, content=path.read_text()))
+    for picture in sorted((ROOT / "examples").glob("*/curve.svg")):
+        name = picture.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, content=picture.read_text()))
     files.append(File.generated(config, COMMAND_LINE, content=command_line()))
     return files
 
@@ -79,6 +87,8 @@ def _in_repository(uri: str) -> str:
 
 
 def _on_site(path: str) -> str | None:
+    if path == "examples":
+        return "examples/README.md"
     if path == "benchmarks/results":
         return "benchmarks/README.md"
     if path.startswith("docs/"):
