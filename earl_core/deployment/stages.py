@@ -58,7 +58,7 @@ ROLES: Mapping[str, Role] = {
             restore="reload",
         ),
         Role("model", "earl_core.models.builder:ModelBuilder"),
-        Role("environment", "earl_core.environments.check:Check"),
+        Role("environment", "earl_core.environments.hosting.check:Check"),
     )
 }
 """Every kind of worker group by its name."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import live_slots, play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from tests.environments.user_environments import Counting
 
 

@@ -18,7 +18,7 @@ from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.rpc import merge_results
 from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.environments.check import check_environments
+from earl_core.environments.hosting.check import check_environments
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.experience_worker import ExperienceWorker
 from earl_core.experience.group_returns import GroupReturns

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.registry import check
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat import ChatTokenizer

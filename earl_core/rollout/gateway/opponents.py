@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import live_slots, play
 from earl_core.rollout.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine

@@ -16,7 +16,7 @@ from earl_core.config.code import named_code
 from earl_core.config.feasibility import check_devices, check_stages
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
-from earl_core.environments.check import check_environments
+from earl_core.environments.hosting.check import check_environments
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.lock import is_locked

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
+from earl_core.environments.adapters.textarena_moves import legal_move
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, at_least
-from earl_core.environments.textarena_moves import legal_move
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_object, import_package, refuse_library
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from earl_core.environments.base import Environment, EnvironmentFailed, Message, StepResult
-from earl_core.environments.results import first_messages, legal_answers, step_result
+from earl_core.environments.rewards.results import first_messages, legal_answers, step_result
 from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import redact
 from earl_core.system.frames import WireError, encode

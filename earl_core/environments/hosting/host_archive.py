@@ -13,7 +13,7 @@ from pathlib import Path
 
 from earl_core.system.files import write_atomic
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _PARTS = ("environments", "secrets", "system")
 _MAIN = """\
 import os
@@ -23,7 +23,7 @@ if sys.version_info < (3, 11):
     sys.exit(f"the hosts' Python is {sys.version.split()[0]}: give one from 3.11 on")
 sys.path.append(os.getcwd())
 
-from earl_core.environments.host import main
+from earl_core.environments.hosting.host import main
 
 main(sys.argv[1:])
 """

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from earl_core.environments.connection import Connection
-from earl_core.environments.host import alive_interval
+from earl_core.environments.hosting.connection import Connection
+from earl_core.environments.hosting.host import alive_interval
 from earl_core.secrets import redact
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.files import private
@@ -242,7 +242,7 @@ class HostProcess:
         self._log_start = self._log.seek(0, os.SEEK_END)
         ours, theirs = socket.socketpair()
         # -P: the working directory comes last, where `path` has it.
-        own = (sys.executable, "-P", "-m", "earl_core.environments.host")
+        own = (sys.executable, "-P", "-m", "earl_core.environments.hosting.host")
         command = [*(self._settings.program or own), str(theirs.fileno())]
         # The death signal belongs to the thread that starts the process: only the main one lives as
         # long as this process does.

@@ -18,8 +18,8 @@ from typing import Any
 
 from earl_core.environments import registry
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.calls import Call, Calls
-from earl_core.environments.host_process import HostSettings
+from earl_core.environments.hosting.calls import Call, Calls
+from earl_core.environments.hosting.host_process import HostSettings
 from earl_core.system.frames import FrameBuffer
 
 

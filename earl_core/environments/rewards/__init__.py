@@ -15,8 +15,8 @@ from numbers import Number
 from typing import Any
 
 from earl_core.environments.base import Message
-from earl_core.environments.usable_rows import AnswerRule, text_or_number
-from earl_core.environments.written_numbers import Written, numbers, plain, whole_number
+from earl_core.environments.rewards.usable_rows import AnswerRule, text_or_number
+from earl_core.environments.rewards.written_numbers import Written, numbers, plain, whole_number
 
 
 def exact_match(completion: str, row: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from earl_core.environments.results import ROLES
+from earl_core.environments.rewards.results import ROLES
 from earl_core.system.import_path import import_package
 from earl_core.system.similar import meant
 

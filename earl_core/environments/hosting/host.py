@@ -1,9 +1,9 @@
 """A host process: runs environments for an `EnvironmentPool` in an event loop and a few threads.
 
-Started as `python -m earl_core.environments.host FD`, FD being its end of a socket pair. It dies
-when that socket closes, which the kernel does for a dead pool, and takes its own children along.
-A coroutine over its deadline is cancelled; any other call is reported, and the pool then replaces
-the process. While code holds the event loop or the interpreter lock nobody here can notice
+Started as `python -m earl_core.environments.hosting.host FD`, FD being its end of a socket pair. It
+dies when that socket closes, which the kernel does for a dead pool, and takes its own children
+along. A coroutine over its deadline is cancelled; any other call is reported, and the pool then
+replaces the process. While code holds the event loop or the interpreter lock nobody here can notice
 anything, so a timer of `faulthandler`, which needs neither, then writes all stacks to the log and
 ends the process.
 """
@@ -25,8 +25,8 @@ from importlib import metadata
 from typing import Any
 
 from earl_core.environments import registry
-from earl_core.environments.calls import Call, Calls, failure
-from earl_core.environments.connection import Connection
+from earl_core.environments.hosting.calls import Call, Calls, failure
+from earl_core.environments.hosting.connection import Connection
 from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import guard_output, redact
 from earl_core.system.errors import ConfigError

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
-from earl_core.environments.usable_rows import RowRules
+from earl_core.environments.rewards.usable_rows import RowRules
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_package
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
-from earl_core.environments.host_archive import write_host_archive
-from earl_core.environments.host_keeper import HostKeeper
-from earl_core.environments.host_process import HostLost, HostSettings
-from earl_core.environments.reward_functions import NAME
+from earl_core.environments.hosting.host_archive import write_host_archive
+from earl_core.environments.hosting.host_keeper import HostKeeper
+from earl_core.environments.hosting.host_process import HostLost, HostSettings
+from earl_core.environments.rewards.reward_functions import NAME
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from earl_core.config.environment import EnvironmentConfig
     from earl_core.config.reward import RewardConfig
-    from earl_core.environments.keeper_here import KeeperHere
+    from earl_core.environments.hosting.keeper_here import KeeperHere
 
 _MAX_THREADS = 64
 
@@ -93,7 +93,7 @@ class EnvironmentPool:
         """How many synchronous calls run at the same time, over all hosts."""
         self._keepers: list[HostKeeper | KeeperHere]
         if here and program is None:
-            from earl_core.environments.keeper_here import KeeperHere
+            from earl_core.environments.hosting.keeper_here import KeeperHere
 
             self._keepers = [KeeperHere(settings)]
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from earl_core.config import RunConfig
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 

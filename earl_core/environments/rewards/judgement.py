@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from earl_core.environments.written_numbers import Written, numbers, plain, whole_number
+from earl_core.environments.rewards.written_numbers import Written, numbers, plain, whole_number
 
 _MOST_CHARACTERS = 10_000
 """The end of a judge's answer, which is read."""

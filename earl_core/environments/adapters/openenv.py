@@ -13,8 +13,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import field
 from typing import Any, ClassVar
 
+from earl_core.environments.adapters.openenv_sessions import (
+    Hosted,
+    Invalid,
+    Observed,
+    Remote,
+    Session,
+)
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.openenv_sessions import Hosted, Invalid, Observed, Remote, Session
 from earl_core.environments.options import Options, at_least
 
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.host_process import HostLost, HostProcess, HostSettings
+from earl_core.environments.hosting.host_process import HostLost, HostProcess, HostSettings
 
 logger = logging.getLogger(__name__)
 

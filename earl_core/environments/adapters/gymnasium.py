@@ -7,14 +7,14 @@ import re
 from dataclasses import field
 from typing import Any, ClassVar
 
-from earl_core.environments.base import Message, StepResult
-from earl_core.environments.gymnasium_spaces import (
+from earl_core.environments.adapters.gymnasium_spaces import (
     as_text,
     check_space,
     described,
     parse_action,
     uncoloured,
 )
+from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, at_least, check_pattern
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_package
