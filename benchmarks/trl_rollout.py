@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from earl_core.environments.base import Environment
-from earl_core.rollout.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
 
 
 class Player:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.tool_calls import Answer, Tools
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodePlayer, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.rollout_load import LoadMeter
-from earl_core.rollout.tool_calls import Answer, Tools
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
 logger = logging.getLogger(__name__)

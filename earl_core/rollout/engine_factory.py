@@ -13,7 +13,7 @@ from earl_core.pretrained.model_directory import (
     read_model_shape,
 )
 from earl_core.pretrained.vocabulary import check_tokenizer, named_ends
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 
 

@@ -24,7 +24,7 @@ from earl_core.environments.base import Message
 from earl_core.experience.scoring import Scorer
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, most_running
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.rollout.environment_pools import EnvironmentPools

@@ -25,7 +25,7 @@ from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.options import parse_options
 from earl_core.environments.registry import BUILT_IN
 from earl_core.environments.trial.findings import examine
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.import_path import load_object

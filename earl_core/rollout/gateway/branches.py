@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.engines.engine import Completion
-from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.trajectory.samples import Sample, anchor_of, derive_seed
 
 _RENDERED = "rendered by the client"

@@ -16,10 +16,10 @@ from typing import Any
 
 from earl_core.environments.base import FunctionCall, Message, ToolCall
 from earl_core.environments.tools.toolbox import check_schema
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.gateway.bodies import characters, check_encodable
 from earl_core.rollout.gateway.refusals import invalid
 from earl_core.rollout.gateway.session import Answer
-from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.system.errors import ConfigError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.gateway.refusals import refused
 from earl_core.rollout.gateway.session import Answer
 from earl_core.rollout.rollout_load import LoadMeter

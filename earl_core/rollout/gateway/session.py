@@ -18,7 +18,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest, OnTokens
 from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.aside import LARGE, Aside, TooManyTokens, check_length

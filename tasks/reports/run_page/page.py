@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from plotly.offline import get_plotlyjs
 
-from earl_core.rollout.tool_calls import FORMATS
+from earl_core.rollout.chat.tool_calls import FORMATS
 from earl_core.secrets import redact_tree
 from earl_core.system.files import write_atomic
 from tasks.reports.run_page import facts

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from earl_core.environments.base import Message
-from earl_core.rollout.tool_calls import Tools
+from earl_core.rollout.chat.tool_calls import Tools
 
 _PROMPT = """# Tools
 

@@ -15,13 +15,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from earl_core.environments.base import Message, ToolCall
-from earl_core.rollout.chat_template import QUESTION, RESULT, TOOL, ChatTemplate, called
-from earl_core.rollout.disguise import Sampled
-from earl_core.rollout.sized_cache import SizedCache
-from earl_core.rollout.special_tokens import SpecialTokens
-from earl_core.rollout.tool_calls import NO_TOOLS, Answer, ToolParser, Tools, call_id, parser_of
-from earl_core.rollout.tool_prompt import in_words
-from earl_core.rollout.turn_ends import TurnEnds
+from earl_core.rollout.chat.chat_template import QUESTION, RESULT, TOOL, ChatTemplate, called
+from earl_core.rollout.chat.disguise import Sampled
+from earl_core.rollout.chat.sized_cache import SizedCache
+from earl_core.rollout.chat.special_tokens import SpecialTokens
+from earl_core.rollout.chat.tool_calls import (
+    NO_TOOLS,
+    Answer,
+    ToolParser,
+    Tools,
+    call_id,
+    parser_of,
+)
+from earl_core.rollout.chat.tool_prompt import in_words
+from earl_core.rollout.chat.turn_ends import TurnEnds
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:

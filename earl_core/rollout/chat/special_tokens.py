@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from earl_core.rollout.disguise import Disguise, Sampled, trie_pattern
+from earl_core.rollout.chat.disguise import Disguise, Sampled, trie_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
