@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.flow_notes import TAG
+from flows.flow_ledger import TAG
 from flows.forms import FIRST_RUN, renew_runs
 from flows.server_access import Access
 

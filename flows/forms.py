@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from earl_core.config.load import recipe_names
-from flows.flow_notes import TAG
+from flows.flow_ledger import TAG
 from flows.server_access import Access
 
 logger = logging.getLogger(__name__)

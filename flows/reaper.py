@@ -18,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows import flow_notes
-from flows.flow_notes import Note
+from flows import flow_ledger
+from flows.flow_ledger import Note
 from flows.server import ServerUnavailable, running_server
 from flows.server_access import Access
 
@@ -51,27 +51,27 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
 
     Raises `OSError` or `ValueError` when the server cannot be asked.
     """
-    notes = [note for note in flow_notes.read_all(runs_directory) if note.here]
+    notes = [note for note in flow_ledger.read_all(runs_directory) if note.here]
     corrected = [note.flow_run for note in notes if _settle(access, runs_directory, note, timeout)]
     known = {note.flow_run for note in notes}
     chosen = {
         "flow_runs": {
-            "tags": {"all_": [flow_notes.TAG]},
+            "tags": {"all_": [flow_ledger.TAG]},
             "state": {"type": {"any_": _OPEN}},
         },
         "flows": {"name": {"any_": _FLOWS}},
         "limit": 200,
     }
     for found in access.ask("flow_runs/filter", chosen, timeout=timeout):
-        identity, tags = str(found["id"]), flow_notes.marks_of(found)
-        if identity in known or flow_notes.of_other_runs(tags, runs_directory):
+        identity, tags = str(found["id"]), flow_ledger.marks_of(found)
+        if identity in known or flow_ledger.of_other_runs(tags, runs_directory):
             continue
-        note = flow_notes.note_from_tags(identity, tags)
+        note = flow_ledger.note_from_tags(identity, tags)
         dead = note is None or (note.here and not note.alive)
         if dead and (note is None or _retried(found)):
             dead = found["state_type"] == "RUNNING" and _age(found) > _UNOWNED_SECONDS
         # One that began meanwhile has a note by now.
-        if dead and flow_notes.read(runs_directory, identity) is None:
+        if dead and flow_ledger.read(runs_directory, identity) is None:
             _set(access, identity, _killed(str(found["state_type"])), timeout)
             corrected.append(identity)
     return corrected
@@ -79,7 +79,7 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
 
 def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: float) -> bool:
     """Give the flow run of a note its state; whether it had another. What is settled is removed."""
-    age = flow_notes.age(runs_directory, note)
+    age = flow_ledger.age(runs_directory, note)
     if note.alive and note.outcome is not None and age < _UNOWNED_SECONDS:
         return False  # Prefect is about to tell the server itself
     try:
@@ -89,14 +89,14 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
             raise
         # It is at another server, or that one's database is gone.
         if not note.alive and age > _FORGOTTEN_SECONDS:
-            flow_notes.remove(runs_directory, note.flow_run)
+            flow_ledger.remove(runs_directory, note.flow_run)
         return False
-    if flow_notes.read(runs_directory, note.flow_run) != note:
+    if flow_ledger.read(runs_directory, note.flow_run) != note:
         return False  # it has just ended
     wanted = note.outcome or ("RUNNING" if note.alive else _verdict(note, state))
     if state in _WAITING and wanted != "RUNNING":
         # What is noted had run: it has ended, and is about to be tried again.
-        flow_notes.remove(runs_directory, note.flow_run)
+        flow_ledger.remove(runs_directory, note.flow_run)
         return False
     if wanted == "RUNNING" or note.outcome is None:
         wrong = (state in _FINAL) == (wanted == "RUNNING")
@@ -105,7 +105,7 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
     if wrong:
         _set(access, note.flow_run, wanted, timeout)
     if wanted != "RUNNING":
-        flow_notes.remove(runs_directory, note.flow_run)
+        flow_ledger.remove(runs_directory, note.flow_run)
     return wrong
 
 

@@ -20,9 +20,9 @@ from flows.iteration import PrefectRunner, iteration
 from flows.overrides import Overrides
 from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
 from flows.stage_graph import StageGraph
+from tasks.result_security import forget_results
 from tasks.select import select_inputs
 from tasks.train_pages import TrainPages
-from tasks.trust import forget_results
 
 
 @flow(

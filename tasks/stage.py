@@ -15,7 +15,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.system import fault_points
-from tasks.trust import SERIALIZER, result_directory
+from tasks.result_security import SERIALIZER, result_directory
 
 StageRef = dict[str, Any]
 """What one task hands to the next: {"run", "iteration", "stage", "digest"}; never data."""

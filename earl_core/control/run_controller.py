@@ -21,10 +21,10 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.feasibility import check_stages
 from earl_core.control.device_figures import figures_for
 from earl_core.control.hardware import hardware_of, open_cluster, with_network
-from earl_core.control.host_agreement import check_agreement
+from earl_core.control.host_checks import check_agreement
 from earl_core.control.learnt_profile import LearntProfile
 from earl_core.control.precision import resolved
-from earl_core.control.preparing import check_shared_memory, check_start, surely
+from earl_core.control.preflight import check_shared_memory, check_start, surely
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import RunHistory
 from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
@@ -40,13 +40,13 @@ from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.recovery import take_newest_whole
-from earl_core.run.stores import sweep_unneeded
+from earl_core.run.run_stores import sweep_unneeded
 from earl_core.run.worker import Peers
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
 from earl_core.system.processes import host_name
 
-HOST_STORE = "earl_core.run.host_stores:HostStore"
+HOST_STORE = "earl_core.run.remote_stores:HostStore"
 """Holds a run's shards on another host."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]

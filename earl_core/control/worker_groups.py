@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.group import Group
-from earl_core.cluster.group_here import GroupHere
 from earl_core.cluster.host import Host, LocalHost, local_hosts
+from earl_core.cluster.in_process import InProcessGroup
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
@@ -160,7 +160,7 @@ class WorkerGroups:
         if old is not None:
             self._count_loss(role, name, old.silent_loss)
             old.stop(_GRACE_SECONDS)
-        make: Callable[..., Group] = GroupHere if self._here else WorkerGroup
+        make: Callable[..., Group] = InProcessGroup if self._here else WorkerGroup
         group = make(
             name,
             _IN_ITS_PLACE,

@@ -12,8 +12,8 @@ games       tic-tac-toe and connect four, with random, greedy and searching oppo
 adapters    textarena, gymnasium, reasoning-gym, OpenEnv, verifiers, data sets
 rewards     reward functions of `prompt`; `reward_functions` score whole episodes
 tools       tools that the model calls, and the sandbox of one
-hosting     `EnvironmentPool`: environments in host processes; `host_keeper` replaces lost hosts and
-            replays their episodes, `host_process` is one process seen from the pool, `host` and
-            `calls` are what runs inside it, `connection` what they say to each other
+hosting     `EnvironmentPool`: environments in host processes; `host_supervisor` replaces lost hosts
+            and replays their episodes, `host_process` is one process seen from the pool, `host` and
+            `host_calls` are what runs inside it, `connection` what they say to each other
 trial       what an environment does with random texts, for `earl env check`
 """

@@ -19,7 +19,7 @@ import logging
 import torch
 
 from earl_core.config.update import UpdateConfig
-from earl_core.learner.few_layers import decoder_layers
+from earl_core.learner.layer_probe import decoder_layers
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.library_paths import plain_libraries

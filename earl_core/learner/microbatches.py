@@ -35,7 +35,7 @@ from earl_core.learner.attention.context_parallel import (
 )
 from earl_core.learner.data.packing import Allocate, PackedMicrobatch, TrainingSample, pack
 from earl_core.learner.data.samples import Minibatch
-from earl_core.learner.head import EntropyMode
+from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.model import PackedTensors
 from earl_core.learner.staging import SentBuffer, Staging
 from earl_core.tensors.collectives import Ranks

@@ -13,8 +13,8 @@ from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.data.packing import PackedMicrobatch
-from earl_core.learner.few_layers import few_layers
-from earl_core.learner.head import EntropyMode, decoder_of, head_of
+from earl_core.learner.layer_probe import few_layers
+from earl_core.learner.lm_head import EntropyMode, decoder_of, head_of
 from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.selective_checkpointing import selective_contexts

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from earl_core.learner.few_layers import decoder_layers
-from earl_core.learner.head import decoder_of, head_of
+from earl_core.learner.layer_probe import decoder_layers
+from earl_core.learner.lm_head import decoder_of, head_of
 from earl_core.learner.model import PolicyModule, Scoring, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks

@@ -22,7 +22,7 @@ from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
-from earl_core.learner.head import EntropyMode
+from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
 from earl_core.learner.model import checkpoint_activations

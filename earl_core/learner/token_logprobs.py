@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
-from earl_core.learner.rows import sum_rows
+from earl_core.learner.shared_rows import sum_rows
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 if TYPE_CHECKING:
-    from earl_core.learner.head import EntropyMode
+    from earl_core.learner.lm_head import EntropyMode
     from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 
 _T = TypeVar("_T")

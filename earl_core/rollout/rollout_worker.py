@@ -36,7 +36,7 @@ from earl_core.rollout.mixture import Draw
 from earl_core.rollout.pass_rates import count_passes
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.rollout_stats import RolloutStats
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.memory import (

@@ -41,7 +41,6 @@ from earl_core.run.checkpoints import (
     remove_leftovers,
     stable_checkpoints,
 )
-from earl_core.run.host_stores import HostStores
 from earl_core.run.lock import RunLock
 from earl_core.run.record import (
     Journal,
@@ -54,7 +53,8 @@ from earl_core.run.record import (
     settings_of,
     write_record,
 )
-from earl_core.run.stores import claim, run_spill, run_store
+from earl_core.run.remote_stores import HostStores
+from earl_core.run.run_stores import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import FileLock, make_directory, write_atomic
 

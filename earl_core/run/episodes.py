@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
-from earl_core.run.host_stores import HostStores
+from earl_core.run.remote_stores import HostStores
 from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic

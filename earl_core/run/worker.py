@@ -19,7 +19,7 @@ from earl_core.dispatch.reads.batch import Batch
 from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.shards.manifest import Manifest, await_manifest, sealed_path
 from earl_core.dispatch.shards.store import ShardStore
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.errors import Cancelled
 from earl_core.system.processes import host_name
 

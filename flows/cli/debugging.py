@@ -25,7 +25,7 @@ from earl_core.dispatch.shards.manifest import sealed_path
 from earl_core.run.checkpoints import stable_checkpoints
 from earl_core.run.record import stored_config
 from earl_core.run.rehearsal import rehearse
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.errors import EarlError
 from flows import server
 from flows.cli.found_runs import find_run

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from earl_core.system.plural import plural
 from flows.cli.arguments import Show
-from flows.cli.fitting import BarLine
+from flows.cli.responsive_tables import BarLine
 from flows.cli.tables import duration, evaluation_table, iteration_table, json_line
 from flows.progress import Event, Pace, counted, numbers_text, preparation, work_text
 from tasks.reports.lines import Line, evaluation_text, iteration_text

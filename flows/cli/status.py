@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from earl_core.config.services import DispatchConfig
 from earl_core.deployment.stages import taking_part
 from earl_core.run.record import config_of_run
-from earl_core.run.stores import list_stores
+from earl_core.run.run_stores import list_stores
 from earl_core.system.errors import EarlError
 from earl_core.system.processes import start_time
 from earl_core.system.service import living_service, read_services

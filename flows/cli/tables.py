@@ -10,7 +10,7 @@ from rich.console import Console
 
 from earl_core.config import RunConfig
 from earl_core.config.table import resolved_rows
-from flows.cli.fitting import FittingTable, Row
+from flows.cli.responsive_tables import FittingTable, Row
 from tasks.reports.lines import (
     Line,
     interval,

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     _server = ProcessId.parse(sys.argv.pop(1))
     if _server is not None:
         end_with(_server)
-    from tasks.trust import ask_first_listeners
+    from tasks.result_security import ask_first_listeners
 
     ask_first_listeners()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

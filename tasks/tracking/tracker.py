@@ -2,7 +2,7 @@
 
 The flow only says that the run directory has something new; it never waits for MLflow. When MLflow
 is away there is one warning, and the thread tries again every `retry_seconds`; then it sends what
-the run directory has and MLflow lacks (`tasks.tracking.lacking`).
+the run directory has and MLflow lacks (`tasks.tracking.sync`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
 from earl_core.secrets import redact
 from tasks.tracking import mlflow_client, run_facts
-from tasks.tracking.lacking import Thing, lacking, sent_before, state_tags
 from tasks.tracking.mlflow_client import MlflowRun, open_mlflow_run
 from tasks.tracking.run_note import run_note
 from tasks.tracking.served import renewed
+from tasks.tracking.sync import Thing, lacking, sent_before, state_tags
 from tasks.tracking.system_metrics import SystemMonitor
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.reward import merge_rewards, reward_rows
 from earl_core.experience.scoring import Scorer, Scores, scored_episodes
 from earl_core.run import RunDirectory
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.errors import Cancelled, ConfigError, EarlError
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS

@@ -14,7 +14,7 @@ import xxhash
 
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.protocol import receive, remaining, send_all, tune
-from earl_core.dispatch.remote.questions import Question
+from earl_core.dispatch.remote.read_requests import Question
 from earl_core.dispatch.remote.transport import TransportError
 from earl_core.system.frames import WireError
 

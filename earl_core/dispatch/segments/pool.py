@@ -30,7 +30,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from earl_core.dispatch.segments.held import Held
 from earl_core.dispatch.segments.leases import describe_holders
 from earl_core.dispatch.segments.pool_directory import (
     FREE,
@@ -44,6 +43,7 @@ from earl_core.dispatch.segments.pool_directory import (
     size_class,
     unlink_own,
 )
+from earl_core.dispatch.segments.pool_usage import Held
 from earl_core.dispatch.segments.segment import Segment, WritableMapping, writable_mappings
 from earl_core.system.errors import EarlError
 from earl_core.system.shared_memory import file_system_bytes, shards_limit

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from earl_core.dispatch.segments.held import WEIGHTS, Held
+from earl_core.dispatch.segments.pool_usage import WEIGHTS, Held
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import FileLock, device_of, make_parent, read_file, write_atomic
 from earl_core.system.processes import ProcessId

@@ -25,8 +25,8 @@ from importlib import metadata
 from typing import Any
 
 from earl_core.environments import registry
-from earl_core.environments.hosting.calls import Call, Calls, failure
 from earl_core.environments.hosting.connection import Connection
+from earl_core.environments.hosting.host_calls import Call, Calls, failure
 from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import guard_output, redact
 from earl_core.system.errors import ConfigError

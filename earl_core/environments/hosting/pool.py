@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.hosting.host_archive import write_host_archive
-from earl_core.environments.hosting.host_keeper import HostKeeper
 from earl_core.environments.hosting.host_process import HostLost, HostSettings
+from earl_core.environments.hosting.host_supervisor import HostSupervisor
 from earl_core.environments.rewards.reward_functions import NAME
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from earl_core.config.environment import EnvironmentConfig
     from earl_core.config.reward import RewardConfig
-    from earl_core.environments.hosting.keeper_here import KeeperHere
+    from earl_core.environments.hosting.in_process import InProcessSupervisor
 
 _MAX_THREADS = 64
 
@@ -91,14 +91,14 @@ class EnvironmentPool:
         self.step_timeout_seconds = step_timeout_seconds
         self.threads = hosts * threads
         """How many synchronous calls run at the same time, over all hosts."""
-        self._keepers: list[HostKeeper | KeeperHere]
+        self._supervisors: list[HostSupervisor | InProcessSupervisor]
         if here and program is None:
-            from earl_core.environments.hosting.keeper_here import KeeperHere
+            from earl_core.environments.hosting.in_process import InProcessSupervisor
 
-            self._keepers = [KeeperHere(settings)]
+            self._supervisors = [InProcessSupervisor(settings)]
         else:
-            self._keepers = [HostKeeper(settings) for _ in range(hosts)]
-        self._place: dict[int, HostKeeper | KeeperHere] = {}
+            self._supervisors = [HostSupervisor(settings) for _ in range(hosts)]
+        self._place: dict[int, HostSupervisor | InProcessSupervisor] = {}
         self._started = False
 
     @classmethod
@@ -159,7 +159,7 @@ class EnvironmentPool:
 
     async def start(self) -> None:
         """Starts the hosts. Raises ConfigError when the environment cannot be made."""
-        starts = [asyncio.ensure_future(keeper.start()) for keeper in self._keepers]
+        starts = [asyncio.ensure_future(supervisor.start()) for supervisor in self._supervisors]
         try:
             await asyncio.gather(*starts)
         except BaseException as error:
@@ -174,7 +174,7 @@ class EnvironmentPool:
         """Closes all environments and ends the hosts; calls under way are cancelled."""
         self._started = False
         self._place.clear()
-        await asyncio.gather(*(keeper.stop() for keeper in self._keepers))
+        await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
 
     async def reset(
         self, episode_id: int, prompt: int, seed: int, policy: Mapping[str, str] | None = None
@@ -186,9 +186,9 @@ class EnvironmentPool:
         self._check_started()
         if episode_id in self._place:
             raise ValueError(f"episode {episode_id} is open: close it before a reset")
-        keeper = min(self._keepers, key=len)
-        self._place[episode_id] = keeper
-        value = await self._call(episode_id, keeper, "reset", [prompt, seed, policy])
+        supervisor = min(self._supervisors, key=len)
+        self._place[episode_id] = supervisor
+        value = await self._call(episode_id, supervisor, "reset", [prompt, seed, policy])
         messages: list[Message] = value["messages"]
         return messages
 
@@ -215,50 +215,50 @@ class EnvironmentPool:
     @property
     def characters(self) -> str:
         """All that the environment names, each once, sorted; empty where it names none."""
-        process = self._keepers[0].process
+        process = self._supervisors[0].process
         return "" if process is None else process.characters
 
     @property
     def deterministic(self) -> bool:
         """Whether episodes of a lost host can be replayed."""
-        process = self._keepers[0].process
+        process = self._supervisors[0].process
         return process is None or process.deterministic
 
     @property
     def concurrent(self) -> bool:
         """Whether a host may run several calls at the same time."""
-        process = self._keepers[0].process
+        process = self._supervisors[0].process
         return process is None or process.concurrent
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call, as OpenAI's API has them."""
-        process = self._keepers[0].process
+        process = self._supervisors[0].process
         return [] if process is None else process.tools
 
     @property
     def notes(self) -> list[str]:
         """What somebody who starts a run with these tools should know."""
-        process = self._keepers[0].process
+        process = self._supervisors[0].process
         return [] if process is None else process.notes
 
     @property
     def wants_policy(self) -> bool:
         """Whether the environments, or agents, ask the policy."""
-        process = self._keepers[0].process
+        process = self._supervisors[0].process
         return process is not None and process.wants_policy
 
     @property
     def versions(self) -> dict[str, str]:
         """Of the hosts' Python ("python") and the packages there, where `python` is another."""
-        process = self._keepers[0].process
+        process = self._supervisors[0].process
         return {} if process is None else process.versions
 
     async def close(self, episode_id: int) -> None:
         """Frees an episode; unknown ones are ignored. Does not wait for the environment's close."""
-        keeper = self._place.pop(episode_id, None)
-        if keeper is not None:
-            keeper.close(episode_id)
+        supervisor = self._place.pop(episode_id, None)
+        if supervisor is not None:
+            supervisor.close(episode_id)
 
     def _archive(self, python: str, log_path: Path | None) -> Path:
         if not os.access(python, os.X_OK) or Path(python).is_dir():
@@ -275,25 +275,29 @@ class EnvironmentPool:
     @property
     def host_pids(self) -> list[int]:
         """Process ids of the hosts that are ready."""
-        return [keeper.pid for keeper in self._keepers if keeper.pid is not None]
+        return [supervisor.pid for supervisor in self._supervisors if supervisor.pid is not None]
 
     @property
     def host_restarts(self) -> int:
         """How many hosts had to be replaced since the start."""
-        return sum(keeper.restarts for keeper in self._keepers)
+        return sum(supervisor.restarts for supervisor in self._supervisors)
 
     async def _go_on(self, episode_id: int, kind: str, *said: Any) -> dict[str, Any]:
         self._check_started()
-        keeper = self._place.get(episode_id)
-        if keeper is None:
+        supervisor = self._place.get(episode_id)
+        if supervisor is None:
             raise ValueError(f"episode {episode_id} is not open: begin it with a reset")
-        return await self._call(episode_id, keeper, kind, list(said))
+        return await self._call(episode_id, supervisor, kind, list(said))
 
     async def _call(
-        self, episode_id: int, keeper: HostKeeper | KeeperHere, kind: str, arguments: list[Any]
+        self,
+        episode_id: int,
+        supervisor: HostSupervisor | InProcessSupervisor,
+        kind: str,
+        arguments: list[Any],
     ) -> dict[str, Any]:
         try:
-            return await keeper.call(episode_id, kind, arguments)
+            return await supervisor.call(episode_id, kind, arguments)
         except EnvironmentFailed:
             self._place.pop(episode_id, None)
             raise

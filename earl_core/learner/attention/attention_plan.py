@@ -17,7 +17,7 @@ import torch
 
 from earl_core.learner.attention.context_parallel import PackExchange
 from earl_core.learner.data.packing import PrefixTree, cut_tree, separate
-from earl_core.learner.rows import Rows
+from earl_core.learner.shared_rows import Rows
 
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512

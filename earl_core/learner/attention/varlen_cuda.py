@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from earl_core.learner.attention.kernels import kernels_of, use_flash, varlen_options
-from earl_core.learner.rows import deal
+from earl_core.learner.shared_rows import deal
 
 if TYPE_CHECKING:
     from earl_core.learner.attention.attention_plan import KernelCall, SampleBoundaries

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from earl_core.config.feasibility import tensor_degrees, tensor_problem
 from earl_core.deployment.shapes import ModelShape
-from earl_core.learner.head import decoder_of, head_of
+from earl_core.learner.lm_head import decoder_of, head_of
 from earl_core.learner.parallel.token_parts import TokenParts
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard, own_part
 from earl_core.pretrained.huggingface import PreTrainedModel

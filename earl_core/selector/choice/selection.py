@@ -22,7 +22,7 @@ from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import STAGES
 from earl_core.selector.model.calibration import Calibration
-from earl_core.selector.model.usual import usual_engines, usual_mesh
+from earl_core.selector.model.default_deployments import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
 from earl_core.system.settings import Settings
 

@@ -14,7 +14,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.services import DispatchConfig
 from earl_core.control.hardware import read_hardware
 from earl_core.control.shared_memory_need import judged_room, need_of
-from earl_core.run.stores import list_stores, run_store
+from earl_core.run.run_stores import list_stores, run_store
 from earl_core.selector.model.memory_model import gib
 from earl_core.system.errors import EarlError, NotOurs
 from earl_core.system.files import check_user_directory

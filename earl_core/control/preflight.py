@@ -21,7 +21,7 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
-from earl_core.run.host_stores import HostStores
+from earl_core.run.remote_stores import HostStores
 from earl_core.system.shared_memory import SMALL_BYTES, enlarge
 
 logger = logging.getLogger(__name__)

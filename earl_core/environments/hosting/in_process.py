@@ -1,7 +1,7 @@
 """Keeps environments in this process and its event loop, so that a debugger stops in their code.
 
-What it offers is what a pool wants of a `HostKeeper`. There are no deadlines, and code that ends
-the process or keeps the loop does so.
+What it offers is what a pool wants of a `HostSupervisor`. There are no deadlines, and code that
+ends the process or keeps the loop does so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from earl_core.environments import registry
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.hosting.calls import Call, Calls
+from earl_core.environments.hosting.host_calls import Call, Calls
 from earl_core.environments.hosting.host_process import HostSettings
 from earl_core.system.frames import FrameBuffer
 
@@ -30,7 +30,7 @@ class _DebuggerLeft(BaseException):
 _LEAVING = (BdbQuit, KeyboardInterrupt)
 
 
-class _CallsHere(Calls):
+class _InProcessCalls(Calls):
     """Calls functions where `Calls` has threads for them, unless they ask the policy: then the
     event loop, which answers them, must go on."""
 
@@ -55,8 +55,8 @@ class _CallsHere(Calls):
             raise _DebuggerLeft from left
 
 
-class KeeperHere:
-    """See `HostKeeper`, and for the attributes `HostProcess`."""
+class InProcessSupervisor:
+    """See `HostSupervisor`, and for the attributes `HostProcess`."""
 
     pid = None
     restarts = 0
@@ -76,7 +76,7 @@ class KeeperHere:
         self.notes: list[str] = []
 
     @property
-    def process(self) -> KeeperHere:
+    def process(self) -> InProcessSupervisor:
         """What a host process says of its environments."""
         return self
 
@@ -101,7 +101,7 @@ class KeeperHere:
             self._turn = asyncio.Lock()
         self._threads = ThreadPoolExecutor(settings.threads, "environment")
         create = partial(registry.create, settings.name, settings.options)
-        self._calls = _CallsHere(create, self._threads, tools)
+        self._calls = _InProcessCalls(create, self._threads, tools)
         self._calls.in_threads = self.wants_policy
 
     async def stop(self) -> None:
@@ -113,8 +113,8 @@ class KeeperHere:
             self._threads.shutdown(wait=False)
 
     async def call(self, episode_id: int, kind: str, arguments: list[Any]) -> dict[str, Any]:
-        """See `HostKeeper`. Raises `KeyboardInterrupt` for Ctrl-C, and when the debugger is left by
-        `q`."""
+        """See `HostSupervisor`. Raises `KeyboardInterrupt` for Ctrl-C, and when the debugger is
+        left by `q`."""
         if kind == "reset":
             self._open[episode_id] = False
         elif self._open.get(episode_id, True):
@@ -134,7 +134,7 @@ class KeeperHere:
         return value
 
     def close(self, episode_id: int) -> None:
-        """See `HostKeeper`."""
+        """See `HostSupervisor`."""
         if self._open.pop(episode_id, None) is not None:
             closing = self._calls.run(Call("close", episode_id))
             task = asyncio.get_running_loop().create_task(closing)

@@ -85,7 +85,7 @@ for name, route in routes.items():
         print(name, "accepted")
 
 # Plain results of an open run are read.
-from tasks.trust import SERIALIZER, result_directory
+from tasks.result_security import SERIALIZER, result_directory
 directory = result_directory(Path(sys.argv[1]))
 store = ResultStore(result_storage=LocalFileSystem(basepath=str(directory)), serializer=SERIALIZER)
 store.write({"stage": "rollout"}, key="mine")

@@ -23,7 +23,7 @@ from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
 from earl_core.dispatch.shards.shard import open_batch
 from earl_core.dispatch.shards.store import ShardStore
-from earl_core.run.stores import claim, run_store, sweep_unneeded
+from earl_core.run.run_stores import claim, run_store, sweep_unneeded
 from earl_core.system.files import writing_atomic
 from earl_core.system.shared_memory import Room, file_system_bytes
 

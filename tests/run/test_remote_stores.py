@@ -12,7 +12,7 @@ import pytest
 from earl_core.dispatch import PoolFull, ShardStore
 from earl_core.dispatch.remote import TransportError
 from earl_core.dispatch.remote.range_server import RangeServer
-from earl_core.run.host_stores import HostStores, StoreCommands
+from earl_core.run.remote_stores import HostStores, StoreCommands
 from tests.dispatch.hosts import TOKEN, as_host
 
 

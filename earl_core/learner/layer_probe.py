@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from earl_core.learner.head import head_of
+from earl_core.learner.lm_head import head_of
 from earl_core.pretrained.huggingface import PreTrainedModel
 
 _LEAST = 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from earl_core.cluster.errors import WorkerCallFailed
-from earl_core.cluster.group_here import GroupHere
+from earl_core.cluster.in_process import InProcessGroup
 from tests.cluster.conftest import TARGET, MakeGroup
 from tests.cluster.test_contract import (  # noqa: F401  (pytest runs them here, too)
     test_a_group_that_does_not_run_says_so,
@@ -27,10 +27,10 @@ Site = dict[str, Any]
 
 @pytest.fixture
 def make_group(tmp_path: Path) -> Iterator[MakeGroup]:
-    made: list[GroupHere] = []
+    made: list[InProcessGroup] = []
 
-    def make(role: str = "w", target: str = TARGET, **settings: Any) -> GroupHere:
-        group = GroupHere(role, target, log_directory=tmp_path, **settings)
+    def make(role: str = "w", target: str = TARGET, **settings: Any) -> InProcessGroup:
+        group = InProcessGroup(role, target, log_directory=tmp_path, **settings)
         made.append(group)
         return group
 

@@ -28,7 +28,7 @@ _building = threading.Lock()
 """One target at a time: modules that threads import side by side may be seen half made."""
 
 
-class GroupHere:
+class InProcessGroup:
     """See `Group`. Its event loop turns during calls only, and the environment of the process is
     left alone but for the number of threads that torch takes."""
 

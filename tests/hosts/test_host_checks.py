@@ -12,7 +12,7 @@ import pytest
 from earl_core.cluster.host import LocalHost
 from earl_core.cluster.host_view import HostView
 from earl_core.config import ConfigError, RunConfig, load_config
-from earl_core.control.host_agreement import check_agreement, disagreements
+from earl_core.control.host_checks import check_agreement, disagreements
 
 
 class Elsewhere(HostView):

@@ -29,7 +29,8 @@ Reply = dict[str, Any]
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call under way: its kind as in `calls.Call`, its arguments, and who waits for its value."""
+    """A call under way: its kind as in `host_calls.Call`, its arguments, and who waits for its
+    value."""
 
     episode: OpenEpisode
     kind: str
@@ -61,7 +62,7 @@ class OpenEpisode:
         return bool(self.past) and not self.done and self.failure is None
 
 
-class HostKeeper:
+class HostSupervisor:
     """One place for a host process and the episodes that live in it."""
 
     def __init__(self, settings: HostSettings) -> None:
