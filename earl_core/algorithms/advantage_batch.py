@@ -25,7 +25,7 @@ from earl_core.algorithms.turns import Turns
 
 
 def filter_episodes(group_ids: ArrayLike, *, group_relative: bool) -> NDArray[np.bool_]:
-    """Which of E episodes are trained on, bool [E].
+    """Choose the episodes that are trained on, of E: bool [E].
 
     Args:
         group_ids: Group of each episode, integers [E]; every group is whole.
@@ -162,7 +162,7 @@ def token_advantages(
 
 
 def _turn_returns(estimator: AdvantageEstimator, episodes: Episodes) -> Float64Array | None:
-    """Of each turn, where tokens have the returns of their turns."""
+    """Return of each turn, where tokens have the returns of their turns; None elsewhere."""
     if episodes.turns is None or not estimator.token_level:
         return None
     return estimator.turn_returns(episodes.turns)

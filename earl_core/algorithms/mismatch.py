@@ -15,7 +15,8 @@ from earl_core.system.errors import EarlError
 
 
 class _Explained(NamedTuple):
-    """What rounding explains, in nats: above it a warning; and the usual bound of the mean."""
+    """Differences that rounding explains, in nats, with a warning above them; and the usual bound
+    of the mean."""
 
     mean: float
     p95: float
@@ -86,7 +87,7 @@ class MismatchWatch:
         )
 
     def _causes(self, metrics: Mapping[str, float], iteration: int) -> str:
-        """What is likely, the likeliest first, from what is known of the run."""
+        """Name the likely causes, the likeliest first, from the facts known of the run."""
         causes = []
         if metrics.get("mismatch_growth", 1.0) > _GROWING:
             causes.append(

@@ -174,7 +174,8 @@ class RankStatistics(BaseModel):
     anchored: int | None = Field(default=None, exclude_if=lambda value: value is None)
 
     def of_environment(self, label: str) -> Moments | None:
-        """What an environment's episodes are compared with; of one environment the label is ''."""
+        """Return the moments that an environment's episodes are compared with; a run of one
+        environment has the label ''."""
         return self.mixture.get(label, self.batch)
 
 

@@ -41,7 +41,7 @@ def run_store(run_directory: str | Path, config: RunConfig) -> ShardStore:
 
 
 def run_spill(run_directory: str | Path, config: RunConfig) -> Spiller | None:
-    """Where copies of the run's shards go; None when they live in memory only."""
+    """Return the spiller that copies the run's shards; None when they live in memory only."""
     if config.dispatch.spill_url is None:
         return None
     uid = read_uid(run_directory)
@@ -180,7 +180,7 @@ def _state(directory: Path, mark: StoreMark) -> StoreState:
 
 
 def _finished(run_directory: Path, device: int | None, uid: str) -> bool:
-    """Whether the run ended or was deleted, or another lies in its place now."""
+    """Tell whether the run ended or was deleted, or another lies in its place now."""
     try:
         record = read_record(run_directory)
         return bool(record.get("finished")) or record.get("uid") != uid

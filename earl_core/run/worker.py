@@ -1,4 +1,4 @@
-"""What the ranks of all of a run's worker groups have in common.
+"""The part that the ranks of all of a run's worker groups have in common.
 
 By `PlanReads`, the one factory, they read each other's shards: here or from other hosts.
 """
@@ -96,7 +96,8 @@ if TYPE_CHECKING:
 
 
 READ_RULES: dict[str, Rule] = {"read_seconds": "max", "imbalance": "max", "remote_bytes": "sum"}
-"""How `PlanReads.spent` of several ranks becomes one: a stage waits for its slowest rank."""
+"""Rules that make one `PlanReads.spent` of those of several ranks: a stage waits for its slowest
+rank."""
 
 
 class Peers(NamedTuple):

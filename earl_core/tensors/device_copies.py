@@ -165,7 +165,7 @@ def bytes_on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether the host itself reads and writes the tensor."""
+    """Tell whether the host itself reads and writes the tensor."""
     return tensor.device.type == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""How fast a device is: measured once, where no data sheet is known of it.
+"""Speed of a device: measured once, where no data sheet of it is known.
 
 Each part is repeated for half a second, and its fastest round counts: a device that others use, or
 whose clock still rises, must not look slower than it is. What comes out are rates that a program
@@ -22,7 +22,7 @@ from earl_core.system.memory import memory_limit
 from earl_core.system.processor import bf16_instructions
 
 PART_SECONDS = 0.5
-"""Of each of five parts, besides warming up."""
+"""Seconds of each of five parts, besides warming up."""
 
 _PASSES = 50
 """Passes through a layer in a round, queued one behind the other, as steps are."""
@@ -73,8 +73,8 @@ def measure(device: torch.device) -> DeviceFigures:
 
 @cache
 def bf16_is_fast(device: torch.device) -> bool:
-    """Whether bf16 takes no longer than float32, for whoever computes without a run's controller,
-    which asks all hosts."""
+    """Tell whether bf16 takes no longer than float32, for code that computes without a run's
+    controller, which asks all hosts."""
     if device.type != "cpu":
         return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     fast = bool(bf16_instructions())
@@ -133,8 +133,8 @@ def _host_bandwidth(device: torch.device) -> float:
 
 @torch.no_grad()
 def _layer_seconds(device: torch.device, kind: torch.dtype) -> float:
-    """Of a pass of one token through a decoder layer too small to be work: what starting its
-    operations takes."""
+    """Return the seconds of a pass of one token through a decoder layer too small to be work: the
+    time that starting its operations takes."""
     weights = [
         torch.randn(shape, device=device, dtype=kind)
         for shape in (

@@ -131,7 +131,8 @@ def _aligned(size: int) -> int:
 
 
 def _piece(part: Box, source: Box, have: Box, want: Box) -> Box | None:
-    """What a rank gets of a source's part; none where it holds the same box, or wants it not."""
+    """Return the piece of a source's part that a rank gets; None where the rank holds the same box,
+    or does not want it."""
     if source == have or have == want or not part.numel:
         return None
     box = part.intersect(want)

@@ -49,7 +49,8 @@ def own_shares(
     *,
     writers: Mapping[str, str] | None = None,
 ) -> Shares:
-    """Who writes what; ranks of a host that hold the same split it evenly.
+    """Divide the writing of tensors among ranks; ranks of a host that hold the same split it
+    evenly.
 
     writers: the host that writes each tensor; none: every host writes all. Collective; places and
     writers are equal on all ranks. Raises `WeightsError`, on all ranks, when the parts do not make

@@ -71,7 +71,7 @@ def assign(
 
 
 def imbalance(cost: np.ndarray, owner: np.ndarray, part: np.ndarray, replicas: int) -> float:
-    """How far the dearest replica lies above the mean, as a share of it; 0 is even.
+    """Return the load of the most loaded replica above the mean, as a share of the mean; 0 is even.
 
     part: int64 per item, from 0; after each part the replicas wait for the dearest.
     """
@@ -217,10 +217,10 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Who reads what. Made by `make_plan`.
+    """The rows that each replica reads. Made by `make_plan`.
 
     owner: int64 per row, its data-parallel replica. hosts: the host of each consumer rank.
-    imbalance: how far the dearest replica lies above the mean, as a share of it.
+    imbalance: load of the most loaded replica above the mean, as a share of the mean.
     """
 
     layout: Layout
@@ -249,7 +249,7 @@ class DispatchPlan:
         return self.sources.rows[self.members(self.layout.replica(rank))]
 
     def sources_of(self, rank: int) -> Sources:
-        """Where the columns of `rows(rank)` lie."""
+        """Return the places of the columns of `rows(rank)`."""
         return self.sources.take(self.members(self.layout.replica(rank)))
 
     def members(self, replica: int) -> np.ndarray:

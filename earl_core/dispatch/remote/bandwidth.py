@@ -1,4 +1,4 @@
-"""How fast a host fetches shards of another one."""
+"""Measure the speed at which a host fetches shards of another one."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Connection:
             )
 
     def is_alive(self) -> bool:
-        """Whether the host has not ended it while nothing was asked."""
+        """True when the host has not ended the connection while nothing was asked."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)

@@ -74,7 +74,8 @@ def fetch(
 
 
 class _Share:
-    """What one host receives for a plan, in parts, and which of its ranks need which part."""
+    """The bytes that one host receives for a plan, in parts, and the ranks of the host that need
+    each part."""
 
     def __init__(self, plan: DispatchPlan, host: str, part_bytes: int) -> None:
         self._plan = plan

@@ -65,7 +65,7 @@ class PartStore:
         self._users = users
 
     def path(self, part: Part) -> Path:
-        """Where a part lies once it is here."""
+        """Return the path of a part once it is here."""
         return self._pool.directory / f"fetch-{self._digest}-{part.number}.part"
 
     def obtain(
@@ -126,7 +126,8 @@ class PartStore:
 
     @contextmanager
     def _claimed(self, part: Part) -> Iterator[bool]:
-        """Whether this process may receive the part now. Threads exclude each other too."""
+        """Claim the part; true when this process may receive it now. Threads exclude each other
+        too."""
         self._pool.make()
         path = self._pool.directory / FETCH_LOCK
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -192,7 +192,7 @@ BLOCK_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a manifest says about a shard's file that lets its bytes be checked.
+    """The part of a manifest by which a shard's bytes are checked.
 
     body and checksums: start and length in bytes. checksum: xxh3_64 of the block table, in hex.
     layout: what the table says of rows, lengths and columns.
@@ -219,7 +219,7 @@ class Proof:
 
 
 Checksummed = ShardEntry | Proof
-"""What says enough of a shard to verify it."""
+"""A description of a shard that suffices to verify it."""
 
 
 def table_bytes(body_length: int) -> int:
