@@ -62,8 +62,8 @@ class Streams:
             self._ends.pop(number, None)
 
     def collect(self, seconds: float | None = None) -> list[Piece]:
-        """What ranks have written since; nothing after a time, or when only bytes for a rank could
-        be passed on."""
+        """Return the bytes that ranks have written since; nothing after a time, or when only bytes
+        for a rank could be passed on."""
         pieces: list[Piece] = []
         for key, events in self._selector.select(seconds):
             end: Any = key.fileobj
@@ -111,7 +111,7 @@ class Streams:
         return data
 
     def _write(self, stream: _Stream) -> None:
-        """What its socket takes of what waits for a stream."""
+        """Write as many of the bytes that wait for a stream as its socket takes."""
         waiting = self._waiting.pop(stream, deque())
         end = self._ends.get(stream[0], {}).get(stream[1])
         # A rank that is gone takes nothing.

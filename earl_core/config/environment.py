@@ -1,4 +1,5 @@
-"""What is played: an environment, an agent of the user's own, or a mixture of several."""
+"""Settings of the played episodes: an environment, an agent of the user's own, or a mixture of
+several."""
 
 from __future__ import annotations
 
@@ -152,12 +153,12 @@ class EnvironmentConfig(Settings):
 
     @property
     def agent_timeout_seconds(self) -> float:
-        """How long an agent may run."""
+        """Time limit of an agent."""
         return self.episode_timeout_seconds or _AGENT_SECONDS
 
     @property
     def played(self) -> str:
-        """What `environments.registry` knows it by."""
+        """Name by which `environments.registry` knows the environment."""
         return self.name or f"agent:{self.agent}"
 
 

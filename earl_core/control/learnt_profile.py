@@ -1,4 +1,4 @@
-"""What a run's observations teach the shared profile, and the runs to come."""
+"""The shared profile's part that a run's observations teach it, for the runs to come."""
 
 from __future__ import annotations
 

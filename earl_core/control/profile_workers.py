@@ -64,7 +64,7 @@ class ProfileWorkers:
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """True when `stop` was called."""
         return self._made.stop_requested.is_set()
 
     def stop(self) -> None:

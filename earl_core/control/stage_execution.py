@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_of(rollout: Mapping[str, float]) -> Load:
-    """What the iteration asked of its stages, from the metrics of its rollout."""
+    """Compute the load that the iteration put on its stages, from the metrics of its rollout."""
     turns = rollout["turns/mean"]
     return Load(
         episodes=max(1, round(rollout["episodes"] + rollout.get("episodes_failed", 0.0))),
@@ -143,11 +143,11 @@ class StageWatch:
         return {"deployment": self._deployment._asdict()}
 
     def switched(self, seconds: float, kind: Kind = "switched") -> None:
-        """What another stage deployment took. kind: `switched` or `resharded`."""
+        """Note the seconds that another stage deployment took. kind: `switched` or `resharded`."""
         self._add(kind, seconds=seconds)
 
     def lost_engine(self, error: BaseException) -> None:
-        """That an engine ran out of memory whose episodes others have played."""
+        """Note that an engine ran out of memory whose episodes others have played."""
         infeasible = diagnose(error)
         if infeasible is not None:
             self._infeasible(infeasible, None, answered=False)
@@ -181,7 +181,8 @@ class StageWatch:
             raise StageInfeasible(seen.model_dump(mode="json"), _reason(seen, error)) from error
 
     def _movable(self) -> bool:
-        """Whether less memory is another choice away: of the policy, or of an open token budget."""
+        """Tell whether another choice can need less memory: one of the policy, or of an open token
+        budget."""
         config, gpus = self._controller.config, self._controller.hardware.gpus
         smaller = gpus > 0 and config.update.max_tokens_per_microbatch is None
         return self._stage in config.selector.moves or (self._stage == "update" and smaller)
@@ -270,7 +271,7 @@ def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequen
 
 
 def weights_exist(controller: RunController, manifest: Manifest) -> bool:
-    """Whether every host has the files that a publish manifest names, at full size."""
+    """Tell whether every host has the files that a publish manifest names, at full size."""
     files = manifest.outputs["weights"]["files"]
     return all(controller.run.stores.have(Path(file["path"]).name, file["bytes"]) for file in files)
 

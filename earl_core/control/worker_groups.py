@@ -41,7 +41,7 @@ def quiet(stage: str, iteration: int, progress: dict[str, Any]) -> None:
 
 
 TARGETS = {role.name: role.target for role in ROLES.values()}
-"""What runs in the ranks of each worker group."""
+"""Import path of the object that runs in the ranks of each worker group."""
 
 
 def preload_ranks(hosts: Sequence[Host] = ()) -> None:
@@ -65,13 +65,14 @@ Member = tuple[str, int]
 
 
 class Ahead(NamedTuple):
-    """When a start ahead of need began, and when it was done, by `time.perf_counter`."""
+    """Start and end of a start ahead of need, by `time.perf_counter`."""
 
     begun: float
     done: float
 
     def seconds(self, waited_since: float) -> float:
-        """What it took with what followed until now, for one who waits since then."""
+        """Return the seconds of the start and of the time from then until now, for a caller that
+        waits since `waited_since`."""
         return self.done - self.begun + time.perf_counter() - max(waited_since, self.done)
 
 
@@ -189,7 +190,8 @@ class WorkerGroups:
         return group
 
     def _count_loss(self, role: str, name: str, reason: str) -> None:
-        """Of a group that was lost between two calls; what a call raises, its stage counts."""
+        """Count a group that was lost between two calls; a loss that a call raises is counted by
+        its stage."""
         if reason:
             iteration = self._next_iteration()
             self.rebuilt[iteration] += 1
@@ -304,7 +306,8 @@ class WorkerGroups:
         self._ahead[(role, member)] = Ahead(begun, time.perf_counter())
 
     def started_ahead(self, role: str, member: int = 0) -> Ahead | None:
-        """When the group was started, if that was ahead of need and nobody has asked yet."""
+        """Return the times of the group's start, if that was ahead of need and nobody has asked
+        yet."""
         return self._ahead.pop((role, member), None)
 
     def live(self, role: str, member: int = 0) -> Group | None:

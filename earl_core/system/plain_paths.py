@@ -25,12 +25,12 @@ _PLAIN = re.compile(r"[\w./+@,=-]+", re.ASCII)
 
 
 def is_plain(path: Path) -> bool:
-    """Whether every program takes the path as it is, however long."""
+    """Tell whether every program takes the path as it is, however long."""
     return _PLAIN.fullmatch(str(path)) is not None
 
 
 def is_short(path: Path) -> bool:
-    """Whether the path of a socket fits into the directory."""
+    """Tell whether the path of a socket fits into the directory."""
     return len(os.fsencode(path)) <= LONGEST
 
 

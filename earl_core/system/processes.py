@@ -35,7 +35,8 @@ def host_name() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when it is gone or a zombie."""
+    """Return the time at which the process started, in clock ticks since boot; None when it is gone
+    or a zombie."""
     process = inspect(pid)
     return process.start_ticks if process else None
 
@@ -65,7 +66,7 @@ class ProcessId:
         return f"{self.boot}_{self.pid}_{self.started}"
 
     def alive(self) -> bool:
-        """Whether that very process still runs on this boot."""
+        """Tell whether that very process still runs on this boot."""
         return self.boot == boot_id() and start_time(self.pid) == self.started
 
 
