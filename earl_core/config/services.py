@@ -86,7 +86,7 @@ class ExperienceConfig(Settings):
 
 
 class DispatchConfig(Settings):
-    """Place and checks of shards."""
+    """Storage and verification of shards."""
 
     directory: Place = Field(
         default_factory=lambda: str(user_directory()),

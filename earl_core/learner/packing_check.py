@@ -1,4 +1,4 @@
-"""Whether a model can be trained on packed samples exactly: tried on two tiny ones."""
+"""Check that a model can be trained on packed samples exactly: tried on two tiny ones."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _unattended(model: PreTrainedModel) -> ConfigError:
 
 
 def _calls_interface(model: PreTrainedModel) -> bool:
-    """Whether the code of the model looks attention up where transformers keeps it."""
+    """Tell whether the code of the model looks attention up where transformers keeps it."""
     try:
         source = inspect.getsource(sys.modules[type(model).__module__])
     except (OSError, KeyError, TypeError):

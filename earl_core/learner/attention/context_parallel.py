@@ -51,7 +51,8 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Where a pack is cut: stretch i is [edges[i], edges[i + 1]), 2c of them for c ranks."""
+    """The places where a pack is cut: stretch i is [edges[i], edges[i + 1]), 2c of them for c
+    ranks."""
 
     edges: tuple[int, ...]
 
@@ -133,7 +134,8 @@ class PackExchange:
         return received.sum(0)
 
     def _start(self, rank: int, *, late: bool, most: int) -> int:
-        """Where a stretch of a rank begins among all ranks' rows, padded to `most` each."""
+        """Return the row at which a stretch of a rank begins among all ranks' rows, padded to
+        `most` each."""
         first, stop = self.cut.stretches(rank)[0]
         return rank * most + (stop - first if late else 0)
 
@@ -209,7 +211,8 @@ def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) 
 
 @dataclass(frozen=True)
 class TrainedGather:
-    """How a microbatch's trained tokens come together again; see `PackShare`, on the device."""
+    """The order in which a microbatch's trained tokens come together again; see `PackShare`, on the
+    device."""
 
     place: ContextGroup
     trained: torch.Tensor
@@ -282,7 +285,7 @@ def attend_to_all_ranks(
 
 
 def _hooked() -> bool:
-    """Whether someone else's hooks take what autograd saves."""
+    """Tell whether someone else's hooks take the tensors that autograd saves."""
     try:
         with disable_saved_tensors_hooks("unused"):
             return False

@@ -299,7 +299,7 @@ class PrefixTree:
         return np.concatenate(parts[::-1])
 
     def positions(self, sample: int) -> np.ndarray:
-        """Where each token of a sample lies in the pack, int64 [tokens of the sample]."""
+        """Return the places of a sample's tokens in the pack, int64 [tokens of the sample]."""
         return self.path(self.last_run[sample])
 
 

@@ -78,7 +78,7 @@ def check_degree(model: PreTrainedModel, degree: int) -> None:
 
 
 def _unsplittable(model: PreTrainedModel) -> str:
-    """Why no degree works, whatever its sizes; empty when one may."""
+    """Return the reason why no degree works, whatever its sizes; empty when one may."""
     plan = _plan(model)
     if not plan:
         return "transformers has no plan for it (base_model_tp_plan)"
@@ -122,9 +122,9 @@ def _entered(styles: dict[str, str]) -> set[str]:
 
 
 def _unplanned(decoder: nn.Module, styles: dict[str, str]) -> list[str]:
-    """What has parameters that the plan does not say how to split, and that does not take token by
-    token between the matrices, as norms do; but for the embedding. Gradients would be wrong.
-    """
+    """List the modules with parameters that the plan does not say how to split, and that do not
+    take token by token between the matrices, as norms do; but for the embedding. Gradients would be
+    wrong."""
     inside = tuple(f"{name}." for name in _entered(styles))
     embedding = cast(PreTrainedModel, decoder).get_input_embeddings()
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""What a saved policy has beside its weights: the files of its model directory, as they lie.
+"""Files of a saved policy beside its weights: those of its model directory, as they lie.
 
 Libraries write such files anew in their own way and refuse some that they have read: a generation
 configuration that contradicts itself, settings of sampling in `config.json`. So nothing is written
@@ -32,7 +32,7 @@ _LARGEST = 1 << 28
 """No vocabulary is larger; weights in a format of their own are."""
 _TEMPLATE = "chat_template.jinja"
 _OTHERS = (_CONFIG, "run.json", "state.json")
-"""What a folder has that is another model's, a run's or a training state's."""
+"""Files that mark a folder as another model's, a run's or a training state's."""
 
 
 def write_model_files(
@@ -65,7 +65,7 @@ def write_model_files(
 
 
 def _directory(config: Any) -> Path | None:
-    """Where the model was loaded from; None: it was made in memory."""
+    """Return the directory that the model was loaded from; None: it was made in memory."""
     path = Path(str(getattr(config, "_name_or_path", "") or "-"))
     return path if (path / _CONFIG).is_file() else None
 

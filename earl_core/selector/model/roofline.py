@@ -1,4 +1,4 @@
-"""How long a stage would take if the devices reached their data sheets: the analytic roofline.
+"""Seconds of a stage if the devices reached their data sheets: the analytic roofline.
 
 Peaks are never reached, so these seconds are guesses: right in their order more than in their
 size. Nothing here was fitted to a measurement. Beside data sheets stand only the latencies of a
@@ -27,7 +27,7 @@ NETWORK_SECONDS = 2.7e-6
 
 
 class Load(NamedTuple):
-    """What an iteration asks of its stages.
+    """The load of an iteration on its stages.
 
     episodes: of the iteration; context: mean tokens of one; longest: of the longest; generated:
     mean tokens that the model writes in one; turns: mean answers; tool_wait: mean seconds that the
