@@ -1,4 +1,5 @@
-"""Which Prefect server a command uses: one that is trusted, or one of its own that ends with it.
+"""Choice of the Prefect server of a command: one that is trusted, or one of its own that ends with
+it.
 
 A server is trusted that PREFECT_API_URL or a profile of the Prefect home names, one that shows the
 certificate of `earl up`'s, or one at the default port whose socket belongs to this user: whoever
@@ -149,7 +150,7 @@ def running_server(
 
 
 def access_of(service: Service) -> Access:
-    """Of the Prefect server of `earl up`."""
+    """Return the access to the Prefect server of `earl up`."""
     auth = f"{service.user}:{service.password}"
     return Access(service.secure, auth, service.certificate, service.url.removesuffix("/api"))
 
@@ -181,12 +182,12 @@ class Server:
 
     @property
     def embedded(self) -> bool:
-        """Whether it was started here and ends with this process."""
+        """True when the server was started here and ends with this process."""
         return self._process is not None
 
     @property
     def ended(self) -> bool:
-        """Whether it was started here and its process is gone."""
+        """True when the server was started here and its process is gone."""
         return self._process is not None and self._process.poll() is not None
 
     def watch(self) -> ServerWatch:
@@ -293,8 +294,8 @@ def listening(port: int = 0) -> socket.socket:
 
 
 def server_environment(home: Path, access: Access) -> dict[str, str]:
-    """Of the process of a server: with the web interface and the services that deployments need, if
-    it has pages."""
+    """Return the environment of a server's process: with the web interface and the services that
+    deployments need, if it has pages."""
     site = access.site
     sites = site, site.replace("127.0.0.1", "localhost")
     kind = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}

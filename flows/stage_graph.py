@@ -1,4 +1,4 @@
-"""What runs after what in one iteration, as the table of stages has it, whoever runs the stages.
+"""Order of the stages in one iteration, as the table of stages has it, whoever runs the stages.
 
 A stage that runs out of memory, or overflows the engines' context, has `select` choose again; one
 that lost ranks is tried again as it was. What was finished stays finished, and the stage is
@@ -34,7 +34,7 @@ Work = Callable[[], Awaitable[Any]]
 
 
 class StageRunner(Protocol):
-    """How the stages of one iteration are run: as tasks of Prefect, or as plain calls."""
+    """A way to run the stages of one iteration: as tasks of Prefect, or as plain calls."""
 
     async def perform(self, stage: str, verdict: Verdict, read: Sequence[Manifest]) -> StageRef:
         """Run the stage's task, or have it find that it is finished. read: what it is given."""

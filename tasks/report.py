@@ -1,4 +1,4 @@
-"""What a finished iteration leaves for people: metrics, artifacts in Prefect, the tracker."""
+"""Reports of a finished iteration for people: metrics, artifacts in Prefect, the tracker."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def end_with_us() -> None:
 
 
 def of_benchmark() -> bool:
-    """Whether a benchmark or an instrument is what Python was started with."""
+    """Tell whether Python was started with a benchmark or an instrument."""
     module = sys.modules["__main__"].__spec__
     return module is not None and module.name.startswith(("benchmarks.", "tools."))
 

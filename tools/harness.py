@@ -1,4 +1,4 @@
-"""What benchmarks and instruments share: options, the report with its table and files.
+"""The part that benchmarks and instruments share: options, the report with its table and files.
 
 What a bare GPU machine lacks is imported where it is needed.
 """

@@ -1,4 +1,4 @@
-"""What the processes of a run hold of memory, at the moment of each stage when they hold most.
+"""Memory of the processes of a run, at the moment of each stage when they hold most.
 
 Proportional set sizes from `/proc/<pid>/smaps`: a page that n processes map counts 1/n to each, so
 that the table's sum is what the machine has less. Columns: `code` are the files of programs and

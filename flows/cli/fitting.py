@@ -1,4 +1,4 @@
-"""What fits a terminal of any width, also one that is resized: tables, and lines with a bar.
+"""Tables and lines with a bar that fit a terminal of any width, also one that is resized.
 
 A table of measurements leaves out columns from the right. Of any other nothing may be lost: where
 its columns do not fit, each row becomes a block of lines.

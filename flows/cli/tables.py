@@ -39,7 +39,7 @@ def make_console(quiet: bool = False) -> Console:
 
 
 def resolved_table(config: RunConfig) -> FittingTable:
-    """What the sizes of a configuration come to."""
+    """Tabulate the sizes that a configuration comes to."""
     names = ("what", "value", "from")
     rows = [dict(zip(names, row, strict=True)) for row in resolved_rows(config)]
     styles = {"what": "bold", "value": "cyan", "from": "dim"}
@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 _COLORS = {"win": "green", "draw": "yellow", "loss": "red", "illegal": "magenta"}
-"""Of outcomes that games share."""
+"""Colors of outcomes that games share."""
 
 
 def json_line(line: Line, stage: str = "") -> str:

@@ -97,7 +97,7 @@ def end(service: Service) -> None:
 
 
 def mlflow_answers(service: Service, timeout: float = 1.0) -> bool:
-    """Whether the MLflow server of `earl up` does: that one and no other."""
+    """Tell whether the MLflow server of `earl up` answers: that one and no other."""
     try:
         with opener(service.certificate).open(
             f"{service.secure}/health", timeout=timeout

@@ -56,7 +56,7 @@ def _name() -> str:
 
 
 def reports(access: Access, worker: Service) -> bool:
-    """Whether the server has heard of the worker since its start."""
+    """Tell whether the server has heard of the worker since its start."""
     with suppress(OSError, ValueError, KeyError):
         for known in access.ask(f"work_pools/{POOL}/workers/filter", {"limit": 200}):
             heard = datetime.fromisoformat(known["last_heartbeat_time"].replace("Z", "+00:00"))

@@ -15,7 +15,7 @@ _WIDTH = 96
 """Characters; wider blocks would have to be scrolled."""
 
 _MOST_CHARACTERS = 4000
-"""Of one message; its end is what the next one answers."""
+"""Most characters of one message; its end is what the next one answers."""
 
 _MOST_TURNS = 40
 

@@ -40,7 +40,7 @@ _MEANINGS = {
     "timed out": "it does not answer in time",
     "ReadTimeoutError": "it does not answer in time",
 }
-"""What the usual failures of HTTP clients mean, by a sign in their long texts."""
+"""Meanings of the usual failures of HTTP clients, by a sign in their long texts."""
 
 
 class _CallError(Exception):
@@ -102,7 +102,7 @@ class Tracker:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is news that MLflow has not taken yet."""
+        """True while there is news that MLflow has not taken yet."""
         return self._news > self._taken
 
     def changed(self) -> None:

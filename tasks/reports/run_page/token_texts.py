@@ -16,7 +16,7 @@ _LONGEST = 8
 
 
 def find_token_texts(files: Iterable[Path]) -> TokenTexts | None:
-    """Of the first file that is a tokenizer's; None where none is."""
+    """Return the texts of the first file that is a tokenizer's; None where none is."""
     for file in files:
         try:
             return TokenTexts(Tokenizer.from_file(str(file)))
@@ -46,8 +46,8 @@ class TokenTexts:
         return [self._known[token] for token in tokens]
 
     def joined(self, tokens: Sequence[int], unfinished: Iterable[int]) -> dict[int, str]:
-        """What stands at places whose piece is only a part of a character: the whole character at
-        the first of its tokens, nothing at the others. unfinished: these places, ascending."""
+        """Return the texts at places whose piece is only a part of a character: the whole character
+        at the first of its tokens, nothing at the others. unfinished: these places, ascending."""
         found: dict[int, str] = {}
         for at in unfinished:
             if at in found:
