@@ -220,7 +220,7 @@ def _report(found: list[Finished], options: argparse.Namespace, version: int) ->
 
 
 def _story(run: Finished) -> str:
-    """Which layouts it had, from which iteration on."""
+    """Tell which layouts the run had, from which iteration on."""
     texts = run.layouts()
     begun = [k for k in range(len(texts)) if k == 0 or texts[k] != texts[k - 1]]
     if not begun:

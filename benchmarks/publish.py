@@ -73,7 +73,7 @@ async def _engine_rounds(
 async def _reload_rounds(
     engine: Any, model: PreTrainedModel, disk: Path, rounds: int
 ) -> dict[str, list[float]]:
-    """What vLLM offers itself: a model directory on disk, and a reload from it."""
+    """Time vLLM's own way: a model directory on disk, and a reload from it."""
     seconds: Seconds = {"save": [], "reload": []}
     for _ in range(rounds):
         _change(model)

@@ -49,7 +49,7 @@ H200 = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one call of it takes."""
+    """Work of one call of a kernel."""
 
     name: str
     flops: float

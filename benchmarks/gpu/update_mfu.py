@@ -60,7 +60,7 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What a learner is built for."""
+    """Settings that a learner is built for."""
 
     shape: Shape
     checkpointing: Checkpointing

@@ -1,4 +1,4 @@
-"""What bounds the MFU of the update on one H200: every operator at the GPU's ceilings.
+"""Bounds of the MFU of the update on one H200: every operator at the GPU's ceilings.
 
 One optimizer step of the `PolicyLearner` runs on fake tensors, which have sizes and no data. Every
 operator of it is booked with its FLOPs and the bytes that it reads and writes, and takes the longer
@@ -123,7 +123,7 @@ def _operators(cell: Cell, ceilings: Ceilings) -> Entries:
 
 
 def _learner(cell: Cell) -> PolicyLearner:
-    """As in a run, but for its weights, which are fake and so not loaded."""
+    """Make a learner as in a run, but for its weights, which are fake and so not loaded."""
     mesh = UpdateMesh(ALONE, 0, torch.device("cpu"))
 
     def fake_policy(*_: Any, mixed: bool, chunk_tokens: int | None, **__: Any) -> ParallelModel:
