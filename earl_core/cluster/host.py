@@ -206,7 +206,7 @@ class LocalRank:
         self.supervisor.kill()
 
     def end(self, pid: int | None) -> None:
-        """End the rank by its lifeline, as `RankProcess` wants, and here what stays."""
+        """End the rank by its lifeline, as `RankProcess` wants; processes that stay are killed."""
         process = None if pid is None else inspect(pid)
 
         def remains() -> list[Process]:

@@ -100,7 +100,7 @@ def _reason(error: RayError) -> str:
 
 
 class RayHost:
-    """A `Host` that a daemon in Ray stands for. A failure to reach it makes the host `lost`."""
+    """A `Host` behind a daemon in Ray. A failure to reach it is kept in `lost` as the reason."""
 
     def __init__(self, daemon: Any, directory: str) -> None:
         self.lost = ""

@@ -1,4 +1,4 @@
-"""The shared profile's part that a run's observations teach it, for the runs to come."""
+"""Update of the shared profile by a run's observations, for the runs to come."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class Ahead(NamedTuple):
     done: float
 
     def seconds(self, waited_since: float) -> float:
-        """Return the seconds of the start and of the time from then until now, for a caller that
-        waits since `waited_since`."""
+        """Return the seconds of the start and of the work that followed until now, for a caller
+        that waits since `waited_since`."""
         return self.done - self.begun + time.perf_counter() - max(waited_since, self.done)
 
 

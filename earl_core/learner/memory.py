@@ -56,7 +56,7 @@ def _give_back_what_is_scarce() -> None:
 
 
 _PARKED_BYTES = 2**28
-"""Bytes of one host memory: a power of two, to which torch rounds page-locked memory up."""
+"""Bytes of a block of host memory: a power of two, to which torch rounds page-locked memory up."""
 
 
 class Parking:

@@ -1,4 +1,4 @@
-"""Ways of MLflow's clients to the server of `earl up`: places where it alone can answer."""
+"""Addresses at which clients of MLflow reach the server of `earl up`, and no other server."""
 
 from __future__ import annotations
 
