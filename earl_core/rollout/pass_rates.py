@@ -1,4 +1,4 @@
-"""How often a suite's attempts pass: pass@k with intervals."""
+"""Pass rates of a suite's attempts: pass@k with intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from earl_core.trajectory.samples import Episode
 
 
 def count_passes(episodes: Iterable[Episode], passing_return: float) -> dict[str, int]:
-    """How many prompts had c of n attempts pass, by "c/n"; attempts that failed are left out."""
+    """Count the prompts that had c of n attempts pass, by "c/n"; attempts that failed are left
+    out."""
     passed: dict[int, list[bool]] = {}
     for episode in episodes:
         if not episode.failed:

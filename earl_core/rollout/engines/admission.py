@@ -1,4 +1,5 @@
-"""Who may enter an engine now: a bound on running requests that can change while they run."""
+"""Admission of requests to an engine: a bound on running requests that can change while they
+run."""
 
 from __future__ import annotations
 

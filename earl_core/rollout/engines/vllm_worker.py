@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: replacing the weights of a live engine.
+"""Extension of vLLM's worker processes that replaces the weights of a live engine.
 
 vLLM mixes `PolicyWeights` into its worker (`worker_extension_cls`). Three things that
 `reload_weights` of vLLM 0.32 leaves open are closed here: it only logs parameters that did not
