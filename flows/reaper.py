@@ -78,7 +78,7 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
 
 
 def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: float) -> bool:
-    """Give the flow run of a note its state; whether it had another. What is settled is removed."""
+    """Give the flow run of a note its state; whether it had another. A settled note is removed."""
     age = flow_notes.age(runs_directory, note)
     if note.alive and note.outcome is not None and age < _UNOWNED_SECONDS:
         return False  # Prefect is about to tell the server itself

@@ -124,7 +124,7 @@ def stopping() -> bool:
 def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
     """Run a flow to its end, made with the tags by which it is found if it is killed early.
 
-    What an earlier flow of this process was told does not stop this one.
+    A stop of an earlier flow of this process does not stop this one.
     """
     _stopped.clear()
     with tags(*flow_notes.owner_tags(runs_directory)):

@@ -53,7 +53,7 @@ class ServerUnavailable(EarlError):
 def configure(runs_directory: str | Path) -> Path:
     """Set Prefect's and MLflow's environment for this project; returns the Prefect home.
 
-    What the environment says already is kept: PREFECT_HOME (else `<runs_directory>/prefect`),
+    Settings of the environment are kept: PREFECT_HOME (else `<runs_directory>/prefect`),
     PREFECT_API_URL, logging. Telemetry is off. Prefect's console log is off, for its tracebacks
     repeat what the command reports itself; its interface still shows every log line.
 
@@ -121,11 +121,11 @@ def running_server(
 ) -> Access | None:
     """A server to use, None when there is none that is trusted.
 
-    What PREFECT_API_URL names, then what the active profile of the Prefect home names, then the
-    server of `earl up`, then one of this user at the default port, if its password is known. The
-    server of `earl up` is asked where only it can answer, however it was named.
-    patience: seconds to wait for one that was asked for by name.
-    Raises `ServerUnavailable` when a server was asked for by name and does not answer.
+    The server that PREFECT_API_URL names, then the one that the active profile of the Prefect home
+    names, then the server of `earl up`, then one of this user at the default port, if its password
+    is known. The server of `earl up` is asked where only it can answer, however it was named.
+    patience: seconds to wait for one that was asked for by name. Raises `ServerUnavailable` when a
+    server was asked for by name and does not answer.
     """
     asked = os.environ.get("PREFECT_API_URL")
     profile, standing = named_by_profile(home), living_service(runs_directory, "prefect")

@@ -1,8 +1,8 @@
 """Order of the stages in one iteration, as the table of stages has it, whoever runs the stages.
 
 A stage that runs out of memory, or overflows the engines' context, has `select` choose again; one
-that lost ranks is tried again as it was. What was finished stays finished, and the stage is
-repeated from its sealed inputs.
+that lost ranks is tried again as it was. Finished stages stay finished, and the stage is repeated
+from its sealed inputs.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class StageGraph:
         return DeploymentPlan.model_validate(self.manifests["select"].outputs["plan"])
 
     async def run(self, stage: Stage) -> None:
-        """Run a stage and wait for it. What was done before under another plan is not run again."""
+        """Run a stage and wait for it. A stage that was done before under another plan is not run
+        again."""
         if stage.name in self.manifests:
             return
         sources = stage.sources(self.controller.config)

@@ -1,6 +1,6 @@
 """Pages of the flow run of a whole training in Prefect: one of each, kept up to date.
 
-Those of an iteration belong to the iteration's flow run and stay as they are.
+The pages of an iteration belong to the iteration's flow run and stay as they are.
 """
 
 from __future__ import annotations

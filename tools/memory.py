@@ -45,8 +45,8 @@ def kind_of(mapping: str) -> str:
 
 
 def held(smaps: str) -> dict[str, int]:
-    """Bytes of each kind in the text of a smaps file. What was written to a private mapping of a
-    file is the process's own."""
+    """Bytes of each kind in the text of a smaps file. Pages of a private mapping of a file that
+    were written are the process's own."""
     sums: Counter[str] = Counter()
     kind, file_bytes = "own", 0
     for line in smaps.splitlines():

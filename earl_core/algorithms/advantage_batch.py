@@ -137,7 +137,7 @@ def token_advantages(
 ) -> Float64Array:
     """The advantage of every trained token of these episodes, float64 [T].
 
-    batch: the moments of the whole batch. Those of the groups are over the episodes' returns.
+    batch: the moments of the whole batch. The moments of the groups are over the episodes' returns.
     """
     turns, of_turns = episodes.turns, _turn_returns(estimator, episodes)
     per_token = estimator.token_level and (of_turns is not None or episodes.penalties is not None)

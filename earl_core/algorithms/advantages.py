@@ -40,8 +40,9 @@ class AdvantageEstimator(Registered, ABC):
     group's others are then given.
 
     A baseline that holds the return which is compared with it takes a share of the gradient away.
-    Of a token's return it is the part that the episode's has of it (:meth:`turn_parts`), less the
-    penalties from the token on; of the moments only the means then say anything.
+    The part of a token's return to leave out is the one that the episode's return contains
+    (:meth:`turn_parts`), less the penalties from the token on; only the means of the moments then
+    say anything.
     """
 
     token_level: ClassVar[bool] = False

@@ -1,6 +1,6 @@
 """The watch over the difference between the engine that sampled and the trainer that learns.
 
-With equal weights both should give a sampled token the same log-prob, up to rounding. What is
+With equal weights both should give a sampled token the same log-prob, up to rounding. A difference
 beyond rounding means that the trainer learns from samples of another policy than it believes, and
 no other metric shows it. Every iteration is measured before its first optimizer step.
 """

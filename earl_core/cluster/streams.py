@@ -1,7 +1,7 @@
 """The byte streams of a host's ranks at one end of the way between controller and host.
 
-Each end has a socket for every stream of every rank. What one end reads from its sockets it sends
-over as pieces, and the other writes them into its own.
+Each end has a socket for every stream of every rank. One end sends the bytes that it reads from its
+sockets over as pieces, and the other writes them into its own.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Streams:
         return pieces
 
     def deliver(self, pieces: Sequence[Piece]) -> None:
-        """Write pieces, those of a stream in their order. Those of a rank that is gone are dropped:
-        its supervisor says how it went."""
+        """Write pieces, those of a stream in their order. Pieces of a rank that is gone are
+        dropped: its supervisor says how it went."""
         for number, name, data in pieces:
             self._wait_for(number)
             with self._changed:

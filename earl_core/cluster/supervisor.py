@@ -3,8 +3,8 @@
 It starts the rank, holds one end of a control connection whose other end only the controller holds,
 and waits. When the rank ends, the controller asks for it, or the controller is gone in whatever way
 (the connection closes, even after SIGKILL), it ends every descendant of the rank and then itself.
-As a child subreaper it stays the ancestor of orphans, so nothing can slip away by losing a parent.
-The fork server's end is nothing to it.
+It is a child subreaper, and so it stays the ancestor of orphans, so nothing can slip away by losing
+a parent. The fork server's end is nothing to it.
 
 It has one thread. It is forked from the fork server, forks the rank, and speaks the frames that
 ranks speak: it sends `{"event": "started", "pid"}` and `{"event": "exited", "code",

@@ -188,7 +188,8 @@ class CurriculumConfig(Settings):
     """Prompts go where the policy can learn most: to the environments whose groups differ most.
 
     An environment's weight is multiplied by the mean spread of its groups: the standard deviation
-    of a group's returns over the range of returns seen. What is always won, or never, has none.
+    of a group's returns over the range of returns seen. An environment that is always won, or
+    never, has none.
     """
 
     memory: float = Field(

@@ -1,7 +1,7 @@
 """One stage of an iteration: whether it is finished, and what happens while it runs.
 
-What it took goes into its manifest, of which `observe` makes the selector's observations once the
-iteration is done. What it had no room for and what a switch cost are written down at once. Lost
+Its time and memory go into its manifest, of which `observe` makes the selector's observations once
+the iteration is done. A lack of memory and the cost of a switch are written down at once. Lost
 ranks are counted, and the stage that they cost is repeated.
 """
 

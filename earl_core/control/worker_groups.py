@@ -244,7 +244,7 @@ class WorkerGroups:
     ) -> dict[str, Any]:
         """Reshard a live group of the role, the number of its ranks and their state unchanged.
 
-        What rank 0 says of it. Raises what `Group.reshard` raises; the group has then ended."""
+        Returns rank 0's report. Raises what `Group.reshard` raises; the group has then ended."""
         with self._starting_of((role, member)):
             self._make_room(role, deployment)
             group = self._groups[(role, member)]

@@ -12,8 +12,8 @@ from earl_core.system.settings import Settings
 
 
 class ModelShape(Settings):
-    """The numbers of a model's configuration that decide memory, work and legal degrees. What is
-    derived from them is worked out once, because many candidates need it."""
+    """The numbers of a model's configuration that decide memory, work and legal degrees. Numbers
+    derived from them are worked out once, because many candidates need it."""
 
     model_type: str
     hidden_size: int

@@ -9,7 +9,7 @@ checkpointing) stays outside of it, in any order. Between its own forward and ba
 compiled layer keeps little more than under selective checkpointing: what its parts, before and
 after attention, hand to each other.
 
-What tensor ranks exchange in a layer is compiled with it.
+The exchanges of tensor ranks in a layer are compiled with it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A thread packs the next microbatch, the only copy of its tokens, while the current one computes, so
 that packing hides behind computing. On a CUDA device it packs into pinned memory and copies on a
-stream of its own; on the CPU the device's tensors are the packed arrays themselves. What comes out
-does not depend on any of this: packing is a pure function.
+stream of its own; on the CPU the device's tensors are the packed arrays themselves. The result does
+not depend on any of this: packing is a pure function.
 """
 
 from __future__ import annotations

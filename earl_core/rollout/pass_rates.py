@@ -51,8 +51,8 @@ def pass_rates(passes: Mapping[str, int], attempts: int) -> dict[str, dict[str, 
 def suite_results(tallies: Sequence[tuple[str, int, RolloutStats]]) -> dict[str, Any]:
     """`suites`, a table by label, and their `metrics`. tallies: label, attempts, what was played.
 
-    Of each suite: `return`, its standard error, `episodes`, `failed`, and `pass`, as
-    `pass_rates` has it.
+    Each suite has `return`, its standard error, `episodes`, `failed`, and `pass`, as `pass_rates`
+    has it.
     """
     suites, metrics = {}, {}
     for label, attempts, tally in tallies:

@@ -194,7 +194,7 @@ logger = logging.getLogger(__name__)
 class EpisodeKeeper:
     """Writes one iteration's episodes at a time, as `tracking.keep_episodes` asks.
 
-    What goes wrong costs a warning and a line of the ledger, never the run.
+    A failure costs a warning and a line of the ledger, never the run.
     """
 
     def __init__(self, run: RunDirectory) -> None:

@@ -279,7 +279,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Whole lines, and the numbers (from 1) of damaged ones.
 
-    What no newline ends may be in the middle of being written: it is neither.
+    A last line without a newline may be in the middle of being written: it is neither.
     """
     try:
         *texts, rest = read_file(path).split(b"\n")

@@ -1,6 +1,6 @@
 """Going back to an earlier checkpoint of a run: because a later one is damaged, or by choice.
 
-What comes after it is set aside, never removed: `set_aside/<number>/` in the run directory then
+Everything after it is set aside, never removed: `set_aside/<number>/` in the run directory then
 holds the later checkpoints, the later iterations' sealed stages, and `metrics.jsonl` as it was.
 """
 

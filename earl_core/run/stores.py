@@ -111,7 +111,7 @@ def sweep(root: Path) -> list[Path]:
 def sweep_unneeded(root: Path, dispatch: DispatchConfig) -> list[Path]:
     """Remove stores that no run will need; returns them. Open a run before, so that its own stays.
 
-    Those of finished and deleted runs go, then those of stopped runs older than
+    Stores of finished and deleted runs go, then those of stopped runs older than
     `dispatch.retain_hours`, then the oldest until the rest have `dispatch.retain_bytes` together.
     """
     idle = [state for state in list_stores(root) if not state.live]

@@ -329,9 +329,10 @@ def generated_tokens(context: int) -> int:
 def _values(options: list[_Option]) -> list[float]:
     """Return the gain that knowing each option may bring, as a share of the stage's time.
 
-    Of an option that looks worse: how much it would be better by on average, if it should be the
-    better one (expected improvement; Jones, Schonlau and Welch 1998, equation 15). Of the best: the
-    most that any other may be better by. Each times the part of the doubt that lies in it.
+    The gain of an option that looks worse is how much it would be better by on average, if it
+    should be the better one (expected improvement; Jones, Schonlau and Welch 1998, equation 15).
+    The gain of the best is the most that any other may be better by. Each times the part of the
+    doubt that lies in it.
     """
     best = max(options, key=lambda option: (option.log_rate, option.candidate))
     rivals = [(o, *_improvement(best, o)) for o in options if o is not best]

@@ -2,9 +2,9 @@
 
 Every driver brings a library that answers, NVML, and the package `nvidia-ml-py` (module `pynvml`)
 binds it. A machine without a driver has no GPU; a driver that is there and does not answer is an
-error, because workers would compute on GPUs that nobody planned for. What answers mean is taken
-from NVIDIA's "NVML API Reference" and "Multi-Instance GPU User Guide", and from the section on
-environment variables in the "CUDA C++ Programming Guide".
+error, because workers would compute on GPUs that nobody planned for. The meanings of answers are
+taken from NVIDIA's "NVML API Reference" and "Multi-Instance GPU User Guide", and from the section
+on environment variables in the "CUDA C++ Programming Guide".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks that do one thing together: a failure of one is the error of all, so that none waits.
 
-What is exchanged are arrays of numbers and JSON texts in the host's memory, never pickles; no
-device waits for it.
+The ranks exchange arrays of numbers and JSON texts in the host's memory, never pickles; no device
+waits for it.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _STRIDED_AHEAD = 2  # pieces that wait in memory of their own
 class Download:
     """Copies into host memory, under way until `finish`.
 
-    Memory that is page-locked is written by the device itself. What is no range of the target goes
-    through page-locked memory of its own, and from there by the host.
+    Memory that is page-locked is written by the device itself. A tensor that is no range of the
+    target goes through page-locked memory of its own, and from there by the host.
     """
 
     def __init__(self) -> None:

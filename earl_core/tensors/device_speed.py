@@ -1,7 +1,7 @@
 """Speed of a device: measured once, where no data sheet of it is known.
 
 Each part is repeated for half a second, and its fastest round counts: a device that others use, or
-whose clock still rises, must not look slower than it is. What comes out are rates that a program
+whose clock still rises, must not look slower than it is. The results are rates that a program
 reaches, below those of a data sheet.
 """
 
@@ -48,8 +48,8 @@ class DeviceSpeed:
 
 
 def measure(device: torch.device) -> DeviceFigures:
-    """The figures of a device, in a few seconds. Of a CPU: of all threads of torch, whose host's
-    memory is its own."""
+    """The figures of a device, in a few seconds. The figures of a CPU are those of all threads of
+    torch, and its host's memory is its own."""
     cuda = device.type == "cuda"
     total = torch.cuda.mem_get_info(device)[1] if cuda else memory_limit()
     in_memory = _memory_bandwidth(device)

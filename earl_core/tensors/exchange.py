@@ -74,7 +74,7 @@ class BoxExchange:
     ) -> None:
         """Each rank sends of its part what others want and do not hold.
 
-        What is contiguous goes straight from `old` into `new`, the rest through a buffer.
+        Contiguous parts go straight from `old` into `new`, the rest through a buffer.
         """
         rank, have, want = self._rank, held[self._rank], wanted[self._rank]
         leaving: list[tuple[int, torch.Tensor]] = []

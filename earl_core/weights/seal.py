@@ -2,8 +2,8 @@
 
 Who seals a publication has hashed its bytes. It sets the file's time of change to one that follows
 from the digest; whatever is written to the file afterwards sets it to the present, and a file that
-was put in its place has another. What is written through a mapping does not always, but nobody has
-a writable mapping of a sealed file but who wrote it.
+was put in its place has another. A write through a mapping does not always set it, but only the
+process that wrote a sealed file has a writable mapping of it.
 """
 
 from __future__ import annotations

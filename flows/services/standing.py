@@ -1,7 +1,7 @@
 """All services of a runs directory together: what is missing is started, what was started ended.
 
-Only one command at a time does either. What another server was named for (PREFECT_API_URL, a
-profile of the Prefect home, MLFLOW_TRACKING_URI) is used, and neither started nor ended.
+Only one command at a time does either. Another server that is named (PREFECT_API_URL, a profile of
+the Prefect home, MLFLOW_TRACKING_URI) is used, and neither started nor ended.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def reports(access: Access, worker: Service) -> bool:
 def stop_flow_runs(access: Access, worker: Service, say: Callable[[str], None]) -> None:
     """Cancel what the worker runs, as Prefect's pages do, and wait for its processes.
 
-    What does not end, or what a server that does not answer was not told, is left to signals.
+    Flow runs that do not end, or whose cancellation a server that does not answer was not told, are
+    left to signals.
     """
     running = _flow_runs(worker)
     if running:

@@ -1,6 +1,6 @@
 """Episodes as pages: a good and a bad one, each as a dialogue.
 
-What models and environments wrote stands in blocks of code, whose fences are longer than any in the
+Texts of models and environments stand in blocks of code, whose fences are longer than any in the
 text: nothing in it becomes a heading, a link, an image or HTML.
 """
 

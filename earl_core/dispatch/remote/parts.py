@@ -1,9 +1,10 @@
 """Parts: segments with what a host received from other hosts, shared by all its ranks.
 
-What comes in for one plan is cut into parts. Whoever needs a part and finds nobody at it receives
-it; the others wait and then map it, so that every byte crosses the network once per host. A claim
-is a lock on one byte of a file: it goes with its process, so that after a SIGKILL the next one who
-waits takes over. A part is released when all ranks of the host that need it are done with it.
+The bytes that come in for one plan are cut into parts. Whoever needs a part and finds nobody at it
+receives it; the others wait and then map it, so that every byte crosses the network once per host.
+A claim is a lock on one byte of a file: it goes with its process, so that after a SIGKILL the next
+one who waits takes over. A part is released when all ranks of the host that need it are done with
+it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
     server → client   RESPONSE  id, status, length, xxh3_64 of the payload; then the payload
 
 The token itself never travels, both sides prove that they know it, and the nonces make a recorded
-handshake worthless. The payload of an unsuccessful response is a sentence in UTF-8. What passes
-is authenticated but not encrypted: the hosts' network has to be a private one.
+handshake worthless. The payload of an unsuccessful response is a sentence in UTF-8. Messages are
+authenticated but not encrypted: the hosts' network has to be a private one.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ POISON = 0xA5
 class Segment:
     """A segment in state writing, owned by this process until it is sealed or abandoned.
 
-    As a context manager it is abandoned at the end unless it was sealed.
+    As a context manager, it is abandoned at the end unless it was sealed.
     """
 
     def __init__(

@@ -6,8 +6,8 @@
     gap      of any size; holds the block table
     footer   at the very end of the file
 
-pyarrow writes a batch of one row; its record batch message and footer are then told the real
-number of rows and places of buffers. Those are fixed-size fields of flatbuffers, so the messages
+pyarrow writes a batch of one row; its record batch message and footer are then told the real number
+of rows and places of buffers. These numbers are fixed-size fields of flatbuffers, so the messages
 keep their size, and the work does not depend on the size of the data.
 """
 

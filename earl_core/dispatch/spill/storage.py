@@ -6,8 +6,8 @@ there. A shard that is restored is compared with its block table, whose checksum
 The folder carries a mark of ours, its first object. Only where it does, and only plain objects with
 the name of a shard, are removed or written over: whatever else lies there belongs to others.
 
-An object may be torn by a crash while it was written (local disk is not atomic). That is harmless:
-its size decides whether it counts as written, its checksums whether its bytes are used.
+An object may be torn by a crash while it was written (local disk is not atomic). A torn object is
+harmless: its size decides whether it counts as written, its checksums whether its bytes are used.
 """
 
 from __future__ import annotations

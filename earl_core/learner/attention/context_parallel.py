@@ -6,8 +6,8 @@ late ones, which attend to much. Everything but attention works token by token. 
 has the queries of its own tokens and all ranks' keys and values, which are gathered layer by layer;
 their gradients are summed back to the ranks that the keys came from.
 
-What a rank keeps until the backward pass is O(T / c): the gathered keys and values of a layer are
-dropped after its attention and gathered again when its backward pass begins.
+A rank keeps O(T / c) until the backward pass: the gathered keys and values of a layer are dropped
+after its attention and gathered again when its backward pass begins.
 """
 
 from __future__ import annotations

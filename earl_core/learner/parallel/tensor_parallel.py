@@ -3,8 +3,8 @@
 Which matrix is split by columns and which by rows is the model's own plan (`base_model_tp_plan` of
 its configuration). Embedding and output layer are split over the vocabulary. Between the matrices,
 where tokens do not meet, each rank has some of the tokens: norms and the sums along the layers
-(sequence parallelism, as in arXiv 2205.05198). What is split otherwise is gathered before a layer's
-first matrices and summed to its owners after its last ones.
+(sequence parallelism, as in arXiv 2205.05198). Tensors that are split otherwise are gathered before
+a layer's first matrices and summed to their owners after its last ones.
 
 Parameters that are cut are DTensors, so that FSDP2 can cut them again. The parameters between are
 plain, whole on every rank, and get from each the gradient of its tokens or heads: their sum is

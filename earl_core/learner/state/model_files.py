@@ -41,8 +41,8 @@ def write_model_files(
     """Write all of a model directory but the weights into `policy`, which is empty.
 
     The model knows the directory that it was loaded from, and so does the tokenizer, whose chat
-    template may be another one by now. What was made in memory is written by its library. Raises
-    `ConfigError` for a file that cannot be copied, and the library's errors.
+    template may be another one by now. The library writes the files of a model that was made in
+    memory. Raises `ConfigError` for a file that cannot be copied, and the library's errors.
     """
     lying = _directory(model.config)
     if lying is None:

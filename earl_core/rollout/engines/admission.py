@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 class Admission:
     """Lets at most so many requests in at a time, in the order in which they came.
 
-    Of one event loop. Without a limit nobody waits.
+    It belongs to one event loop. Without a limit nobody waits.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """OpenAI's chat completions as JSON: what of a request counts, and the replies.
 
 Sampling is the run's: an agent is trained on what its policy samples at `rollout.temperature`, so a
-request's own temperature, top_p, seed and penalties count for nothing. What would change the answer
-in a way that cannot be ignored is refused.
+request's own temperature, top_p, seed and penalties count for nothing. A field that would change
+the answer in a way that cannot be ignored is refused.
 https://platform.openai.com/docs/api-reference/chat
 """
 

@@ -1,8 +1,8 @@
 """One agent's conversations with the gateway: budgets, requests to the engine, the episode.
 
 A session is to the gateway what an `EpisodePlayer` is to the built-in agent loop: it says which
-tokens come next, keeps to the budgets and makes the episode. What it answers as the opponent is
-the policy's too, but in no episode.
+tokens come next, keeps to the budgets and makes the episode. Its answers as the opponent are the
+policy's too, but in no episode.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _alike(usable: Sequence[Prediction]) -> list[list[Prediction]]:
 
 def _varied(refused: Sequence[Prediction]) -> list[Prediction]:
     """Infeasible candidates so that the first few show all kinds of reasons; reasons are of a kind
-    when they differ in numbers only. What was seen to fail comes first."""
+    when they differ in numbers only. Candidates that were seen to fail come first."""
     kinds: Counter[str] = Counter()
     ranked = []
     for place, row in enumerate(refused):

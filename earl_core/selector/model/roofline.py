@@ -113,8 +113,8 @@ class Roofline:
     ) -> float:
         """Tokens/s of one engine given `offered` sequences of `context` tokens at once.
 
-        capacity: tokens that its KV cache holds. What does not fit waits: the sequences run in as
-        many equal waves as are needed. 0 when not even one fits.
+        capacity: tokens that its KV cache holds. Sequences that do not fit wait: the sequences run
+        in as many equal waves as are needed. 0 when not even one fits.
         """
         fits = capacity / max(context, 1.0)
         if fits < 1 or offered <= 0:
