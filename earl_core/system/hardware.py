@@ -60,7 +60,7 @@ def read_resources() -> HostResources:
     """Read the resources that this process may use.
 
     The memory is the least of the machine's and of the limits of all control groups around this
-    process. Of the cores that it may run on, no more count than these groups give it time of: more
+    process. No more of the cores that it may run on count than these groups give it time of: more
     threads than that wait for each other. GPUs that CUDA_VISIBLE_DEVICES hides do not count. Raises
     `ConfigError` where the machine has GPUs and their driver cannot be asked.
     """

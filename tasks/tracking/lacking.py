@@ -48,8 +48,8 @@ class Thing(NamedTuple):
 
 def sent_before(run: RunDirectory, tags: Mapping[str, str]) -> dict[str, int]:
     """The last iteration sent of each kind, by the tags of the MLflow run; empty where the run has
-    gone back since: what it did again is of another past. What arrived keeps its time, and is the
-    same to MLflow when it comes again."""
+    gone back since: what it did again is of another past. A number that arrived keeps its time, and
+    is the same to MLflow when it comes again."""
     found = json.loads(tags.get(SENT, "{}"))
     return found if found.pop("past", 0) == _past(run) else {}
 
